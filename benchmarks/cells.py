@@ -1,0 +1,36 @@
+"""Start a fresh pair of processes for one cell and bring back what it measured."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.multiprocessing as multiprocessing
+
+from benchmarks.rank import Cell, Outcome, enter, measure
+
+WORLD_SIZE = 2
+CHILD_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "LOCAL_SIZE": str(WORLD_SIZE),
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def in_processes(work: Callable[[int, Path], None], folder: Path) -> None:
+    """Run `work(rank, folder)` in `WORLD_SIZE` fresh processes joined by gloo; raise when one of them fails."""
+    os.environ.update(CHILD_ENVIRONMENT)  # the children read it at import; this process has nothing else to do
+    multiprocessing.spawn(enter, args=(WORLD_SIZE, str(folder), work), nprocs=WORLD_SIZE, join=True)
+
+
+def run(cell: Cell) -> Outcome:
+    """Measure one cell."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name:
+        folder = Path(name)
+        (folder / "cell.json").write_text(json.dumps(asdict(cell)))
+        in_processes(measure, folder)
+        return Outcome.read(folder / "outcome.json")

@@ -1,0 +1,163 @@
+"""What one process of a cell does: prepare every side, prove that each one trains, then let them step in turns."""
+
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.sides import side_named
+from benchmarks.workload import Batch, Shape, Side, Step, batches, llama
+
+NUM_BATCHES = 32
+NUM_PROOF_STEPS = 6
+SECONDS_PER_TURN = 0.4
+"""A turn of one side in one round is as many steps as take about this long on the median side, at least one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One run: these sides in turns, on one shape and one number of microbatches."""
+
+    sides: tuple[str, ...]
+    shape: str
+    num_microbatches: int
+    num_rounds: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a cell measured."""
+
+    cell: Cell
+    num_steps_per_turn: int
+    seconds: dict[str, list[float]]
+    """By side, one value per round: seconds of a step, of the slower rank."""
+    losses: dict[str, list[float]]
+    """By side, the losses of the proof steps, all on one batch, averaged over ranks."""
+    held_bytes: dict[str, int]
+    """By side, bytes of tensors that it holds between two steps on rank 0."""
+
+    def write(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> "Outcome":
+        """Read what `write` wrote."""
+        fields = json.loads(path.read_text())
+        cell = fields.pop("cell")
+        return cls(cell=Cell(**{**cell, "sides": tuple(cell["sides"])}), **fields)
+
+
+def run_cell(cell: Cell) -> Outcome:
+    """Run a cell on this rank of the default process group; every rank gets the same outcome but for `held_bytes`."""
+    sides = [side_named(name) for name in cell.sides]
+    drawn = batches(Shape.parse(cell.shape), cell.num_microbatches, rank=dist.get_rank(), count=NUM_BATCHES)
+    steps: dict[str, Step] = {}
+    losses: dict[str, list[float]] = {}
+    held: dict[str, int] = {}
+    for side in sides:
+        before = live_tensor_bytes()
+        steps[side.name] = side.prepare(llama(), cell.num_microbatches)
+        losses[side.name] = [_mean_of_ranks(steps[side.name](drawn[0])) for _ in range(NUM_PROOF_STEPS)]
+        held[side.name] = live_tensor_bytes() - before
+    prove_training(sides, losses)
+    seconds, num_steps = _alternate(steps, drawn, cell.num_rounds)
+    return Outcome(cell=cell, num_steps_per_turn=num_steps, seconds=seconds, losses=losses, held_bytes=held)
+
+
+def prove_training(sides: list[Side], losses: dict[str, list[float]]) -> None:
+    """Raise `RuntimeError` unless all sides start at one loss and all that really exchange gradients end at one, lower."""
+    starts = {name: values[0] for name, values in losses.items()}
+    ends = {side.name: losses[side.name][-1] for side in sides if side.trains_fully}
+    problems = [
+        f"{name}: the loss went from {values[0]:.4f} to {values[-1]:.4f} and should fall by 0.1 or more"
+        for name, values in losses.items()
+        if not values[-1] < values[0] - 0.1
+    ]
+    for what, values, tolerance in (("first", starts, 0.005), ("last", ends, 0.005)):
+        middle = statistics.median(values.values()) if values else 0.0
+        problems += [
+            f"{name}: the {what} loss is {value:.4f}, the other sides' {middle:.4f}"
+            for name, value in values.items()
+            if not abs(value - middle) <= tolerance * middle
+        ]
+    if problems:
+        raise RuntimeError("a side does not train as the others do:\n" + "\n".join(problems))
+
+
+def _alternate(
+    steps: dict[str, Step], drawn: list[Batch], num_rounds: int
+) -> tuple[dict[str, list[float]], int]:
+    warm = [_turn(step, drawn, 0, 2) for step in steps.values()]
+    num_steps = max(1, round(SECONDS_PER_TURN / statistics.median(warm)))
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    order = list(steps)
+    for index in range(num_rounds):
+        # Each round starts with another side and every second one runs backwards, so that nobody always follows the same neighbour.
+        turned = order[index % len(order) :] + order[: index % len(order)]
+        for name in turned if index % 2 == 0 else reversed(turned):
+            seconds[name].append(_turn(steps[name], drawn, index * num_steps, num_steps))
+        if dist.get_rank() == 0:
+            print(f"    round {index + 1} of {num_rounds}", file=sys.stderr, flush=True)
+    return seconds, num_steps
+
+
+def _turn(step: Step, drawn: list[Batch], first: int, num_steps: int) -> float:
+    """Seconds per step, from a common start to the end of the slower rank; the same number on every rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    for index in range(first, first + num_steps):
+        step(drawn[index % len(drawn)])
+    elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return elapsed.item() / num_steps
+
+
+def _mean_of_ranks(loss: float) -> float:
+    value = torch.tensor([loss], dtype=torch.float64)
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of all tensor storages that Python can reach, each once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) not in (torch.Tensor, nn.Parameter):  # subclasses (DTensor) show their local tensors as well
+            continue
+        for tensor in (thing, thing.grad if thing.is_leaf else None):
+            if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def enter(rank: int, world_size: int, folder: str, work: Callable[[int, Path], None]) -> None:
+    """Join the process group through a file in `folder`, do `work(rank, folder)` and leave; runs in a fresh process."""
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed wants it
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    try:
+        work(rank, Path(folder))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(rank: int, folder: Path) -> None:
+    """Run the cell described in `folder`; rank 0 leaves the outcome there."""
+    fields = json.loads((folder / "cell.json").read_text())
+    outcome = run_cell(Cell(**{**fields, "sides": tuple(fields["sides"])}))
+    if rank == 0:
+        outcome.write(folder / "outcome.json")

@@ -1,0 +1,63 @@
+"""shardwise: write the single-process program once, run it under any layout, get the same numbers.
+
+Names are loaded when first used, so that planning needs neither torch nor processes.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.comm import Channel, Recorded, processes, simulate
+    from shardwise.engine import Engine, EvaluationReport, StepReport, parallelize
+    from shardwise.errors import ShardwiseError
+    from shardwise.plan import Merge, Plan, Precision, Sharding
+    from shardwise.space import Mesh, Piece
+
+__version__ = "0.1.0"
+
+_ROOM_OF = {
+    "Channel": "comm",
+    "Engine": "engine",
+    "EvaluationReport": "engine",
+    "Merge": "plan",
+    "Mesh": "space",
+    "Piece": "space",
+    "Plan": "plan",
+    "Precision": "plan",
+    "Recorded": "comm",
+    "Sharding": "plan",
+    "ShardwiseError": "errors",
+    "StepReport": "engine",
+    "parallelize": "engine",
+    "processes": "comm",
+    "simulate": "comm",
+}
+
+__all__ = [
+    "Channel",
+    "Engine",
+    "EvaluationReport",
+    "Merge",
+    "Mesh",
+    "Piece",
+    "Plan",
+    "Precision",
+    "Recorded",
+    "Sharding",
+    "ShardwiseError",
+    "StepReport",
+    "__version__",
+    "parallelize",
+    "processes",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"shardwise.{_ROOM_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,93 @@
+"""The frames that two ranks exchange over their socket: a fixed header, then `length` bytes of payload."""
+
+import enum
+import json
+import struct
+from dataclasses import dataclass
+
+FORMAT = struct.Struct("<BBHIQQQQII")
+"""kind, flags, segment, slot, lane, digest, offset, total, number, length."""
+
+HEADER_BYTES = FORMAT.size
+Header = tuple[int, int, int, int, int, int, int, int, int, int]
+
+IN_SLOT = 1
+"""Flag of a chunk: its bytes lie in a slot of the sender's shared memory instead of following the header."""
+
+ASKS = 2
+"""Flag of a chunk: the sender waits for an ANSWER, given once the message is matched or cannot be matched yet."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame says."""
+
+    CHUNK = 1  # a part of a message: lane, number, digest, offset, total, and a slot or the bytes themselves
+    SIGNATURE = 2  # the text that belongs to a digest, before its first use
+    CONSUMED = 3  # a slot may be written again
+    CREDIT = 4  # one chunk of the message (lane, number) sent as bytes was consumed
+    ANSWER = 5  # the message (lane, number) that asked was matched, or waits while its receiver waits elsewhere
+    SEGMENT = 6  # a shared memory segment of `total` bytes; its descriptor travels with the frame
+    RELEASE = 7  # a segment is gone; unmap it
+    STATUS = 8  # the sender has been waiting for a while: for whom and in what
+    FAILED = 9  # the verdict that ended the sender's channel
+    BYE = 10  # the sender closed its channel on purpose
+
+
+def frame(
+    kind: Kind,
+    *,
+    flags: int = 0,
+    segment: int = 0,
+    slot: int = 0,
+    lane: int = 0,
+    digest: int = 0,
+    offset: int = 0,
+    total: int = 0,
+    number: int = 0,
+    payload: bytes = b"",
+    length: int | None = None,
+) -> bytes:
+    """The bytes of one frame; `length` announces payload bytes that the caller sends itself."""
+    announced = len(payload) if length is None else length
+    return FORMAT.pack(kind, flags, segment, slot, lane, digest, offset, total, number, announced) + payload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """Where a rank has been waiting for a while."""
+
+    operation: str
+    purpose: str
+    awaited: tuple[int, ...]
+    """The world ranks it waits for."""
+
+    def packed(self) -> bytes:
+        """As the payload of a STATUS frame."""
+        return json.dumps([self.operation, self.purpose, self.awaited]).encode()
+
+    @classmethod
+    def parsed(cls, payload: bytes) -> "Status":
+        """From the payload of a STATUS frame."""
+        operation, purpose, awaited = json.loads(payload)
+        return cls(operation=operation, purpose=purpose, awaited=tuple(awaited))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Why a channel has ended. The first one holds; ranks pass it on, so that all name the same culprit."""
+
+    fact: str
+    """A sentence about the culprit, without what this rank was doing."""
+
+    culprit: int | None
+    """World rank; None for a mismatch, which names its ranks in the fact."""
+
+    def packed(self) -> bytes:
+        """As the payload of a FAILED frame."""
+        return json.dumps([self.fact, self.culprit]).encode()
+
+    @classmethod
+    def parsed(cls, payload: bytes) -> "Verdict":
+        """From the payload of a FAILED frame."""
+        fact, culprit = json.loads(payload)
+        return cls(fact=fact, culprit=culprit)

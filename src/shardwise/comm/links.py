@@ -1,0 +1,244 @@
+"""One connection to one other rank: frames out of a queue that never blocks, frames in as they come."""
+
+import array
+import collections
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import torch
+
+from shardwise.comm.frames import FORMAT, HEADER_BYTES, Header, Kind, Status, frame
+from shardwise.comm.shared_memory import SLOT_BYTES, Segment, map_segment
+
+READ_BYTES = 64 << 10
+_MAX_DESCRIPTORS = 8
+_DESCRIPTOR_SPACE = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+_MAX_BUFFERS = 32
+
+Payload = bytes | memoryview
+Taker = Callable[["Link", Header, Payload], None]
+
+
+class _Outgoing:
+    """Bytes waiting for room in the socket, perhaps with a descriptor, perhaps with somebody who waits for it."""
+
+    __slots__ = ("begun", "content", "descriptor", "on_sent", "whole")
+
+    def __init__(
+        self, content: Payload, *, descriptor: int | None, whole: bool, on_sent: Callable[[], None] | None
+    ) -> None:
+        self.content = memoryview(content)
+        self.descriptor = descriptor
+        self.on_sent = on_sent
+        self.whole = whole  # the start of a frame, not the payload of the one before
+        self.begun = False
+
+
+class Link:
+    """The connection to world rank `rank`; `local` when descriptors can pass and memory is shared."""
+
+    def __init__(self, connection: socket.socket, *, rank: int, local: bool) -> None:
+        connection.setblocking(False)
+        self.rank = rank
+        self.local = local
+        self.ended = False
+        """The other side has closed the connection, on purpose or by dying."""
+        self.said_bye = False
+        self.texts: dict[int, str] = {}
+        """Digest to text, for the signatures that the other side has used."""
+        self.status: Status | None = None
+        """Where the other side waits, if it has said so since its last message."""
+        self.last_digest: int | None = None
+        self.last_heard = time.monotonic()
+        self._connection = connection
+        self._outgoing: collections.deque[_Outgoing] = collections.deque()
+        self._told: set[int] = set()
+        self._announced: set[int] = set()
+        self._mapped: dict[int, torch.Tensor] = {}
+        self._descriptors: collections.deque[int] = collections.deque()
+        self._rest = b""
+        self._partial: tuple[Header, memoryview] | None = None
+        self._num_filled = 0
+
+    def fileno(self) -> int:
+        """For poll."""
+        return self._connection.fileno()
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether frames wait for room in the socket."""
+        return bool(self._outgoing)
+
+    def put(
+        self,
+        content: Payload,
+        *,
+        whole: bool = True,
+        descriptor: int | None = None,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue a frame (`whole`) or the payload of the frame queued before; its memory is the queue's until sent."""
+        if not self.ended:
+            self._outgoing.append(_Outgoing(content, whole=whole, descriptor=descriptor, on_sent=on_sent))
+
+    def tell_signature(self, digest: int, text: str) -> bool:
+        """Queue the text of a digest before its first use; whether this was the first."""
+        if digest in self._told:
+            return False
+        self._told.add(digest)
+        self.put(frame(Kind.SIGNATURE, digest=digest, payload=text.encode()))
+        return True
+
+    def tell_segment(self, segment: Segment) -> None:
+        """Queue the descriptor of a segment before its first use."""
+        if segment.number not in self._announced:
+            self._announced.add(segment.number)
+            announcement = frame(Kind.SEGMENT, segment=segment.number, total=segment.num_bytes)
+            # The queue gets a descriptor of its own: the segment may be gone before there is room in the socket.
+            self.put(announcement, descriptor=os.dup(segment.descriptor))
+
+    def forget_segment(self, number: int) -> None:
+        """Queue the end of a segment of ours."""
+        if number in self._announced:
+            self._announced.remove(number)
+            self.put(frame(Kind.RELEASE, segment=number))
+
+    def flush(self) -> None:
+        """Write as much of the queue as the socket takes now."""
+        while self._outgoing and not self.ended:
+            first = self._outgoing[0]
+            try:
+                if first.descriptor is not None:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [first.descriptor]))]
+                    num_sent = self._connection.sendmsg([first.content], rights)
+                    os.close(first.descriptor)
+                    first.descriptor = None
+                elif len(self._outgoing) == 1:
+                    num_sent = self._connection.send(first.content)
+                else:
+                    num_sent = self._connection.sendmsg(self._plain_buffers())
+            except BlockingIOError:
+                return
+            except OSError:
+                # The reading side says what became of the peer; what it sent before its end is still to be read.
+                self.drop_queue()
+                return
+            self._advance_queue(num_sent)
+
+    def _plain_buffers(self) -> list[memoryview]:
+        buffers = []
+        for outgoing in self._outgoing:
+            if outgoing.descriptor is not None or len(buffers) == _MAX_BUFFERS:
+                break
+            buffers.append(outgoing.content)
+        return buffers
+
+    def _advance_queue(self, num_sent: int) -> None:
+        while self._outgoing:
+            first = self._outgoing[0]
+            first.begun = True
+            if num_sent < len(first.content):
+                first.content = first.content[num_sent:]
+                return
+            num_sent -= len(first.content)
+            self._outgoing.popleft()
+            if first.on_sent is not None:
+                first.on_sent()
+            if not num_sent:
+                return
+
+    def drop_queue(self) -> None:
+        """Forget the frames of which no byte has left, so that what is queued next goes out soon."""
+        kept: collections.deque[_Outgoing] = collections.deque()
+        if self._outgoing and not self.ended and (self._outgoing[0].begun or not self._outgoing[0].whole):
+            kept.append(self._outgoing.popleft())
+            while self._outgoing and not self._outgoing[0].whole:
+                kept.append(self._outgoing.popleft())
+        for outgoing in self._outgoing:
+            if outgoing.descriptor is not None:
+                os.close(outgoing.descriptor)
+        self._outgoing = kept
+
+    def receive(self, take: Taker) -> None:
+        """Read what has come, up to about one chunk, and give each whole frame to `take`."""
+        if self._partial is not None:
+            self._fill(take)
+            return
+        try:
+            content, rights, _, _ = self._connection.recvmsg(READ_BYTES, _DESCRIPTOR_SPACE)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._end()
+            return
+        for level, kind, packed in rights:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(packed[: len(packed) - len(packed) % received.itemsize])
+                self._descriptors.extend(received)
+        if not content:
+            self._end()
+            return
+        self._split(self._rest + content if self._rest else content, take)
+
+    def _end(self) -> None:
+        self.ended = True
+        self.drop_queue()
+
+    def _split(self, content: bytes, take: Taker) -> None:
+        position = 0
+        while len(content) - position >= HEADER_BYTES:
+            header: Header = FORMAT.unpack_from(content, position)
+            start, length = position + HEADER_BYTES, header[-1]
+            if start + length > len(content):
+                # Payloads that are cut by the end of the read are received in place, without a further copy.
+                body = memoryview(torch.empty(length, dtype=torch.uint8).numpy()).cast("B")
+                self._num_filled = len(content) - start
+                body[: self._num_filled] = content[start:]
+                self._partial = (header, body)
+                self._rest = b""
+                return
+            position = start + length
+            take(self, header, content[start:position])
+        self._rest = content[position:]
+
+    def _fill(self, take: Taker) -> None:
+        assert self._partial is not None
+        header, body = self._partial
+        try:
+            num_read = self._connection.recv_into(body[self._num_filled :])
+        except BlockingIOError:
+            return
+        except OSError:
+            num_read = 0
+        if not num_read:
+            self._end()
+            return
+        self._num_filled += num_read
+        if self._num_filled == len(body):
+            self._partial = None
+            take(self, header, body)
+
+    def map_announced(self, number: int, num_bytes: int) -> None:
+        """Map the segment whose descriptor came with its announcement."""
+        self._mapped[number] = map_segment(self._descriptors.popleft(), num_bytes)
+
+    def unmap(self, number: int) -> None:
+        """Forget a segment of the other side."""
+        self._mapped.pop(number, None)
+
+    def in_slot(self, segment: int, slot: int, num_bytes: int) -> torch.Tensor:
+        """The bytes that the other side has put in a slot."""
+        start = slot * SLOT_BYTES
+        return self._mapped[segment][start : start + num_bytes]
+
+    def close(self) -> None:
+        """Close the connection and unmap the other side's memory."""
+        self.ended = True
+        self.drop_queue()
+        self._connection.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        self._mapped.clear()

@@ -1,0 +1,226 @@
+"""Messages between two ranks in chunks: out through slots or as bytes, in as chunks that wait to be consumed.
+
+[Note: why no order of calls can deadlock]
+Every message holds back its sender at most for itself: it has a window of chunks of its own, and when it has no chunk
+on its way, the slot pool grows rather than refuse. So the first unconsumed chunk of every message always arrives, whatever
+other messages wait for, and a transfer depends on no transfer but itself. `send` goes further: it publishes the whole
+message at once, so that two ranks may both send first, and the receiver needs nothing more from the sender.
+"""
+
+import collections
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm.calls import Signature
+from shardwise.comm.frames import ASKS, IN_SLOT, Kind, frame
+from shardwise.comm.links import Link, Payload
+from shardwise.comm.shared_memory import SLOT_BYTES, SlotPool
+
+INLINE_BYTES = 16 << 10
+"""Messages up to this size travel in the frame: two copies by the kernel cost less than a slot and its return."""
+
+_GROWTH_SLOTS = 4
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as flat bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stamp:
+    """A signature as it travels: 64 bits with every message, the text once per link."""
+
+    signature: Signature
+    digest: int
+    text: str
+
+    @classmethod
+    def of(cls, signature: Signature) -> "Stamp":
+        """The stamp of a call; equal for the `send` and the `receive` that fit."""
+        operation = "message" if signature.operation in ("send", "receive") else signature.operation
+        compared = repr((operation, signature.purpose, signature.dtypes, signature.counts))
+        digest = int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=8).digest(), "little")
+        return cls(signature=signature, digest=digest, text=str(signature))
+
+
+class Chunk:
+    """A part of a message that has arrived; `consumed` lets the sender use its place again."""
+
+    __slots__ = ("_acknowledgement", "_link", "content", "offset")
+
+    def __init__(self, link: Link, offset: int, content: torch.Tensor | Payload, acknowledgement: bytes) -> None:
+        self.offset = offset
+        self.content = content
+        self._link = link
+        self._acknowledgement = acknowledgement
+
+    def tensor(self) -> torch.Tensor:
+        """The content as flat bytes."""
+        if isinstance(self.content, torch.Tensor):
+            return self.content
+        writable = self.content if isinstance(self.content, memoryview) else bytearray(self.content)
+        return torch.frombuffer(writable, dtype=torch.uint8) if len(writable) else torch.empty(0, dtype=torch.uint8)
+
+    def consumed(self) -> None:
+        """The content has been read and is not touched again."""
+        if self._acknowledgement:
+            self._link.put(self._acknowledgement)
+
+
+class Inbound:
+    """A message from one rank: matched by the call that expects it, and by the frames that bring it, in either order."""
+
+    __slots__ = ("asked", "chunks", "digest", "expected", "lane", "num_received", "number", "source", "total")
+
+    def __init__(self, source: int, lane: int, number: int) -> None:
+        self.source = source
+        self.lane = lane
+        self.number = number
+        self.expected: Stamp | None = None
+        self.digest: int | None = None
+        self.total = -1
+        self.num_received = 0
+        self.asked = False
+        self.chunks: collections.deque[Chunk] = collections.deque()
+
+    def take(self) -> Chunk:
+        """The next chunk; the caller consumes it."""
+        chunk = self.chunks.popleft()
+        self.num_received += len(chunk.content)
+        return chunk
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every byte has been taken."""
+        return self.num_received == self.total
+
+
+class Outbound:
+    """One message to one rank, or the same message to several ranks that share memory with this one."""
+
+    def __init__(
+        self,
+        source: torch.Tensor,
+        targets: list[tuple[Link, int]],
+        *,
+        lane: int,
+        stamp: Stamp,
+        pool: SlotPool,
+        window: int,
+        buffered: bool,
+    ) -> None:
+        self.targets = targets
+        self.lane = lane
+        self.num_on_the_way = 0
+        """Chunks published and not yet consumed."""
+        self.answered = True
+        """False while the receiver has not said that it matched, or cannot match yet, a first message of its signature."""
+        self._source = source
+        self._digest = stamp.digest
+        self._pool = pool
+        self._window = window
+        self._buffered = buffered
+        self._num_published = 0
+        self._num_unsent = 0
+        self._begun = False
+        for link, _ in targets:
+            if link.tell_signature(stamp.digest, stamp.text) and buffered:
+                self.answered = False
+        self._flags = 0 if self.answered else ASKS
+        self._copy: Callable[[], bool] = self._put_in_slot if targets[0][0].local else self._put_as_bytes
+
+    @property
+    def total(self) -> int:
+        """Bytes of the message."""
+        return len(self._source)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the source tensor is not needed any more; a buffered message has its own."""
+        return self._begun and self._num_published == self.total and (self._buffered or not self._num_unsent)
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks whose reading or answer this message waits for."""
+        return [] if self.is_published and self.answered else [link.rank for link, _ in self.targets]
+
+    def advance(self) -> bool:
+        """Publish as many chunks as there is room for; whether there were any."""
+        if self._begun and self._num_published == self.total:
+            return False
+        if self.total <= INLINE_BYTES:
+            self._put_inline()
+            return True
+        moved = False
+        while self._num_published < self.total and self._copy():
+            moved = True
+            for link, _ in self.targets:
+                link.flush()
+        return moved
+
+    def _header(self, number: int, *, flags: int = 0, segment: int = 0, slot: int = 0, length: int = 0) -> bytes:
+        return frame(
+            Kind.CHUNK,
+            flags=flags | (0 if self._begun else self._flags),
+            segment=segment,
+            slot=slot,
+            lane=self.lane,
+            digest=self._digest,
+            offset=self._num_published,
+            total=self.total,
+            number=number,
+            length=length,
+        )
+
+    def _put_inline(self) -> None:
+        content = self._source.numpy().tobytes()
+        for link, number in self.targets:
+            link.put(self._header(number, length=self.total) + content)
+            link.flush()
+        self._begun = True
+        self._num_published = self.total
+
+    def _put_in_slot(self) -> bool:
+        num_left = -(-(self.total - self._num_published) // SLOT_BYTES)
+        if self._buffered:
+            grow = num_left
+        elif self.num_on_the_way < self._window:
+            grow = 0 if self.num_on_the_way else _GROWTH_SLOTS
+        else:
+            return False
+        slot = self._pool.take(grow=grow)
+        if slot is None:
+            return False
+        num_bytes = min(SLOT_BYTES, self.total - self._num_published)
+        slot.memory[:num_bytes].copy_(self._source[self._num_published : self._num_published + num_bytes])
+        slot.readers = len(self.targets)
+        slot.outbound = self
+        for link, number in self.targets:
+            link.tell_segment(slot.segment)
+            link.put(self._header(number, flags=IN_SLOT, segment=slot.segment.number, slot=slot.index))
+        self._advanced(num_bytes)
+        return True
+
+    def _put_as_bytes(self) -> bool:
+        if not self._buffered and self.num_on_the_way >= self._window:
+            return False
+        ((link, number),) = self.targets
+        num_bytes = min(SLOT_BYTES, self.total - self._num_published)
+        content = memoryview(self._source.numpy())[self._num_published : self._num_published + num_bytes]
+        self._num_unsent += 1
+        link.put(self._header(number, length=num_bytes))
+        link.put(content, whole=False, on_sent=self._sent)
+        self._advanced(num_bytes)
+        return True
+
+    def _advanced(self, num_bytes: int) -> None:
+        self._begun = True
+        self._num_published += num_bytes
+        self.num_on_the_way += 1
+
+    def _sent(self) -> None:
+        self._num_unsent -= 1

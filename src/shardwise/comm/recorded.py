@@ -1,0 +1,168 @@
+"""A channel that lists what passes through it: the calls of one rank, with their bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm.channel import Channel, Work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of one rank, with the bytes that this rank must send and receive at least to fulfil it."""
+
+    operation: str
+    """`exchange`, `all_gather`, `reduce_scatter`, `send` or `receive`."""
+    purpose: str
+    dtype: torch.dtype
+    """Of what travels (of the `input` of `reduce_scatter`; `uint8` for `exchange`)."""
+    num_elements: int
+    """Of all ranks' parts together, or of the message."""
+    counts: tuple[int, ...]
+    """Elements per rank of the channel (bytes for `exchange`); of the message alone for `send` and `receive`."""
+    bytes_sent: int
+    bytes_received: int
+    peers: tuple[int, ...]
+    """The other ranks of the call, in the channel's order, as ranks of the channel that was first wrapped."""
+
+
+class Recorded:
+    """A `Channel` around another one, which lists every call in `calls`; channels from `over` share the list."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.calls: list[Call] = []
+        """In the order of the calls; an `exchange` when it has returned."""
+        self._channel = channel
+        self._ranks = tuple(range(channel.size))
+        self._family = {id(channel): self}  # the wrapped channel is held, so its id stays its own
+
+    def bytes_sent(self, operation: str | None = None) -> int:
+        """Total bytes that this rank sent, in all calls or in those of one operation."""
+        return sum(call.bytes_sent for call in self.calls if operation in (None, call.operation))
+
+    def bytes_received(self, operation: str | None = None) -> int:
+        """Total bytes that this rank received, in all calls or in those of one operation."""
+        return sum(call.bytes_received for call in self.calls if operation in (None, call.operation))
+
+    def clear(self) -> None:
+        """Forget the calls so far."""
+        self.calls.clear()
+
+    @property
+    def rank(self) -> int:
+        """This rank in the wrapped channel."""
+        return self._channel.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._channel.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of the wrapped channel live."""
+        return self._channel.device
+
+    @property
+    def progresses_alone(self) -> bool:
+        """As the wrapped channel says."""
+        return self._channel.progresses_alone
+
+    def over(self, ranks: Sequence[int]) -> "Recorded":
+        """The recorded channel of these ranks; see `Channel.over`."""
+        inner = self._channel.over(ranks)
+        if id(inner) not in self._family:
+            part = Recorded(inner)
+            part.calls, part._family = self.calls, self._family
+            part._ranks = tuple(self._ranks[rank] for rank in ranks)
+            self._family[id(inner)] = part
+        return self._family[id(inner)]
+
+    def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
+        """See `Channel.exchange`."""
+        values = self._channel.exchange(value, purpose=purpose)
+        lengths = [len(each) for each in values]
+        self._record_collective("exchange", purpose, torch.uint8, lengths, sends_own=True)
+        return values
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        """See `Channel.all_gather`."""
+        work = self._channel.all_gather(output, input, purpose=purpose, counts=counts)
+        filled = [input.numel()] * self.size if counts is None else counts
+        self._record_collective("all_gather", purpose, input.dtype, filled, sends_own=True)
+        return work
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        """See `Channel.reduce_scatter`."""
+        work = self._channel.reduce_scatter(output, input, purpose=purpose, counts=counts)
+        filled = [output.numel()] * self.size if counts is None else counts
+        self._record_collective("reduce_scatter", purpose, input.dtype, filled, sends_own=False)
+        return work
+
+    def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        """See `Channel.send`."""
+        work = self._channel.send(tensor, destination, purpose=purpose)
+        self._record_message("send", purpose, tensor, destination, bytes_sent=tensor.nbytes)
+        return work
+
+    def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
+        """See `Channel.receive`."""
+        work = self._channel.receive(tensor, source, purpose=purpose)
+        self._record_message("receive", purpose, tensor, source, bytes_received=tensor.nbytes)
+        return work
+
+    def abort(self, reason: str) -> None:
+        """See `Channel.abort`."""
+        self._channel.abort(reason)
+
+    def close(self) -> None:
+        """Close the wrapped channel; the list stays."""
+        self._channel.close()
+
+    def _record_collective(
+        self, operation: str, purpose: str, dtype: torch.dtype, counts: Sequence[int], *, sends_own: bool
+    ) -> None:
+        # Gathering sends the own part to every peer and takes each peer's part; scattering does the reverse.
+        own_part = counts[self.rank] * dtype.itemsize
+        own_bytes = (self.size - 1) * own_part
+        peers_bytes = sum(counts) * dtype.itemsize - own_part
+        self.calls.append(
+            Call(
+                operation=operation,
+                purpose=purpose,
+                dtype=dtype,
+                num_elements=sum(counts),
+                counts=tuple(counts),
+                bytes_sent=own_bytes if sends_own else peers_bytes,
+                bytes_received=peers_bytes if sends_own else own_bytes,
+                peers=tuple(member for rank, member in enumerate(self._ranks) if rank != self.rank),
+            )
+        )
+
+    def _record_message(
+        self,
+        operation: str,
+        purpose: str,
+        tensor: torch.Tensor,
+        peer: int,
+        *,
+        bytes_sent: int = 0,
+        bytes_received: int = 0,
+    ) -> None:
+        self.calls.append(
+            Call(
+                operation=operation,
+                purpose=purpose,
+                dtype=tensor.dtype,
+                num_elements=tensor.numel(),
+                counts=(tensor.numel(),),
+                bytes_sent=bytes_sent,
+                bytes_received=bytes_received,
+                peers=(self._ranks[peer],),
+            )
+        )

@@ -1,0 +1,336 @@
+"""n ranks as threads of this process, one running at a time, so that a run is the same every time.
+
+    rank 0   call wait (1)                     carry out (2), go on ... wait (1)
+    rank 1                call wait (1)                                         go on ... end
+    rank 2                             call wait (2: ready at once) ...
+
+(1) A rank whose transfer lacks calls hands the baton to the next rank, in rank order, that can go on.
+(2) A transfer is carried out, for all its ranks, at the first wait after its last call.
+
+With the baton go the random states of torch, `random` and numpy, so that each rank draws as in a process of its own.
+Only the holder of the baton touches the state of the world; therefore nothing here is locked, and when no rank can go
+on, that is known at once.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from shardwise.comm.calls import (
+    Signature,
+    all_gather_signature,
+    member_ranks,
+    message_signature,
+    reduce_scatter_signature,
+)
+from shardwise.comm.channel import Channel, Work
+from shardwise.comm.matching import Call, Group, Transfer, named
+from shardwise.errors import PeerError, PlanError, ShardwiseError
+
+T = TypeVar("T")
+
+
+def simulate(world_size: int, fn: Callable[[Channel], T], *, timeout_seconds: float = 60.0) -> list[T]:
+    """Run `fn(channel)` on `world_size` simulated ranks in this process and return their results in rank order.
+
+    Every rank starts from the caller's random state (torch's CPU generator, `random`, numpy's global one) and goes on
+    with its own; the caller's is put back at the end. Ranks share all else that is global to a process.
+
+    Raises the error of the rank that failed first, with a note that names the rank, or without a note the one
+    `ShardwiseError` that all ranks raised alike. Ranks that wait for each other get a `PeerError` at once. Raises
+    `PeerError` also when a rank has made no call for `timeout_seconds` while others are unfinished; that rank is left
+    behind on its daemon thread.
+    """
+    if world_size < 1 or not timeout_seconds > 0:
+        raise PlanError(
+            f"simulate(world_size={world_size}, timeout_seconds={timeout_seconds}): give at least one rank and a time"
+        )
+    callers_state = _RandomState()
+    world = _World(world_size, callers_state)
+    results: dict[int, T] = {}
+
+    def body(channel: Channel) -> None:
+        results[channel.rank] = fn(channel)
+
+    for rank in world.ranks:
+        name = f"simulated rank {rank.number} of {world_size}"
+        threading.Thread(target=world.live, args=(rank, body), name=name, daemon=True).start()
+    try:
+        world.watch(timeout_seconds)
+    finally:
+        world.is_abandoned = True
+        callers_state.restore()
+    world.raise_if_failed()
+    return [results[number] for number in range(world_size)]
+
+
+class _RandomState:
+    """The random states that are global to the process, as they are now."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rank:
+    """What the world knows of one rank."""
+
+    number: int
+    random_state: _RandomState
+    gate: threading.Lock = field(default_factory=threading.Lock)
+    """Released by whoever hands this rank the baton."""
+    last_call: Signature | None = None
+    waits_in: Transfer | None = None
+    has_returned: bool = False
+    error: BaseException | None = None
+    channels: "dict[tuple[int, ...], _SimulatedChannel]" = field(default_factory=dict)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.has_returned or self.error is not None
+
+    def __str__(self) -> str:
+        last = f"last call: {self.last_call}" if self.last_call else "no call yet"
+        if self.has_returned:
+            return f"rank {self.number} has finished ({last})"
+        if self.error is not None:
+            return f"rank {self.number} stopped with {type(self.error).__name__}"
+        if self.waits_in is None or self.waits_in.is_ready:
+            return f"rank {self.number} can go on ({last})"
+        return f"rank {self.number} waits for {named(self.waits_in.missing())} in {self.last_call}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stop:
+    """Why no transfer completes any more: one rank stopped, or (rank None) none can go on."""
+
+    rank: int | None
+    text: str
+
+
+class _World:
+    """The ranks, and whose turn it is."""
+
+    def __init__(self, size: int, random_state: _RandomState) -> None:
+        self.ranks = [_Rank(number=number, random_state=random_state) for number in range(size)]
+        self.is_abandoned = False
+        """The caller has gone: its random states are no longer for the ranks to change."""
+        self._holder = self.ranks[0]
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._stop: _Stop | None = None
+        self._failed: list[_Rank] = []
+        self._all_ended = threading.Lock()
+        self._last_movement = time.monotonic()
+        for lock in (self._all_ended, *(rank.gate for rank in self.ranks)):
+            lock.acquire()
+
+    # Called on a rank's thread, with the baton.
+
+    def live(self, rank: _Rank, body: Callable[[Channel], None]) -> None:
+        """The life of one rank, from its first baton to handing on its last."""
+        self._take_baton(rank)
+        try:
+            body(self.channel(rank, tuple(range(len(self.ranks)))))
+            rank.has_returned = True
+        except BaseException as error:
+            rank.error = error
+            self._failed.append(rank)
+            self.stop(rank.number, f"rank {rank.number} stopped with {type(error).__name__}: {error}")
+        if all(other.has_ended for other in self.ranks):
+            self._all_ended.release()
+        else:
+            self._give_baton(self._next_after(rank))
+
+    def channel(self, rank: _Rank, members: tuple[int, ...]) -> "_SimulatedChannel":
+        """The channel of `rank` among the `members`; the same object for the same members."""
+        if members not in rank.channels:
+            group = self._groups.setdefault(members, Group(members))
+            rank.channels[members] = _SimulatedChannel(self, rank, group)
+        return rank.channels[members]
+
+    def call(self, rank: _Rank, signature: Signature) -> None:
+        """Note what the rank does; raises `PeerError` when the world has stopped."""
+        self._last_movement = time.monotonic()
+        rank.last_call = signature
+        self._raise_if_stopped(signature)
+
+    def wait(self, rank: _Rank, signature: Signature, transfer: Transfer) -> None:
+        """Let others run until the transfer is ready, then carry it out."""
+        self._last_movement = time.monotonic()
+        rank.last_call = signature
+        while not transfer.is_ready:
+            if returned := self._returned(transfer):
+                text = f"{signature} cannot complete: {named(returned)} finished without a matching call"
+                raise _peer_error(text, returned[0], signature)
+            self._raise_if_stopped(signature)
+            rank.waits_in = transfer
+            successor = self._next_after(rank)
+            if successor is not rank:
+                rank.random_state = _RandomState()
+                self._give_baton(successor)
+                self._take_baton(rank)
+            rank.waits_in = None
+        transfer.carry_out()
+
+    def stop(self, rank: int | None, text: str) -> None:
+        """Let only those transfers complete whose calls were all made. The first reason counts."""
+        self._stop = self._stop or _Stop(rank=rank, text=text)
+
+    def _give_baton(self, rank: _Rank) -> None:
+        self._holder = rank
+        self._last_movement = time.monotonic()
+        rank.gate.release()
+
+    def _take_baton(self, rank: _Rank) -> None:
+        rank.gate.acquire()
+        if not self.is_abandoned:
+            rank.random_state.restore()
+
+    def _next_after(self, rank: _Rank) -> _Rank:
+        """The next rank that can go on; when there is none, the next one, with the world stopped for that reason."""
+        following = [*self.ranks[rank.number + 1 :], *self.ranks[: rank.number + 1]]
+        alive = [other for other in following if not other.has_ended]
+        for other in alive:
+            if self._can_go_on(other):
+                return other
+        self.stop(None, f"no rank can go on:\n{self._whereabouts()}")
+        return alive[0]
+
+    def _can_go_on(self, rank: _Rank) -> bool:
+        transfer = rank.waits_in
+        return transfer is None or transfer.is_ready or self._stop is not None or bool(self._returned(transfer))
+
+    def _returned(self, transfer: Transfer) -> list[int]:
+        return [number for number in transfer.missing() if self.ranks[number].has_returned]
+
+    def _raise_if_stopped(self, signature: Signature) -> None:
+        if self._stop is not None:
+            rank, text = self._stop.rank, self._stop.text
+            raise _peer_error(text if rank is None else f"{signature} cannot complete: {text}", rank, signature)
+
+    def _whereabouts(self) -> str:
+        return "\n".join(f"  - {rank}" for rank in self.ranks)
+
+    # Called on the caller's thread.
+
+    def watch(self, timeout_seconds: float) -> None:
+        """Let the ranks run and return when all have ended; raises `PeerError` when nothing moves for too long."""
+        self._give_baton(self.ranks[0])
+        patience = timeout_seconds
+        try:
+            while not self._all_ended.acquire(timeout=min(patience, threading.TIMEOUT_MAX)):
+                patience = self._last_movement + timeout_seconds - time.monotonic()
+                if patience <= 0:
+                    self._raise_if_others_wait(timeout_seconds)
+                    patience = timeout_seconds
+        except BaseException as error:
+            self.stop(None, f"the caller of simulate stopped with {type(error).__name__}: {error}")
+            raise
+
+    def raise_if_failed(self) -> None:
+        """Raise the verdict that all ranks share, or else the error of the rank that failed first."""
+        if not self._failed:
+            return
+        first = self._failed[0]
+        if self._stop is not None and self._stop.rank is not None and self.ranks[self._stop.rank].error is not None:
+            first = self.ranks[self._stop.rank]
+        assert first.error is not None
+        verdicts = {(type(rank.error), str(rank.error)) for rank in self.ranks}
+        if len(verdicts) > 1 or not isinstance(first.error, ShardwiseError):
+            first.error.add_note(f"raised by rank {first.number} of {len(self.ranks)} simulated ranks")
+        raise first.error
+
+    def _raise_if_others_wait(self, timeout_seconds: float) -> None:
+        holder = self._holder
+        if all(rank.has_ended for rank in self.ranks if rank is not holder):
+            return
+        text = f"rank {holder.number} made no call for {timeout_seconds} s while others wait:\n{self._whereabouts()}"
+        raise _peer_error(text, holder.number, holder.last_call)
+
+
+def _peer_error(text: str, rank: int | None, signature: Signature | None) -> PeerError:
+    if signature is None:
+        return PeerError(text, rank=rank)
+    return PeerError(text, rank=rank, operation=signature.operation, purpose=signature.purpose)
+
+
+class _SimulatedWork:
+    def __init__(self, world: _World, rank: _Rank, signature: Signature, transfer: Transfer) -> None:
+        self._world = world
+        self._rank = rank
+        self._signature = signature
+        self._transfer = transfer
+
+    def wait(self) -> None:
+        self._world.wait(self._rank, self._signature, self._transfer)
+
+
+class _SimulatedChannel:
+    device = torch.device("cpu")
+    progresses_alone = False
+
+    def __init__(self, world: _World, rank: _Rank, group: Group) -> None:
+        self.rank = group.ranks.index(rank.number)
+        self.size = len(group.ranks)
+        self._world = world
+        self._world_rank = rank
+        self._group = group
+
+    def over(self, ranks: Sequence[int]) -> Channel:
+        members = tuple(self._group.ranks[rank] for rank in member_ranks(self, ranks))
+        return self._world.channel(self._world_rank, members)
+
+    def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
+        signature = Signature(operation="exchange", purpose=purpose)
+        transfer = self._join(Call(signature=signature, value=value))
+        self._world.wait(self._world_rank, signature, transfer)
+        return list(transfer.values)
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
+        return self._issue(Call(signature=signature, output=output, input=input))
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
+        return self._issue(Call(signature=signature, output=output, input=input))
+
+    def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        signature = message_signature(self, "send", tensor, destination, purpose=purpose)
+        lane = (self._world_rank.number, self._group.ranks[destination])
+        return self._issue(Call(signature=signature, input=tensor.view(-1)), lane)
+
+    def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
+        signature = message_signature(self, "receive", tensor, source, purpose=purpose)
+        lane = (self._group.ranks[source], self._world_rank.number)
+        return self._issue(Call(signature=signature, output=tensor.view(-1)), lane)
+
+    def abort(self, reason: str) -> None:
+        number = self._world_rank.number
+        self._world.stop(number, f"rank {number} stopped: {reason}")
+
+    def close(self) -> None:
+        """Nothing is held beyond the transfers in flight."""
+
+    def _join(self, call: Call, lane: tuple[int, ...] = ()) -> Transfer:
+        self._world.call(self._world_rank, call.signature)
+        return self._group.join(lane, self._world_rank.number, call)
+
+    def _issue(self, call: Call, lane: tuple[int, ...] = ()) -> Work:
+        return _SimulatedWork(self._world, self._world_rank, call.signature, self._join(call, lane))

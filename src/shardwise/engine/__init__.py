@@ -1,0 +1,7 @@
+"""Tensors change here: a model is put under a plan, and trained one update at a time."""
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.parallelize import parallelize
+from shardwise.engine.reports import EvaluationReport, StepReport
+
+__all__ = ["Engine", "EvaluationReport", "StepReport", "parallelize"]

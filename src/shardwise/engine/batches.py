@@ -1,0 +1,111 @@
+"""From a batch to losses: rows, microbatches, and the call of an unmodified model."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import BatchError, ModelError
+from shardwise.plan import split_rows
+
+Batch = Mapping[str, Any]
+LossFunction = Callable[[Any, Batch], torch.Tensor]
+LossWeight = Callable[[Batch], float | torch.Tensor]
+
+
+def count_rows(batch: Batch) -> int:
+    """The rows of a batch: the size of dim 0, the same for all its tensors. Raises BatchError."""
+    if not isinstance(batch, Mapping):
+        raise BatchError(
+            f"a batch is a dict of tensors, not a {type(batch).__name__}; wrap it: {{'input_ids': tensor, ...}}"
+        )
+    rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
+    if not rows:
+        raise BatchError(f"the batch has no tensor with a dim 0 to split on; its entries are {sorted(batch)}")
+    if len(set(rows.values())) > 1:
+        listed = ", ".join(f"{name} has {count}" for name, count in rows.items())
+        raise BatchError(f"all tensors of a batch have the same number of rows (dim 0), but {listed}")
+    return next(iter(rows.values()))
+
+
+def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> list[dict[str, Any]]:
+    """Cut a batch into microbatches on `device`; entries that are no tensors, and 0-d tensors, go to each of them.
+
+    Raises BatchError when a microbatch would have no rows.
+    """
+    num_rows = count_rows(batch)
+    if num_rows < num_microbatches:
+        raise BatchError(
+            f"a batch of {num_rows} rows cannot be split into {num_microbatches} microbatches; give at least "
+            f"{num_microbatches} rows, or "
+            f"set merge.microbatches to at most {num_rows}"
+        )
+    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    return [
+        {
+            name: value[rows.start : rows.stop] if isinstance(value, torch.Tensor) and value.ndim else value
+            for name, value in moved.items()
+        }
+        for rows in split_rows(num_rows, num_microbatches)
+    ]
+
+
+class LossOfModel:
+    """Calls the model on a microbatch and finds the loss.
+
+    Without a loss function the model gets the whole microbatch as keyword arguments and must give a loss
+    (`output.loss`, `output["loss"]`, or a scalar). With one, the model gets the entries that its forward names; where
+    it names none of them and takes one argument, it gets the first entry.
+    """
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
+        self._model = model
+        self._loss = loss
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._takes_any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        self._named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        self._required = [
+            each.name
+            for each in parameters
+            if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.POSITIONAL_ONLY)
+        ]
+
+    def __call__(self, microbatch: Batch) -> torch.Tensor:
+        """The loss of one microbatch, a scalar tensor. Raises ModelError when there is none."""
+        if self._loss is None:
+            return _scalar(_loss_in(self._model(**microbatch)), "the model's output")
+        output = self._output(microbatch)
+        return _scalar(self._loss(output, microbatch), "the loss function's result")
+
+    def _output(self, microbatch: Batch) -> Any:
+        if self._takes_any_keyword:
+            return self._model(**microbatch)
+        if named := {name: microbatch[name] for name in self._named if name in microbatch}:
+            return self._model(**named)
+        if len(self._required) == 1:
+            return self._model(next(iter(microbatch.values())))
+        raise ModelError(
+            f"the model's forward takes {', '.join(self._named) or 'no named arguments'}, and the batch has "
+            f"{', '.join(microbatch)}; name the "
+            "batch's entries as forward does"
+        )
+
+
+def _loss_in(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return getattr(output, "loss", None)
+
+
+def _scalar(value: Any, source: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.reshape(())
+    given = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
+    raise ModelError(
+        f"{source} holds no scalar loss (found {given}); give labels to a model that computes its loss, or pass "
+        f"loss=f(output, batch)"
+    )

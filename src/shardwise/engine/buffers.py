@@ -1,0 +1,116 @@
+"""The flat buffers of one rank: working copies that the model's parameters view, masters of what it owns."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.comm import Channel
+from shardwise.engine.counters import Counters
+from shardwise.engine.inventory import Inventory, torch_dtype
+from shardwise.plan import Bucket, Ownership, Segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owned:
+    """A stretch of a parameter that this rank owns: what its optimizer updates."""
+
+    segment: Segment
+    bucket: int
+    """Index of its bucket."""
+    parameter: nn.Parameter
+    """The master, a view: in the parameter's shape where parameters stay whole, else 1-D."""
+    working: torch.Tensor
+    """The same elements of the working copy, 1-D."""
+
+
+class FlatBuffers:
+    """Working copies and masters, bucket by bucket. Where both have one dtype the master is a view: no second copy."""
+
+    def __init__(self, inventory: Inventory, ownership: Ownership, owner: int, *, keep_shapes: bool) -> None:
+        self.ownership = ownership
+        self.owner = owner
+        self.working: list[torch.Tensor] = []
+        self.masters: list[torch.Tensor] = []
+        self.owned: list[Owned] = []
+        """Trainable stretches only; frozen masters are held for the checkpoint."""
+        self._parameters = {
+            slot.name: inventory.parameters[slot.name] for bucket in ownership.buckets for slot in bucket.slots
+        }
+        for index, bucket in enumerate(ownership.buckets):
+            self._fill(index, bucket, keep_shapes=keep_shapes)
+        self._owned_elements = [
+            sum(segment.run.num_elements for segment in bucket.segments(owner)) for bucket in ownership.buckets
+        ]
+        self._placed = {name: (each.data_ptr(), each._version) for name, each in self._parameters.items()}
+
+    def part(self, index: int) -> torch.Tensor:
+        """The owned part of a working buffer."""
+        run = self.ownership.buckets[index].part(self.owner)
+        return self.working[index][run.start : run.stop]
+
+    def has_masters(self, index: int) -> bool:
+        """Whether the masters of a bucket are held apart from the working copies."""
+        bucket = self.ownership.buckets[index]
+        return bucket.master != bucket.working
+
+    def moved(self) -> list[str]:
+        """Names of parameters that no longer view their buffer: somebody replaced their storage."""
+        return [name for name, each in self._parameters.items() if each.data_ptr() != self._placed[name][0]]
+
+    @torch.no_grad()
+    def adopt_writes(self) -> None:
+        """Take values that were written into parameters from outside (`load_state_dict`) over into the masters."""
+        written = {name for name, each in self._parameters.items() if each._version != self._placed[name][1]}
+        if not written:
+            return
+        for index, bucket in enumerate(self.ownership.buckets):
+            for segment in bucket.segments(self.owner) if self.has_masters(index) else ():
+                if segment.name in written:
+                    span = slice(segment.start, segment.start + segment.run.num_elements)
+                    self.masters[index][span].copy_(self.part(index)[span])
+        self._placed |= {name: (self._placed[name][0], self._parameters[name]._version) for name in written}
+
+    @torch.no_grad()
+    def publish(self, owners: Channel, counters: Counters) -> None:
+        """Cast the updated masters into the working copy, once per owned element, and give them to all ranks."""
+        works = []
+        for index, bucket in enumerate(self.ownership.buckets):
+            if not bucket.trainable:
+                continue
+            part = self.part(index)
+            if self.has_masters(index):
+                part.copy_(self.masters[index])
+                counters.cast_elements += self._owned_elements[index]
+            if owners.size > 1:
+                counters.all_gathers += 1
+                purpose = f"parameters of bucket {index}"
+                works.append(owners.all_gather(self.working[index], part, counts=bucket.counts, purpose=purpose))
+        for work in works:
+            work.wait()
+
+    @torch.no_grad()
+    def _fill(self, index: int, bucket: Bucket, *, keep_shapes: bool) -> None:
+        device = next(iter(self._parameters.values())).device
+        working = torch.zeros(bucket.num_elements, dtype=torch_dtype(bucket.working), device=device)
+        self.working.append(working)
+        part = self.part(index)
+        master = part
+        if self.has_masters(index):
+            master = torch.zeros(bucket.counts[self.owner], dtype=torch_dtype(bucket.master), device=device)
+        self.masters.append(master)
+        segments = {segment.name: segment for segment in bucket.segments(self.owner)}
+        for slot in bucket.slots:
+            parameter = self._parameters[slot.name]
+            values = parameter.detach().reshape(-1)
+            working[slot.run.start : slot.run.stop].copy_(values)
+            if (segment := segments.get(slot.name)) is not None:
+                span = slice(segment.start, segment.start + segment.run.num_elements)
+                master[span].copy_(values[segment.run.start : segment.run.stop])
+                if bucket.trainable:
+                    view = master[span].view(parameter.shape) if keep_shapes else master[span]
+                    self.owned.append(
+                        Owned(segment=segment, bucket=index, parameter=nn.Parameter(view), working=part[span])
+                    )
+            parameter.grad = None  # its dtype or place may no longer fit
+            parameter.data = working[slot.run.start : slot.run.stop].view(parameter.shape)

@@ -1,0 +1,202 @@
+"""Gradient merge and reduction: from backward to the owner's part of the mean gradient.
+
+The life of a gradient:
+
+    backward -> p.grad --[1]--> arena (whole bucket) --[2]--> arena (owned part, master dtype) -> optimizer
+
+[1] as soon as autograd has finished a parameter, its gradient is copied (first microbatch) or added (later ones) into
+the view of its bucket,
+    and `p.grad` is dropped; [2] one reduce-scatter per bucket and update, started while backward runs where transfers
+    progress alone.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from shardwise.comm import Channel, Work
+from shardwise.engine.counters import Counters
+from shardwise.engine.inventory import torch_dtype
+from shardwise.errors import ModelError
+from shardwise.plan import Arena, Ownership, Precision, plan_arena
+from shardwise.plan.memory import wire_dtype
+
+
+class Gradients:
+    """All gradients of one rank, in one arena; laid out anew when the number of microbatches asks for it."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        ownership: Ownership,
+        precision: Precision,
+        *,
+        owners: Channel,
+        replicas: Channel,
+        counters: Counters,
+    ) -> None:
+        self._buckets = [bucket for bucket in ownership.buckets if bucket.trainable]
+        self._ownership = ownership
+        self._precision = precision
+        self._owners = owners
+        self._replicas = replicas
+        self._counters = counters
+        self._arena = torch.empty(0, dtype=torch.uint8, device=owners.device)
+        self._layout: Arena | None = None
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._buffers: list[torch.Tensor] = []
+        self._wire: list[torch.dtype] = []
+        self.reduced: list[torch.Tensor] = []
+        """The owned part of each trainable bucket, valid after `reduce`."""
+        self._views: dict[str, torch.Tensor] = {}
+        self._touched: set[str] = set()
+        self._pending: list[set[str]] = []
+        self._works: list[Work | None] = []
+        self._num_complete = 0
+        self._is_last = False
+        self._bucket_of = {slot.name: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots}
+        self._hooks = [
+            parameters[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._bucket_of
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self._arena.numel()
+
+    def reduced_of(self, name: str) -> torch.Tensor:
+        """The owned part of the bucket of a parameter, valid after `reduce`."""
+        return self.reduced[self._bucket_of[name]]
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """Parameters that got a gradient since `begin`."""
+        return frozenset(self._touched)
+
+    def begin(self, num_microbatches: int) -> None:
+        """Forget the gradients of the last update and make room for those of `num_microbatches`."""
+        layout = plan_arena(self._ownership, self._owners.rank, self._precision, num_microbatches=num_microbatches)
+        if layout != self._layout:
+            self._lay_out(layout, num_microbatches)
+        self._touched.clear()
+        self._is_last = False
+        self._works = []
+        self._num_complete = 0
+
+    def expect_last(self) -> None:
+        """The next backward is the last of this update: buckets it completes may be reduced at once."""
+        self._is_last = True
+        self._pending = [{slot.name for slot in bucket.slots} for bucket in self._buckets]
+
+    def reduce(self) -> None:
+        """Sum the gradients over all data ranks and leave the owned parts in `reduced`."""
+        if self._owners.progresses_alone:
+            while len(self._works) < len(self._buckets):
+                self._launch()
+        for index in range(len(self._buckets)):
+            if index == len(self._works):
+                self._launch()
+            self._complete(index)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        index = self._bucket_of[name]
+
+        def collect(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                return
+            if index < len(self._works):
+                raise ModelError(
+                    f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
+                    f"non-reentrant activation "
+                    "checkpointing (use_reentrant=False)"
+                )
+            with torch.no_grad():
+                dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+                if name in self._touched:
+                    self._views[name].add_(dense)
+                else:
+                    self._views[name].copy_(dense)
+                    self._touched.add(name)
+            if self._is_last and self._owners.progresses_alone:
+                self._pending[index].discard(name)
+                while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
+                    self._launch()
+                    self._counters.early_reductions += 1
+
+        return collect
+
+    def _lay_out(self, layout: Arena, num_microbatches: int) -> None:
+        self._layout = layout
+        self._views, self._buffers, self.reduced = {}, [], []
+        self._arena = torch.empty(0, dtype=torch.uint8, device=self._owners.device)  # free before taking the new one
+        self._arena = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._owners.device)
+        for bucket, region in zip(self._buckets, layout.regions, strict=True):
+            dtype = torch_dtype(region.gradient_dtype)
+            buffer = self._typed(region.gradient_start_bytes, bucket.num_elements, dtype)
+            self._buffers.append(buffer)
+            for slot in bucket.slots:
+                self._views[slot.name] = buffer[slot.run.start : slot.run.stop].view(self._shapes[slot.name])
+            own = bucket.counts[self._owners.rank]
+            self.reduced.append(self._typed(region.reduced_start_bytes, own, torch_dtype(bucket.master)))
+        self._wire = [
+            torch_dtype(wire_dtype(bucket, self._precision, num_microbatches=num_microbatches))
+            for bucket in self._buckets
+        ]
+
+    def _typed(self, start_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._arena[start_bytes : start_bytes + num_elements * dtype.itemsize].view(dtype)
+
+    def _launch(self) -> None:
+        """Start the reduction of the next bucket; buckets go in one order on all ranks, whatever backward did first."""
+        index = len(self._works)
+        bucket = self._buckets[index]
+        buffer = self._buffers[index]
+        if index and self._wire[index] != buffer.dtype:
+            self._complete(index - 1)  # a narrower copy travels: hold one at a time
+        for slot in bucket.slots:
+            if slot.name not in self._touched:  # other ranks may have a gradient for it
+                buffer[slot.run.start : slot.run.stop].zero_()
+        if self._owners.size == 1:
+            self._works.append(None)
+            return
+        self._counters.reduce_scatters += 1
+        self._works.append(
+            self._owners.reduce_scatter(
+                self.reduced[index],
+                buffer.to(self._wire[index]),
+                counts=bucket.counts,
+                purpose=f"gradients of bucket {index}",
+            )
+        )
+
+    def _complete(self, index: int) -> None:
+        """Wait for a bucket.
+
+        Where owners hold its part again (replicas), add up their sums; where it stayed here, change its dtype.
+        """
+        if index < self._num_complete:
+            return
+        self._num_complete = index + 1
+        if (work := self._works[index]) is not None:
+            work.wait()
+            self._works[index] = None
+        reduced, buffer = self.reduced[index], self._buffers[index]
+        if self._replicas.size == 1:
+            if self._owners.size == 1 and reduced.dtype != buffer.dtype:
+                reduced.copy_(buffer)
+            return
+        source = buffer.to(self._wire[index]) if self._owners.size == 1 else reduced
+        share = reduced.numel() // self._replicas.size
+        mine = reduced[self._replicas.rank * share : (self._replicas.rank + 1) * share]
+        purpose = f"gradients of bucket {index} over replicas"
+        self._counters.reduce_scatters += 1
+        self._replicas.reduce_scatter(mine, source, purpose=purpose).wait()
+        self._counters.all_gathers += 1
+        self._replicas.all_gather(reduced, mine, purpose=purpose).wait()

@@ -1,0 +1,161 @@
+"""What a model holds: its parameters by storage, its ties, its buffers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.plan import Parameter, Precision
+from shardwise.plan.parameters import check_keep, describe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """The parameters of a model in the order of registration, each once, and its buffers."""
+
+    parameters: dict[str, nn.Parameter]
+    specs: tuple[Parameter, ...]
+    buffers: dict[str, torch.Tensor]
+    name_of: dict[nn.Parameter, str]
+    """The name of every parameter object that the model was built with."""
+    ties: tuple[tuple[nn.Module, str, nn.Parameter], ...]
+    """Places (module, attribute) whose own parameter object shares the storage of another one, and that one."""
+
+    def tie(self) -> None:
+        """Make every tie one parameter object."""
+        for module, attribute, parameter in self.ties:
+            module.register_parameter(attribute, parameter)
+
+
+def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
+    """List the parameters and buffers of `model`.
+
+    Parameter objects that share the whole of one storage are one parameter with several names (a tie); parameters that
+    share a part of one raise ModelError, because no plan could update them.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    first_of: dict[nn.Parameter, nn.Parameter] = {}
+    places: dict[tuple[object, ...], nn.Parameter] = {}
+    ties: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for owner, attribute, name, parameter in _named_places(model):
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter {name!r} is on the meta device and has no values; load or initialise the model before "
+                f"parallelize"
+            )
+        if parameter.layout != torch.strided:
+            raise ModelError(f"parameter {name!r} has layout {parameter.layout}; plans hold dense (strided) parameters")
+        first = places.setdefault(_place(parameter), parameter)
+        if first is not parameter:
+            if first.requires_grad != parameter.requires_grad:
+                raise ModelError(
+                    f"{names[first][0]!r} and {name!r} share one storage, and only one of them requires a gradient; "
+                    f"make them one "
+                    f"parameter: model.{name} = model.{names[first][0]}"
+                )
+            ties.append((owner, attribute, first))
+        first_of[parameter] = first
+        if name not in (known := names.setdefault(first, [])):  # a module reached twice yields its names once each
+            known.append(name)
+    _refuse_partial_sharing(names)
+    check_keep(precision, [name for each in names.values() for name in each])
+    specs = tuple(
+        describe(
+            name=each[0],
+            aliases=each[1:],
+            shape=parameter.shape,
+            dtype=dtype_name(parameter.dtype),
+            trainable=parameter.requires_grad,
+            precision=precision,
+        )
+        for parameter, each in names.items()
+    )
+    parameters = {each[0]: parameter for parameter, each in names.items()}
+    return Inventory(
+        parameters=parameters,
+        specs=specs,
+        buffers=dict(model.named_buffers()),
+        name_of={each: names[first][0] for each, first in first_of.items()},
+        ties=tuple(ties),
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that plans give a torch dtype: `torch.bfloat16` -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name in a plan."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _named_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """Every place that holds a parameter, ties included: (module, attribute, full name, parameter)."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield module, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter
+
+
+def _place(parameter: nn.Parameter) -> tuple[object, ...]:
+    if parameter.numel() == 0:
+        return (id(parameter),)  # holds no memory: shares nothing unless it is the same object
+    storage = parameter.untyped_storage().data_ptr()
+    return (storage, parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype)
+
+
+def _refuse_partial_sharing(names: dict[nn.Parameter, list[str]]) -> None:
+    spans = sorted(
+        (parameter.data_ptr(), _last_byte(parameter), index)
+        for index, parameter in enumerate(names)
+        if parameter.numel()
+    )
+    listed = list(names)
+    reaching: list[tuple[int, int]] = []  # spans that may still overlap a later one
+    for start, stop, index in spans:
+        reaching = [(other_stop, other) for other_stop, other in reaching if other_stop > start]
+        for _, other in reaching:
+            if _share_elements(listed[other], listed[index]):
+                raise ModelError(
+                    f"{names[listed[other]][0]!r} and {names[listed[index]][0]!r} share a part of one storage; "
+                    f"shardwise runs parameters "
+                    "that are the same tensor or apart: make one of them a copy, or compute it from the other in "
+                    "forward"
+                )
+        reaching.append((stop, index))
+
+
+def _last_byte(parameter: nn.Parameter) -> int:
+    extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+    return parameter.data_ptr() + extent * parameter.element_size()
+
+
+def _share_elements(first: nn.Parameter, second: nn.Parameter) -> bool:
+    """Whether two tensors whose spans overlap really share bytes (columns of one matrix interleave without sharing)."""
+    start = min(first.data_ptr(), second.data_ptr())
+    touched = torch.zeros(max(_last_byte(first), _last_byte(second)) - start, dtype=torch.bool)
+    for parameter in (first, second):
+        size = parameter.element_size()
+        view = touched.as_strided(
+            (*parameter.shape, size), (*(size * each for each in parameter.stride()), 1), parameter.data_ptr() - start
+        )
+        if bool(view.any()):
+            return True
+        view.fill_(True)
+    return False
+
+
+def describe_model(inventory: Inventory) -> Sequence[str]:
+    """One line per parameter and buffer: what must be equal on all ranks before values are looked at."""
+    lines = [
+        f"parameter {spec.name!r} {list(spec.shape)} {spec.dtype} {'trainable' if spec.trainable else 'frozen'}"
+        + (f" also {list(spec.aliases)}" if spec.aliases else "")
+        for spec in inventory.specs
+    ]
+    return lines + [
+        f"buffer {name!r} {list(buffer.shape)} {dtype_name(buffer.dtype)}" for name, buffer in inventory.buffers.items()
+    ]

@@ -1,0 +1,44 @@
+"""The norm of the whole gradient, and the clip by it."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+_BLOCK_ELEMENTS = 1 << 18
+"""Elements converted to float64 at a time: 2 MiB, which stay in cache."""
+
+
+def sum_of_squares(gradients: Iterable[torch.Tensor], device: torch.device) -> float:
+    """Sum of |g|^2 over all elements, in float64 so that it does not depend on how elements are cut over ranks."""
+    block = torch.empty(_BLOCK_ELEMENTS, dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        for part in real.reshape(-1).split(_BLOCK_ELEMENTS):
+            double = block[: part.numel()].copy_(part)
+            total += torch.dot(double, double)
+    return float(total)
+
+
+def norm_of(squares: Sequence[float]) -> float:
+    """The 2-norm from the ranks' sums of squares, as a float32: the same on every rank, for every partition.
+
+    The sum is exact up to float64 rounding of each rank's share, some 1e-16 of it, far below half a float32 step.
+    """
+    total = math.fsum(squares) if all(math.isfinite(each) for each in squares) else math.nan
+    return float(torch.tensor(math.sqrt(total), dtype=torch.float32)) if math.isfinite(total) else math.nan
+
+
+def norm_in_one_process(gradients: Sequence[torch.Tensor]) -> float:
+    """The 2-norm as `torch.nn.utils.clip_grad_norm_` takes it, bit for bit; nan when it is not finite."""
+    norm = float(torch.nn.utils.get_total_norm(gradients))
+    return norm if math.isfinite(norm) else math.nan
+
+
+def clip(parameters: Sequence[nn.Parameter], *, norm: float, max_norm: float) -> None:
+    """Scale the gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
+    if parameters:
+        total = torch.tensor(norm, dtype=torch.float32, device=parameters[0].device)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)

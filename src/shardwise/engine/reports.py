@@ -1,0 +1,29 @@
+"""What a step and an evaluation tell."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """One update, in numbers that are the same on every rank."""
+
+    loss: float
+    """Weighted mean of the losses of all microbatches on all data ranks, before the update."""
+    grad_norm: float
+    """2-norm of the averaged gradient before the clip, every element counted once; nan when it is not finite."""
+    skipped: bool
+    """True when the gradient was not finite: parameters and optimizer state are as before."""
+    weight: float
+    """What the losses were weighted by, summed: rows, or what `loss_weight` counts."""
+    num_microbatches: int
+    """Microbatches per rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationReport:
+    """One evaluated batch, in numbers that are the same on every rank."""
+
+    loss: float
+    """Weighted mean of the losses of all rows on all data ranks."""
+    weight: float
+    """What the losses were weighted by, summed."""

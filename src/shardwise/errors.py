@@ -1,0 +1,61 @@
+"""Every exception of shardwise, and when it is raised. All derive from `ShardwiseError`.
+
+A message says what was asked, what holds, and what to do. Where several ranks take part, every rank raises
+the same verdict.
+"""
+
+from collections.abc import Sequence
+
+
+class ShardwiseError(Exception):
+    """The root of every error that shardwise raises on purpose."""
+
+
+def _listed(problems: Sequence[str]) -> str:
+    return problems[0] if len(problems) == 1 else "\n".join(f"  - {problem}" for problem in problems)
+
+
+class PlanError(ShardwiseError, ValueError):
+    """A plan, mesh or spec that cannot hold. Carries every problem found, not only the first."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems: tuple[str, ...] = problems
+        heading = "" if len(problems) == 1 else f"{len(problems)} problems:\n"
+        super().__init__(heading + _listed(problems))
+
+
+class ConfigError(PlanError):
+    """A training configuration that cannot hold: unknown keys, wrong types, missing files."""
+
+
+class ModelError(ShardwiseError):
+    """A model that cannot be run under the plan: partly overlapping storage, no loss in its output, bad factory."""
+
+
+class OptimizerError(ShardwiseError):
+    """An optimizer that does not fit the model or the partition: lost or foreign parameters, whole matrices needed."""
+
+
+class BatchError(ShardwiseError, ValueError):
+    """A batch that cannot be split into the microbatches of the plan."""
+
+
+class DataError(ShardwiseError):
+    """Training data that is missing, empty or too short."""
+
+
+class MismatchError(ShardwiseError):
+    """Ranks were given different models, plans, calls or tensors. Names the ranks and the first difference."""
+
+
+class PeerError(ShardwiseError):
+    """A peer died, got stuck or stopped with an error of its own.
+
+    `rank` is the peer (world rank), `operation` what this rank was doing, `purpose` what it was for.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, operation: str = "", purpose: str = "") -> None:
+        self.rank = rank
+        self.operation = operation
+        self.purpose = purpose
+        super().__init__(message)

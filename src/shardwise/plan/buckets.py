@@ -1,0 +1,210 @@
+"""Buckets and owners: which parameters share a flat buffer, and who owns which elements of it.
+
+A bucket is a flat buffer that one collective moves. Its elements are cut into one part per owner, in owner order:
+
+      bucket   |  part of owner 0  |  part of owner 1  |  part of owner 2  |
+      slice    |  w2.w2.w2.b2.w1.w1|w1.w1.w1.w1.w1.b1..|w0.w0.w0.w0 [pad]  |   parts of equal size cut parameters
+      whole    |  w1.w1.w1.w1 [pad]|w2.w2.w2 b2 [pad]  |w0.w0 b1 [pad]     |   parts of any size hold whole ones
+
+Slots start at multiples of ALIGNMENT_ELEMENTS, so that every view is fit for vector loads and every part can be halved
+over replicas; padding belongs to no parameter and is never read.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Self
+
+from shardwise.errors import PlanError
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.parameters import Parameter
+from shardwise.plan.specs import Sharding
+from shardwise.space import Run
+
+ALIGNMENT_ELEMENTS = 16
+"""Slots and parts start at multiples of this: 32 bytes of a 2-byte dtype, 64 of float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """The place of one parameter in its bucket."""
+
+    name: str
+    start: int
+    num_elements: int
+
+    @property
+    def run(self) -> Run:
+        """Its elements of the bucket."""
+        return Run(self.start, self.start + self.num_elements)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A stretch of a parameter within the part of one owner."""
+
+    name: str
+    run: Run
+    """Row-major elements of the parameter."""
+    start: int
+    """Where they begin in the owner's part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Parameters of one dtype fused in one flat buffer."""
+
+    working: str
+    master: str
+    trainable: bool
+    slots: tuple[Slot, ...]
+    counts: tuple[int, ...]
+    """Elements of each owner's part, padding included."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the buffer, padding included."""
+        return sum(self.counts)
+
+    def part(self, owner: int) -> Run:
+        """The elements of the bucket that `owner` owns."""
+        start = sum(self.counts[:owner])
+        return Run(start, start + self.counts[owner])
+
+    def segments(self, owner: int) -> Iterator[Segment]:
+        """The stretches of parameters in the part of `owner`, in order; empty stretches are left out."""
+        part = self.part(owner)
+        for slot in self.slots:
+            if (shared := slot.run.intersect(part)) is not None and shared.num_elements:
+                yield Segment(name=slot.name, run=shared.shift(-slot.start), start=shared.start - part.start)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ownership:
+    """All buckets of a model, in the order in which backward completes them."""
+
+    num_owners: int
+    num_replicas: int
+    buckets: tuple[Bucket, ...]
+
+    def text(self) -> str:
+        """A line per bucket and slot; `Ownership.parse` gives an equal value."""
+        lines = [f"owners {self.num_owners} replicas {self.num_replicas}"]
+        for bucket in self.buckets:
+            kind = "trainable" if bucket.trainable else "frozen"
+            lines.append(f"bucket {bucket.working} {bucket.master} {kind} parts {','.join(map(str, bucket.counts))}")
+            lines += [f"  {slot.start} +{slot.num_elements} {json.dumps(slot.name)}" for slot in bucket.slots]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The value that `text` was written from. Raises PlanError naming the first line that is not understood."""
+        buckets: list[Bucket] = []
+        owners = replicas = 0
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                if line.startswith("owners "):
+                    _, owners_text, _, replicas_text = line.split()
+                    owners, replicas = int(owners_text), int(replicas_text)
+                elif line.startswith("bucket "):
+                    _, working, master, kind, _, counts = line.split()
+                    parts = tuple(map(int, counts.split(",")))
+                    buckets.append(
+                        Bucket(working=working, master=master, trainable=kind == "trainable", slots=(), counts=parts)
+                    )
+                else:
+                    start, length, name = line.split(maxsplit=2)
+                    slot = Slot(name=json.loads(name), start=int(start), num_elements=int(length))
+                    last = buckets.pop()
+                    buckets.append(
+                        Bucket(
+                            working=last.working,
+                            master=last.master,
+                            trainable=last.trainable,
+                            slots=(*last.slots, slot),
+                            counts=last.counts,
+                        )
+                    )
+            except (ValueError, IndexError):
+                raise PlanError(f"line {number} of the ownership is not understood: {line!r}") from None
+        return cls(num_owners=owners, num_replicas=replicas, buckets=tuple(buckets))
+
+
+def plan_ownership(
+    parameters: Sequence[Parameter], sharding: Sharding, *, num_owners: int, num_replicas: int
+) -> Ownership:
+    """Fuse the parameters into buckets of at most `sharding.bucket_bytes` and give every element one owner.
+
+    Buckets follow the parameters from last to first, because backward completes them in that order.
+    """
+    fused = [parameter for parameter in reversed(parameters) if parameter.fused]
+    groups: list[tuple[int, list[Parameter]]] = []  # (position of the last member, members)
+    open_groups: dict[tuple[str, str, bool], int] = {}
+    for position, parameter in enumerate(fused):
+        kind = (parameter.working, parameter.master, parameter.trainable)
+        size_bytes = itemsize_bytes(parameter.working)
+        at = open_groups.get(kind)
+        if at is None or (
+            size_bytes * sum(each.num_elements for each in (*groups[at][1], parameter)) > sharding.bucket_bytes
+        ):
+            open_groups[kind] = len(groups)
+            groups.append((position, [parameter]))
+        else:
+            groups[at] = (position, [*groups[at][1], parameter])
+    groups.sort(key=lambda group: group[0])
+    owner_of = _owners_of_whole(fused, num_owners) if sharding.partition == "whole" else None
+    buckets = tuple(_bucket(members, owner_of, num_owners, num_replicas) for _, members in groups)
+    return Ownership(num_owners=num_owners, num_replicas=num_replicas, buckets=buckets)
+
+
+def _owners_of_whole(parameters: Sequence[Parameter], num_owners: int) -> dict[str, int]:
+    """Whole parameters to owners, largest first to the least loaded; trainable ones first, for they carry the state."""
+    load_bytes = [0] * num_owners
+    owner_of = {}
+    for parameter in sorted(parameters, key=lambda each: (not each.trainable, -_master_bytes(each))):
+        owner = load_bytes.index(min(load_bytes))
+        owner_of[parameter.name] = owner
+        load_bytes[owner] += _master_bytes(parameter)
+    return owner_of
+
+
+def _master_bytes(parameter: Parameter) -> int:
+    return parameter.num_elements * itemsize_bytes(parameter.master)
+
+
+def _bucket(
+    members: Sequence[Parameter], owner_of: dict[str, int] | None, num_owners: int, num_replicas: int
+) -> Bucket:
+    unit = ALIGNMENT_ELEMENTS * num_replicas
+    if owner_of is None:
+        slots, end = _slots(members, 0)
+        counts = (_round_up(end, unit * num_owners) // num_owners,) * num_owners
+    else:
+        by_owner = sorted(members, key=lambda each: owner_of[each.name])  # stable: the order within an owner stays
+        held = {owner: list(group) for owner, group in groupby(by_owner, key=lambda each: owner_of[each.name])}
+        slots, lengths, end = [], [], 0
+        for owner in range(num_owners):
+            added, stop = _slots(held.get(owner, []), end)
+            slots += added
+            lengths.append(_round_up(stop - end, unit))
+            end += lengths[-1]
+        counts = tuple(lengths)
+    first = members[0]
+    return Bucket(
+        working=first.working, master=first.master, trainable=first.trainable, slots=tuple(slots), counts=counts
+    )
+
+
+def _slots(members: Sequence[Parameter], start: int) -> tuple[list[Slot], int]:
+    lengths = [_round_up(each.num_elements, ALIGNMENT_ELEMENTS) for each in members]
+    starts = list(accumulate(lengths, initial=start))
+    slots = [
+        Slot(name=each.name, start=at, num_elements=each.num_elements)
+        for each, at in zip(members, starts, strict=False)  # `starts` also holds the end
+    ]
+    return slots, starts[-1]
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

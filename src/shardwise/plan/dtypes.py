@@ -1,0 +1,53 @@
+"""Dtypes by name: sizes and promotion, without torch."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+ITEMSIZE_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "bool": 1,
+        "uint8": 1,
+        "int8": 1,
+        "int16": 2,
+        "int32": 4,
+        "int64": 8,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+        "float16": 2,
+        "bfloat16": 2,
+        "float32": 4,
+        "float64": 8,
+        "complex64": 8,
+        "complex128": 16,
+    }
+)
+"""Bytes of one element."""
+
+COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes a plan may compute, keep masters, accumulate and reduce in."""
+
+
+def itemsize_bytes(dtype: str) -> int:
+    """Bytes of one element of `dtype`; raises KeyError for a dtype that no parameter of a plan can have."""
+    return ITEMSIZE_BYTES[dtype]
+
+
+def is_complex(dtype: str) -> bool:
+    """Whether the elements are complex numbers."""
+    return dtype.startswith("complex")
+
+
+def promote(first: str, second: str) -> str:
+    """The narrowest dtype that holds every value of both floating or complex dtypes (as `torch.promote_types`)."""
+    if first == second:
+        return first
+    if is_complex(first) or is_complex(second):
+        real = promote(_real(first), _real(second))
+        return "complex128" if real == "float64" else "complex64"
+    if itemsize_bytes(first) == itemsize_bytes(second):
+        return "float32"  # float16 and bfloat16 hold values that the other does not
+    return max(first, second, key=itemsize_bytes)
+
+
+def _real(dtype: str) -> str:
+    return {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)

@@ -1,0 +1,138 @@
+"""What a plan costs a rank: bytes held and bytes sent, and where the gradients lie.
+
+With N elements, d owners and bf16 compute: working copy 2N, gradients 2N (4N when several microbatches accumulate in
+float32), master 4N/d, optimizer state of the owned N/d; sent per update (d-1)/d * N * (bytes of gradient + bytes of
+working copy).
+"""
+
+from dataclasses import dataclass
+
+from shardwise.plan.buckets import Bucket, Ownership
+from shardwise.plan.dtypes import itemsize_bytes, promote
+from shardwise.plan.specs import Precision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """Where one bucket's gradients lie in the arena, in bytes from its beginning."""
+
+    gradient_dtype: str
+    gradient_start_bytes: int
+    """The gradient of the whole bucket, as backward leaves it."""
+    reduced_start_bytes: int
+    """The owner's part of the reduced gradient, in the master's dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arena:
+    """One block of memory for all gradients of a rank.
+
+    A gradient that is accumulated in the master's dtype is reduced in place. A narrower one cannot be: its owned part
+    grows. Reduced parts are therefore packed at the front, each over gradients that were reduced before it:
+
+        [ headroom | g0 . . . . | g1 . . . . | g2 . . . . ]    before
+        [ r0 . | r1 . | r2 . | (free)                     ]    after
+    """
+
+    num_bytes: int
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Bytes that a rank holds for the parameters of a model, without activations."""
+
+    working_bytes: int
+    """Working copies (in runs without a second copy: the masters too)."""
+    gradient_bytes: int
+    master_bytes: int
+    """Masters held apart from the working copies."""
+    owned_elements: int
+    """Trainable elements that this rank updates: optimizer state has its own factor of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Bytes that a rank sends per update."""
+
+    reduce_bytes: int
+    gather_bytes: int
+
+
+def gradient_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) -> str:
+    """The dtype of a bucket's gradient buffer.
+
+    One microbatch needs no accumulation: its gradients stay in the working dtype, and lose nothing.
+    """
+    return bucket.working if num_microbatches == 1 else promote(bucket.working, precision.accumulate)
+
+
+def wire_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) -> str:
+    """The dtype in which gradients travel: the narrower of the buffer's and `precision.reduce`.
+
+    Parameters wider than the plan's masters (float64, complex) keep their own dtype all the way.
+    """
+    held = gradient_dtype(bucket, precision, num_microbatches=num_microbatches)
+    narrows = bucket.master == precision.master and promote(held, precision.reduce) == held
+    return precision.reduce if narrows else held
+
+
+def plan_arena(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Arena:
+    """Lay out the gradients of the trainable buckets for one owner."""
+    buckets = [bucket for bucket in ownership.buckets if bucket.trainable]
+    dtypes = [gradient_dtype(bucket, precision, num_microbatches=num_microbatches) for bucket in buckets]
+    headroom = packed = offset = 0
+    packed_starts = []
+    for bucket, dtype in zip(buckets, dtypes, strict=True):
+        packed_starts.append(packed)
+        if dtype != bucket.master:
+            packed += bucket.counts[owner] * itemsize_bytes(bucket.master)
+            headroom = max(headroom, packed - offset)
+        offset += bucket.num_elements * itemsize_bytes(dtype)
+    headroom = -(-headroom // 64) * 64
+    regions = []
+    start = headroom
+    for bucket, dtype, packed_start in zip(buckets, dtypes, packed_starts, strict=True):
+        in_place = start + bucket.part(owner).start * itemsize_bytes(dtype)
+        regions.append(
+            Region(
+                gradient_dtype=dtype,
+                gradient_start_bytes=start,
+                reduced_start_bytes=in_place if dtype == bucket.master else packed_start,
+            )
+        )
+        start += bucket.num_elements * itemsize_bytes(dtype)
+    return Arena(num_bytes=start, regions=tuple(regions))
+
+
+def footprint(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Footprint:
+    """Bytes that the buffers of one owner take."""
+    working = sum(bucket.num_elements * itemsize_bytes(bucket.working) for bucket in ownership.buckets)
+    master = sum(
+        bucket.counts[owner] * itemsize_bytes(bucket.master)
+        for bucket in ownership.buckets
+        if bucket.master != bucket.working
+    )
+    owned = sum(
+        segment.run.num_elements
+        for bucket in ownership.buckets
+        if bucket.trainable
+        for segment in bucket.segments(owner)
+    )
+    arena = plan_arena(ownership, owner, precision, num_microbatches=num_microbatches)
+    return Footprint(working_bytes=working, gradient_bytes=arena.num_bytes, master_bytes=master, owned_elements=owned)
+
+
+def traffic(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Traffic:
+    """Bytes that the rank of one owner sends per update."""
+    reduce_bytes = gather_bytes = 0
+    for bucket in (each for each in ownership.buckets if each.trainable):
+        wire = itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=num_microbatches))
+        own = bucket.counts[owner]
+        reduce_bytes += (bucket.num_elements - own) * wire
+        gather_bytes += (ownership.num_owners - 1) * own * itemsize_bytes(bucket.working)
+        if (replicas := ownership.num_replicas) > 1:
+            # Owners of the same part add up their sums: a reduce-scatter and an all-gather over the replicas.
+            first = wire if ownership.num_owners == 1 else itemsize_bytes(bucket.master)
+            reduce_bytes += (replicas - 1) * (own // replicas) * (first + itemsize_bytes(bucket.master))
+    return Traffic(reduce_bytes=reduce_bytes, gather_bytes=gather_bytes)

@@ -1,0 +1,32 @@
+"""The one matcher of names: which parameters a pattern means."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` (a name or a glob with `*`, `?`, `[...]`) means `name` or a module that contains it.
+
+    >>> matches("*norm*", "layers.0.norm.weight"), matches("layers.0", "layers.0.norm.weight"), matches("norm",
+    "norms.weight") (True, True, False)
+    """
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(len(parts), 0, -1))
+
+
+def any_matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
+    """Whether one of the patterns means one of the names."""
+    return any(matches(pattern, name) for pattern in patterns for name in names)
+
+
+def unmatched(patterns: Iterable[str], names: Sequence[str], *, role: str) -> list[str]:
+    """One finding for each pattern that means none of the names, with the nearest name."""
+    findings = []
+    for pattern in patterns:
+        if any(matches(pattern, name) for name in names):
+            continue
+        near = difflib.get_close_matches(pattern.strip("*"), names, n=1, cutoff=0.0)
+        hint = f"; the nearest parameter is {near[0]!r}" if near else "; the model has no parameters"
+        findings.append(f"{role}: {pattern!r} matches none of the {len(names)} parameters{hint}")
+    return findings

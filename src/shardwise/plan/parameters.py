@@ -1,0 +1,70 @@
+"""The parameters of a model as the planners see them: names, shapes, dtypes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import PlanError
+from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, promote
+from shardwise.plan.names import any_matches, unmatched
+from shardwise.plan.specs import Precision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter of the model; names that share its storage (ties) are aliases of the first."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    shape: tuple[int, ...]
+    dtype: str
+    """The dtype in which the model was built."""
+    trainable: bool = True
+    working: str
+    """The dtype that forward and backward read."""
+    master: str
+    """The dtype in which the owner updates it and a checkpoint holds it."""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements, 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def fused(self) -> bool:
+        """Whether it lives in a flat buffer: it is trained, or it computes in another dtype than its master's."""
+        return self.trainable or self.working != self.master
+
+
+def describe(
+    *, name: str, aliases: Sequence[str], shape: Sequence[int], dtype: str, trainable: bool, precision: Precision
+) -> Parameter:
+    """The parameter with the dtypes that `precision` gives it.
+
+    Working copies of real floating parameters take `precision.compute`, unless `keep` names them; other dtypes stay. A
+    master is never narrower than the working copy; a frozen parameter keeps its values as they were given.
+    """
+    if dtype not in ITEMSIZE_BYTES:
+        raise PlanError(f"parameter {name!r} has dtype {dtype}, which no plan can hold; convert it before parallelize")
+    if dtype not in ("float16", "bfloat16", "float32", "float64") and not is_complex(dtype):
+        working = master = dtype  # integers and the like: never trained, never cast
+    else:
+        kept = any_matches(precision.keep, (name, *aliases))
+        wanted = dtype if precision.compute is None or is_complex(dtype) else precision.compute
+        working = promote(precision.master, wanted) if kept else wanted
+        master = promote(precision.master, working) if trainable else promote(dtype, working)
+    return Parameter(
+        name=name,
+        aliases=tuple(aliases),
+        shape=tuple(shape),
+        dtype=dtype,
+        trainable=trainable,
+        working=working,
+        master=master,
+    )
+
+
+def check_keep(precision: Precision, names: Sequence[str]) -> None:
+    """Raise PlanError when a `keep` pattern means no parameter."""
+    if findings := unmatched(precision.keep, names, role="precision.keep"):
+        raise PlanError(*findings)

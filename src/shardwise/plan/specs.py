@@ -1,0 +1,215 @@
+"""What a user asks for: the plan and its strategies, as frozen values with a text form (TOML) that parses back."""
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, get_args
+
+from shardwise.errors import PlanError
+from shardwise.plan.dtypes import COMPUTE_DTYPES
+from shardwise.space import AXES, Mesh
+
+Partition = Literal["slice", "whole"]
+Owners = Literal["all", "dp_shard"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """Who holds which part of the training state (ZeRO stages; Rajbhandari et al., 2020, arXiv:1910.02054)."""
+
+    stage: int = 1
+    """0: every rank holds everything; 1: master weights and optimizer state are cut over their owners."""
+    partition: Partition = "slice"
+    """`slice`: equal element runs of each flat buffer; `whole`: whole parameters to owners, balanced by bytes."""
+    bucket_bytes: int = 64 << 20
+    """Bytes of working copy fused into one buffer and one collective; a larger parameter has a bucket to itself."""
+    owners: Owners = "all"
+    """`all`: masters are cut over all data ranks; `dp_shard`: over that axis only, and held once per replica."""
+
+    def __post_init__(self) -> None:
+        _raise(_sharding_problems(self))
+
+    @property
+    def owner_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which masters are cut."""
+        if self.stage == 0:
+            return ()
+        return ("dp_shard",) if self.owners == "dp_shard" else ("dp_replicate", "dp_shard")
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The data axes along which the same masters are held again."""
+        return tuple(axis for axis in ("dp_replicate", "dp_shard") if axis not in self.owner_axes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merge:
+    """Gradient merge: gradients of several microbatches make one update."""
+
+    microbatches: int = 1
+    """Into how many microbatches a rank's batch is split (k)."""
+    average: bool = True
+    """Mean over the microbatches (before the norm and the clip); False: their sum."""
+
+    def __post_init__(self) -> None:
+        _raise(_at_least_one("merge.microbatches", self.microbatches) + _is_bool("merge.average", self.average))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """Which dtype each value of a step has."""
+
+    compute: str | None = None
+    """Dtype of the working copies that forward and backward read; None: each parameter's own."""
+    master: str = "float32"
+    """Dtype in which owners hold and update parameters; never narrower than the working copy."""
+    accumulate: str = "float32"
+    """Dtype in which the gradients of several microbatches are added; never narrower than the gradient."""
+    reduce: str = "float32"
+    """Widest dtype in which gradients travel; they are summed in `master`."""
+    keep: tuple[str, ...] = ()
+    """Names or globs of parameters (or of modules) that compute in master precision."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"precision.{name}: {value!r} is not one of {', '.join(COMPUTE_DTYPES)}"
+            for name in ("compute", "master", "accumulate", "reduce")
+            if (value := getattr(self, name)) not in COMPUTE_DTYPES and not (name == "compute" and value is None)
+        ]
+        if isinstance(self.keep, str) or not all(isinstance(pattern, str) for pattern in self.keep):
+            problems.append(f"precision.keep: {self.keep!r} is not a tuple of names; write keep=('*norm*',)")
+        _raise(problems)
+        object.__setattr__(self, "keep", tuple(self.keep))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A mesh and its strategies: everything that decides how a model is trained, and nothing that needs a process."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    sharding: Sharding = field(default_factory=Sharding)
+    merge: Merge = field(default_factory=Merge)
+    precision: Precision = field(default_factory=Precision)
+    clip_grad_norm: float | None = None
+    """Largest 2-norm of the averaged gradient of all parameters; None: no clipping."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}: {value!r} is not a {kind.__name__}"
+            for name, kind in _STRATEGIES.items()
+            if not isinstance(value := getattr(self, name), kind)
+        ]
+        clip = self.clip_grad_norm
+        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
+            problems.append(f"clip_grad_norm: {clip!r} is not a number above 0; None switches clipping off")
+        if isinstance(self.mesh, Mesh):
+            problems += [
+                f"mesh.{axis}={size}: this version runs the axes dp_replicate and dp_shard; leave {axis} at 1"
+                for axis, size in zip(AXES, self.mesh.shape, strict=True)
+                if axis in ("pp", "tp") and size > 1
+            ]
+        _raise(problems)
+
+    def text(self) -> str:
+        """The plan as TOML, one line per setting in a fixed order; `Plan.parse` gives an equal plan."""
+        lines = [] if self.clip_grad_norm is None else [f"clip_grad_norm = {float(self.clip_grad_norm)!r}"]
+        for name in _STRATEGIES:
+            lines += [f"{name}.{key} = {_toml(value)}" for key, value in _settings(getattr(self, name))]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The plan written in `text`; settings left out take their defaults. Raises PlanError with every problem."""
+        try:
+            tables = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"the plan is not TOML: {error}") from None
+        problems: list[str] = []
+        arguments: dict[str, Any] = {}
+        for name, table in tables.items():
+            if name == "clip_grad_norm":
+                arguments[name] = table
+            elif name not in _STRATEGIES:
+                problems.append(_unknown(name, ["clip_grad_norm", *_STRATEGIES]))
+            elif not isinstance(table, dict):
+                problems.append(f"{name}: {table!r} is not a table of settings")
+            else:
+                try:
+                    arguments[name] = _strategy(name, table)
+                except PlanError as error:
+                    problems += error.problems
+        try:
+            plan = cls(**arguments)
+        except PlanError as error:
+            raise PlanError(*problems, *error.problems) from None
+        _raise(problems)
+        return plan
+
+
+_STRATEGIES: dict[str, type] = {"mesh": Mesh, "sharding": Sharding, "merge": Merge, "precision": Precision}
+
+
+def _strategy(name: str, table: dict[str, Any]) -> object:
+    kind = _STRATEGIES[name]
+    known = [spec.name for spec in dataclasses.fields(kind)]
+    problems = [_unknown(f"{name}.{key}", [f"{name}.{each}" for each in known]) for key in table if key not in known]
+    settings = {key: value for key, value in table.items() if key in known}
+    if name == "precision" and isinstance(settings.get("keep"), list):
+        settings["keep"] = tuple(settings["keep"])
+    try:
+        value: object = kind(**settings)
+    except PlanError as error:
+        raise PlanError(*problems, *error.problems) from None
+    _raise(problems)
+    return value
+
+
+def _settings(strategy: Any) -> Iterator[tuple[str, object]]:
+    for spec in dataclasses.fields(strategy):
+        value = getattr(strategy, spec.name)
+        if value is not None:  # TOML has no null: a setting left out is None
+            yield spec.name, value
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(each) for each in value) + "]"
+    if isinstance(value, str):
+        # A TOML basic string: JSON's escapes are among its own, but it wants control characters escaped too.
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+    return repr(value)
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"{key}: unknown setting" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
+
+
+def _sharding_problems(sharding: Sharding) -> list[str]:
+    problems = []
+    if sharding.stage not in (0, 1) or isinstance(sharding.stage, bool):
+        problems.append(f"sharding.stage: {sharding.stage!r} asked; this version has the stages 0 and 1")
+    for name, choices in (("partition", get_args(Partition)), ("owners", get_args(Owners))):
+        if (value := getattr(sharding, name)) not in choices:
+            problems.append(f"sharding.{name}: {value!r} is not one of {', '.join(map(repr, choices))}")
+    return problems + _at_least_one("sharding.bucket_bytes", sharding.bucket_bytes)
+
+
+def _at_least_one(name: str, value: object) -> list[str]:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return []
+    return [f"{name}: {value!r} is not a whole number of at least 1"]
+
+
+def _is_bool(name: str, value: object) -> list[str]:
+    return [] if isinstance(value, bool) else [f"{name}: {value!r} is neither True nor False"]
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise PlanError(*problems)

@@ -1,0 +1,96 @@
+"""Boxes: n-d index regions, and the row-major order of their elements."""
+
+import math
+from dataclasses import dataclass
+
+from shardwise.errors import PlanError
+
+__all__ = ["Box", "index_of_element", "row_major_strides"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The indices `offset[d] <= i[d] < offset[d] + shape[d]` of every dim d.
+
+    A box of no dims is a scalar and has one element; a box with a dim of size 0 has none.
+    Raises `PlanError` when offset and shape differ in length or hold a negative number.
+
+    >>> Box((2, 0), (2, 8)).stop
+    (4, 8)
+    """
+
+    offset: tuple[int, ...]
+    """The first index, per dim."""
+    shape: tuple[int, ...]
+    """The number of indices, per dim."""
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise PlanError(f"a box has one offset and one size per dim, not offset {self.offset}, shape {self.shape}")
+        if min(self.offset, default=0) < 0 or min(self.shape, default=0) < 0:
+            raise PlanError(f"a box has no negative numbers, but got offset {self.offset}, shape {self.shape}")
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def num_elements(self) -> int:
+        """Number of indices in the box."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """The index after the last, per dim."""
+        return tuple(offset + size for offset, size in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """Return the box of the indices that both have; None when there are none."""
+        self._check_ndim(other)
+        low = tuple(map(max, self.offset, other.offset))
+        shape = tuple(high - start for high, start in zip(map(min, self.stop, other.stop), low, strict=True))
+        return None if min(shape, default=1) <= 0 else Box(low, shape)
+
+    def contains(self, other: "Box") -> bool:
+        """Whether `other` lies within the bounds of this box (the bounds count for an empty `other` too)."""
+        self._check_ndim(other)
+        starts = all(mine <= theirs for mine, theirs in zip(self.offset, other.offset, strict=True))
+        return starts and all(mine >= theirs for mine, theirs in zip(self.stop, other.stop, strict=True))
+
+    def relative_to(self, origin: tuple[int, ...]) -> "Box":
+        """Return the same box in coordinates whose zero is `origin`; `PlanError` when it starts before the origin."""
+        if len(origin) != self.ndim:
+            raise PlanError(f"{self} has {self.ndim} dims, but origin {origin} has {len(origin)}")
+        return Box(tuple(mine - zero for mine, zero in zip(self.offset, origin, strict=True)), self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Return what selects this box from an array that starts at index 0 of every dim."""
+        return tuple(map(slice, self.offset, self.stop))
+
+    def _check_ndim(self, other: "Box") -> None:
+        if len(self.shape) != len(other.shape):
+            raise PlanError(f"boxes of one tensor have the same number of dims, not {self} and {other}")
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many elements one step of each dim passes.
+
+    >>> row_major_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides = []
+    stride = 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+def index_of_element(shape: tuple[int, ...], element: int) -> tuple[int, ...]:
+    """Return the index of the row-major `element` of a tensor of `shape`.
+
+    >>> index_of_element((2, 3, 4), 17)
+    (1, 1, 1)
+    """
+    return tuple(element // stride % size for stride, size in zip(row_major_strides(shape), shape, strict=True))

@@ -1,0 +1,262 @@
+"""Pieces: the pure description of what one holder has of one tensor, and how pieces meet."""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import mul
+
+from shardwise.errors import PlanError
+from shardwise.space.boxes import Box, index_of_element, row_major_strides
+from shardwise.space.runs import Run, boxes_of_run_in_box
+
+__all__ = ["Piece", "check_cover", "overlap"]
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Piece:
+    """A box of the tensor `name`, or a run of that box's row-major elements.
+
+    The holder stores the elements of a piece row-major, one after the other. A piece may have no elements.
+    Two pieces are equal when they are described alike. Raises `PlanError`, with every problem in it, when the box does
+    not lie in the tensor or the run not in the box.
+
+    >>> piece = Piece(name="w", dtype="float32", global_shape=(4, 8), offset=(2, 0), shape=(2, 8), run=(3, 12))
+    >>> piece.boxes()
+    (Box(offset=(2, 3), shape=(1, 5)), Box(offset=(3, 0), shape=(1, 4)))
+    """
+
+    name: str
+    """The tensor's name."""
+    dtype: str
+    """The tensor's dtype, by torch's name for it: "float32"."""
+    global_shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    offset: tuple[int, ...]
+    """Where the box starts; zeros when not given."""
+    shape: tuple[int, ...]
+    """The shape of the box; the global shape when not given."""
+    run: Run | None
+    """The row-major elements of the box that the piece has; None is all of them."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        dtype: str,
+        global_shape: Sequence[int],
+        offset: Sequence[int] | None = None,
+        shape: Sequence[int] | None = None,
+        run: tuple[int, int] | None = None,
+    ) -> None:
+        put = object.__setattr__
+        put(self, "name", name)
+        put(self, "dtype", dtype)
+        put(self, "global_shape", tuple(global_shape))
+        put(self, "offset", (0,) * len(global_shape) if offset is None else tuple(offset))
+        put(self, "shape", self.global_shape if shape is None else tuple(shape))
+        put(self, "run", run if run is None or isinstance(run, Run) else Run(*run))
+        problems = self._problems()
+        if problems:
+            raise PlanError(*problems)
+
+    def _problems(self) -> list[str]:
+        if not len(self.global_shape) == len(self.offset) == len(self.shape):
+            return [
+                f"piece of {self.name}: global shape {self.global_shape}, offset {self.offset} and shape {self.shape} "
+                "differ in number of dims"
+            ]
+        problems = [
+            f"piece of {self.name}: dim {dim} holds indices {start} to {start + size}, but the tensor has 0 to {whole}"
+            for dim, (start, size, whole) in enumerate(zip(self.offset, self.shape, self.global_shape, strict=True))
+            if not 0 <= start <= start + size <= whole
+        ]
+        if not problems and self.run is not None and self.run.stop > math.prod(self.shape):
+            problems.append(
+                f"piece of {self.name}: run {self.run} does not lie in its box of shape {self.shape}, "
+                f"which has {math.prod(self.shape)} elements"
+            )
+        return problems
+
+    @property
+    def box(self) -> Box:
+        """The box, in coordinates of the tensor."""
+        return Box(self.offset, self.shape)
+
+    @property
+    def elements(self) -> Run:
+        """The row-major elements of the box that the piece has."""
+        return Run(0, math.prod(self.shape)) if self.run is None else self.run
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements that the piece has."""
+        return math.prod(self.shape) if self.run is None else self.run.num_elements
+
+    @property
+    def whole(self) -> bool:
+        """Whether the piece has every element of the tensor."""
+        return self.num_elements == math.prod(self.global_shape)
+
+    def boxes(self) -> tuple[Box, ...]:
+        """Return the disjoint boxes, in coordinates of the tensor, that have exactly the piece's elements, in order."""
+        return boxes_of_run_in_box(self.box, self.elements)
+
+    def __str__(self) -> str:
+        box = ", ".join(f"{start}:{start + size}" for start, size in zip(self.offset, self.shape, strict=True))
+        return f"{self.name}[{box}]" + ("" if self.run is None else f" run {self.run.start}:{self.run.stop}")
+
+
+def overlap(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
+    """Return the elements that two pieces of one tensor share, as runs of (the storage of `a`, the storage of `b`).
+
+    Each pair is one copy of equally many elements that lie together in both storages. Pairs are as long as possible and
+    in order in both. The work is proportional to the number of pairs, and constant when the boxes are equal or both
+    are one run of the tensor.
+    Raises `PlanError` for pieces of different tensors. The dtypes may differ.
+    """
+    if a.name != b.name or a.global_shape != b.global_shape:
+        raise PlanError(
+            f"pieces of one tensor can overlap, but these are of {a.name} with shape {a.global_shape} "
+            f"and {b.name} with shape {b.global_shape}"
+        )
+    same_box = a.offset == b.offset and a.shape == b.shape
+    a_first, b_first = (0, 0) if same_box else (_first_element(a), _first_element(b))
+    if a_first is None or b_first is None:
+        return _shared_stretches(a, b)
+    mine, theirs = a.elements.shift(a_first), b.elements.shift(b_first)
+    shared = mine.intersect(theirs)
+    return iter(() if shared is None else ((shared.shift(-mine.start), shared.shift(-theirs.start)),))
+
+
+def _first_element(piece: Piece) -> int | None:
+    """Return the tensor's element with which the piece's box starts; None unless the box is one run of the tensor."""
+    dim = 0
+    while dim < len(piece.shape) and piece.shape[dim] == 1:
+        dim += 1
+    if piece.shape[dim + 1 :] != piece.global_shape[dim + 1 :]:
+        return None
+    first = 0
+    for index, size in zip(piece.offset, piece.global_shape, strict=True):
+        first = first * size + index
+    return first
+
+
+def _shared_stretches(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
+    """Walk the rows of the shared box that lie together in both boxes: those that both runs touch."""
+    shared = a.box.intersect(b.box)
+    if shared is None:
+        return
+    # Dims after `dim` are full in both boxes, so that one row along `dim` lies together in both.
+    dim = shared.ndim - 1
+    while dim > 0 and shared.shape[dim] == a.shape[dim] == b.shape[dim]:
+        dim -= 1
+    length = math.prod(shared.shape[dim:])
+    start_in_a = _row_starts(shared, a.box, dim)
+    start_in_b = _row_starts(shared, b.box, dim)
+    rows = range(math.prod(shared.shape[:dim]))
+    first, last = 0, len(rows)
+    for piece, start_in in ((a, start_in_a), (b, start_in_b)):
+        if piece.run is not None:
+            first = max(first, bisect_right(rows, piece.run.start - length, key=start_in))
+            last = min(last, bisect_left(rows, piece.run.stop, key=start_in))
+    a_run, b_run = a.elements, b.elements
+    for row in rows[first:last]:
+        in_a, in_b = start_in_a(row), start_in_b(row)
+        low = max(0, a_run.start - in_a, b_run.start - in_b)
+        high = min(length, a_run.stop - in_a, b_run.stop - in_b)
+        if low < high:
+            in_a, in_b = in_a - a_run.start, in_b - b_run.start
+            yield Run(in_a + low, in_a + high), Run(in_b + low, in_b + high)
+
+
+def _row_starts(shared: Box, box: Box, dim: int) -> Callable[[int], int]:
+    """Return the function from a row along `dim` of `shared` to the element of `box` with which that row starts."""
+    strides = row_major_strides(box.shape)
+    origin = sum(map(mul, shared.relative_to(box.offset).offset, strides))
+    outer = shared.shape[:dim]
+    if dim == 0:
+        return lambda row: origin
+    if math.prod(outer[:-1]) == 1:
+        stride = strides[dim - 1]
+        return lambda row: origin + row * stride
+    return lambda row: origin + sum(map(mul, index_of_element(outer, row), strides))
+
+
+def check_cover(pieces: Iterable[Piece]) -> list[str]:
+    """Return what keeps the pieces from covering every element of every tensor exactly once; empty when they do.
+
+    A finding names the tensor, how many elements are missing or held more than once, the index of the first of them
+    and, for elements held more than once, two pieces that have it. Pieces are grouped by name; give replicas once.
+    """
+    tensors: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        tensors.setdefault(piece.name, []).append(piece)
+    return [finding for held in tensors.values() for finding in _cover_findings(held)]
+
+
+def _cover_findings(held: Sequence[Piece]) -> list[str]:
+    name, shape = held[0].name, held[0].global_shape
+    kinds = dict.fromkeys((piece.dtype, piece.global_shape) for piece in held)
+    if len(kinds) > 1:
+        tensors = ", ".join(f"{dtype} {shape}" for dtype, shape in kinds)
+        return [f"{name}: its pieces are of different tensors: {tensors}"]
+    grid, regions = _regions(held)
+    missing = doubled = 0
+    findings: dict[str, str] = {}
+    for corner, num_elements, holders in _faults(grid, regions, 0):
+        index = corner if grid == shape else index_of_element(shape, corner[0])
+        if holders:
+            doubled += num_elements
+            pair = " and ".join(str(held[holder]) for holder in sorted(holders)[:2])
+            findings.setdefault("doubled", f"are held more than once, first {index}, by {pair}")
+        else:
+            missing += num_elements
+            findings.setdefault("missing", f"are held by no piece, first {index}")
+    counts = {"missing": missing, "doubled": doubled}
+    return [f"{name}: {counts[kind]} of {math.prod(shape)} elements {text}" for kind, text in sorted(findings.items())]
+
+
+_Region = tuple[tuple[int, ...], tuple[int, ...], int]
+"""The first index and the index after the last of a box, and which piece has it."""
+
+
+def _regions(held: Sequence[Piece]) -> tuple[tuple[int, ...], list[_Region]]:
+    """Return the tensor's shape and the boxes of its pieces, flattened to one dim where each piece is one run."""
+    shape = held[0].global_shape
+    flat: list[_Region] = []
+    for holder, piece in enumerate(held):
+        first = _first_element(piece)
+        if first is None:
+            return shape, [(box.offset, box.stop, holder) for holder, piece in enumerate(held) for box in piece.boxes()]
+        run = piece.elements.shift(first)
+        if run.num_elements:
+            flat.append(((run.start,), (run.stop,), holder))
+    return (math.prod(shape),), flat
+
+
+def _faults(
+    shape: tuple[int, ...], regions: list[_Region], dim: int
+) -> Iterator[tuple[tuple[int, ...], int, list[int]]]:
+    """Find the parts of a tensor that not exactly one region has: (first index, number of elements, who has them).
+
+    The dims before `dim` are settled: the regions given are those that have the index there. The borders of the
+    regions cut `dim` into slabs, and within a slab the same regions go on to the next dim. The first part of a kind
+    (held by none, held by several) has the first index of that kind.
+    """
+    if dim == len(shape):
+        if len(regions) != 1:
+            yield (), 1, [holder for _, _, holder in regions]
+        return
+    waiting = sorted(regions, key=lambda region: region[0][dim], reverse=True)
+    borders = {0, shape[dim]}
+    for start, stop, _ in regions:
+        borders |= {start[dim], stop[dim]}
+    active: list[_Region] = []
+    for low, high in pairwise(sorted(borders)):
+        active = [region for region in active if region[1][dim] > low]
+        while waiting and waiting[-1][0][dim] == low:
+            active.append(waiting.pop())
+        for corner, num_elements, holders in _faults(shape, active, dim + 1):
+            yield (low, *corner), num_elements * (high - low), holders

@@ -1,0 +1,22 @@
+"""The trainer: a configuration in, a trained model's metrics and pictures out. The only room that joins the others.
+
+Names are loaded when first used: reading a configuration needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.train.config import RunConfig, read_config
+    from shardwise.train.rank import run
+    from shardwise.train.references import check_references
+
+_MODULE_OF = {"RunConfig": "config", "read_config": "config", "check_references": "references", "run": "rank"}
+
+__all__ = ["RunConfig", "check_references", "read_config", "run"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'shardwise.train' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"shardwise.train.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,76 @@
+"""From a configuration to the things that train."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError, ModelError
+from shardwise.train.config import RunConfig
+from shardwise.train.references import resolve
+
+
+def build_model(config: RunConfig) -> nn.Module:
+    """The model that [model] asks for, with the same initial parameters on every rank.
+
+    A model class of transformers gets its configuration class made from `model.config`, any other callable gets
+    `model.config` as keyword arguments. Raises `ConfigError` for keys that the configuration class does not know,
+    `ModelError` when the factory raises or gives something else than a module.
+    """
+    reference = config.model.factory
+    factory = resolve(reference, folder=config.folder, key="model.factory")
+    config_class = getattr(factory, "config_class", None)
+    if config_class is not None:
+        _check_keys(config_class, config.model.config)
+    torch.manual_seed(config.train.seed)
+    try:
+        given = config.model.config
+        model = factory(**given) if config_class is None else factory(config_class(**given))
+    except Exception as error:
+        raise ModelError(f"model.factory: {reference} raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model.factory: {reference} gave a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def build_loss(config: RunConfig) -> Callable[[Any, Mapping[str, Any]], torch.Tensor] | None:
+    """The loss function that [model] names, if it names one."""
+    reference = config.model.loss
+    return None if reference is None else resolve(reference, folder=config.folder, key="model.loss")
+
+
+def optimizer_factory(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], Any]:
+    """A function from parameters to the optimizer that [train] asks for, or to several."""
+    train = config.train
+    factory = resolve(train.optimizer, folder=config.folder, key="train.optimizer")
+
+    def build(parameters: Iterable[nn.Parameter]) -> Any:
+        listed = list(parameters)
+        groups = [
+            {"params": [p for p in listed if p.ndim >= 2], "weight_decay": train.weight_decay},
+            {"params": [p for p in listed if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return factory(
+            [group for group in groups if group["params"]], lr=train.learning_rate, **train.optimizer_options
+        )
+
+    return build
+
+
+def _check_keys(config_class: Any, given: Mapping[str, object]) -> None:
+    """Refuse keys that the configuration class would take without a word and nobody would read."""
+    try:
+        default = config_class()
+    except Exception:  # it has required arguments: then it checks for itself
+        return
+    known = [*default.to_dict(), *getattr(default, "attribute_map", {})]
+    problems = []
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean model.config.{near[0]}?" if near else ""
+            problems.append(f"model.config.{key}: {config_class.__name__} has no such setting{hint}")
+    if problems:
+        raise ConfigError(*problems)

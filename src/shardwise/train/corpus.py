@@ -1,0 +1,174 @@
+"""The text of a run as tokens in memory, with a part held out for evaluation."""
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from glob import glob
+from itertools import pairwise
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import DataError
+from shardwise.train.sampling import Indices, SampleOrder
+from shardwise.train.tables import BYTES, PYTHON_DOCS, DataTable
+
+Tokens = npt.NDArray[np.integer[Any]]
+_MAX_BLOCKS = 64
+_WINDOWS_PER_BLOCK = 4
+_NOT_PROSE = frozenset(
+    [
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "pydoc_data",
+        "encodings",
+        "lib2to3",
+        "__pycache__",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Tokens to train on and windows to evaluate on, which have no token in common."""
+
+    training: Tokens
+    """[num_tokens]"""
+    held_out: Tokens
+    """[num_windows, sequence_length], in the order of the text."""
+    vocabulary_size: int
+    """Tokens are below this."""
+    tokenizer: Any
+    """A `tokenizers.Tokenizer`, or None for bytes."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a window."""
+        return int(self.held_out.shape[1])
+
+    def rows(self, samples: Indices, *, seed: int) -> npt.NDArray[np.int64]:
+        """The training windows of `samples`: [num_samples, sequence_length]."""
+        order = SampleOrder(seed=seed, num_tokens=len(self.training), window=self.sequence_length)
+        places = order.starts(samples)[:, None] + np.arange(self.sequence_length)
+        return np.asarray(self.training[places % len(self.training)], dtype=np.int64)
+
+    def text(self, tokens: list[int]) -> str:
+        """What the tokens spell; bytes that are not UTF-8 become replacement marks."""
+        if self.tokenizer is None:
+            return bytes(tokens).decode("utf-8", errors="replace")
+        return str(self.tokenizer.decode(tokens))
+
+
+def read_corpus(data: DataTable, folder: Path) -> Corpus:
+    """Read, tokenize and split what [data] names. Raises `DataError`: nothing there, not text, or too little of it."""
+    tokenizer = None if data.tokenizer == BYTES else _tokenizer(folder / data.tokenizer)
+    parts: list[Tokens] = []
+    for name, raw in _documents(data.source, folder):
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"data.source: {name} is not UTF-8 text (byte {error.start}); name the text files by a glob such as "
+                '"texts/**/*.txt"'
+            ) from error
+        if tokenizer is None:
+            parts.append(np.frombuffer(raw, dtype=np.uint8))
+        else:
+            parts.append(np.asarray(tokenizer.encode(text).ids, dtype=np.int32))
+    if sum(map(len, parts)) == 0:
+        raise DataError(f"data.source: {data.source} holds no text ({len(parts)} files found)")
+    size = 256 if tokenizer is None else int(tokenizer.get_vocab_size())
+    training, held_out = split(np.concatenate(parts), fraction=data.held_out, window=data.sequence_length)
+    return Corpus(training=training, held_out=held_out, vocabulary_size=size, tokenizer=tokenizer)
+
+
+def split(tokens: Tokens, *, fraction: float, window: int) -> tuple[Tokens, Tokens]:
+    """Training tokens, and the windows that make about `fraction` of `tokens`, in blocks spread evenly over them.
+
+    Raises `DataError` when there is not one window for each.
+    """
+    needed = int(len(tokens) * fraction) // window
+    num_blocks = max(1, min(_MAX_BLOCKS, needed // _WINDOWS_PER_BLOCK))
+    borders = [len(tokens) * block // num_blocks for block in range(num_blocks + 1)]
+    training, held_out = [], []
+    for block, (start, stop) in enumerate(pairwise(borders)):
+        num_windows = needed * (block + 1) // num_blocks - needed * block // num_blocks
+        cut = stop - num_windows * window
+        training.append(tokens[start:cut])
+        held_out.append(tokens[cut:stop].reshape(num_windows, window))
+    kept = np.concatenate(training)
+    if needed == 0 or len(kept) < window:
+        raise DataError(
+            f"data: {len(tokens)} tokens are too few: with held_out = {fraction:g}, {len(kept)} are left to train on "
+            f"and {needed * window} for evaluation, and each needs a row of {window}; give more text, another held_out "
+            "or a shorter sequence_length"
+        )
+    return kept, np.concatenate(held_out)
+
+
+def evaluation_rows(corpus: Corpus, max_rows: int) -> npt.NDArray[np.int64]:
+    """The held-out rows that every evaluation reads, spread evenly: [max_rows or fewer, sequence_length]."""
+    available = len(corpus.held_out)
+    num_rows = min(max_rows, available)
+    chosen = np.arange(num_rows) * available // num_rows
+    return np.asarray(corpus.held_out[chosen], dtype=np.int64)
+
+
+def frequency_loss(training: Tokens, held_out: npt.NDArray[np.int64], vocabulary_size: int) -> float:
+    """Nats per token of a model that knows only how often each token occurs in `training` (add-one smoothing).
+
+    It is asked for what a language model is asked for: every token of a row but its first.
+    """
+    counts = np.bincount(training, minlength=vocabulary_size) + 1.0
+    log_frequencies = np.log(counts) - np.log(counts.sum())
+    return float(-log_frequencies[held_out[:, 1:]].mean())
+
+
+def _tokenizer(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise DataError(
+            "data.tokenizer: a tokenizer file needs the package tokenizers; pip install tokenizers"
+        ) from error
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception for every fault of a file
+        raise DataError(f"data.tokenizer: {path} is not the JSON of a tokenizer: {error}") from error
+
+
+def _documents(source: str, folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each document, always in the same order."""
+    if source == PYTHON_DOCS:
+        yield from _python_docs()
+        return
+    root = folder / source
+    if "*" in source:
+        files = sorted(folder / found for found in glob(source, root_dir=folder, recursive=True))
+    else:
+        files = sorted(root.rglob("*")) if root.is_dir() else [root]
+    for file in files:
+        if root.is_file() or file.is_file():
+            try:
+                yield str(file), file.read_bytes()
+            except OSError as error:
+                raise DataError(f"data.source: {file} cannot be read: {error.strerror}") from error
+
+
+def _python_docs() -> Iterator[tuple[str, bytes]]:
+    """The reference text in `pydoc_data.topics`, then the sources of the standard library without tests and tables."""
+    for name, text in sorted(topics.items()):
+        yield f"topic {name}", text.encode()
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(library.rglob("*.py")):
+        if _NOT_PROSE.isdisjoint(file.relative_to(library).parts):
+            try:
+                yield str(file), file.read_text(encoding="utf-8").encode()
+            except UnicodeDecodeError:
+                continue  # a source may declare another encoding; it is left out

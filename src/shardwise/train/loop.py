@@ -1,0 +1,135 @@
+"""The loop: batches in, updates and evaluations, metrics out. It knows nothing of how an update is made."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardwise.train.corpus import Corpus
+from shardwise.train.metrics import Observer, StepMetrics
+from shardwise.train.sampling import rank_samples
+from shardwise.train.schedule import Schedule
+from shardwise.train.tables import TrainTable
+
+
+class Evaluated(Protocol):
+    """What an evaluation reports."""
+
+    @property
+    def loss(self) -> float:
+        """The mean over the rows of all data ranks."""
+
+    @property
+    def weight(self) -> float:
+        """What the rows of all data ranks count together."""
+
+
+class Stepped(Protocol):
+    """What an update reports."""
+
+    @property
+    def loss(self) -> float:
+        """The mean over the rows of all data ranks, before the update."""
+
+    @property
+    def grad_norm(self) -> float:
+        """2-norm of the averaged gradient, before clipping."""
+
+    @property
+    def skipped(self) -> bool:
+        """The gradient was not finite and nothing was updated."""
+
+
+class Trainee(Protocol):
+    """What the loop needs of an engine."""
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers that `step` runs."""
+
+    def step(self, batch: dict[str, torch.Tensor]) -> Stepped:
+        """One update from this data rank's rows."""
+
+    def evaluate(self, batch: dict[str, torch.Tensor]) -> Evaluated:
+        """The loss over the rows of all data ranks, of which this one may have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which rows are this rank's."""
+
+    data_rank: int = 0
+    num_data_ranks: int = 1
+
+
+def fit(
+    engine: Trainee,
+    train: TrainTable,
+    corpus: Corpus,
+    held_out: npt.NDArray[np.int64],
+    *,
+    place: Place,
+    observers: Sequence[Observer],
+    now_s: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Make `train.steps` updates and return the held-out loss after the last one.
+
+    `held_out` is [num_rows, sequence_length], the same on every rank.
+    """
+    # The schedule goes on with updates that were taken: a skipped one does not use up its learning rate.
+    schedulers = [LambdaLR(optimizer, Schedule.of(train)) for optimizer in engine.optimizers]
+    tokens_per_update = train.global_batch * corpus.sequence_length
+    began_s = now_s()
+    held_out_loss = float("nan")
+    for update in range(train.steps):
+        update_began_s = now_s()
+        samples = rank_samples(
+            update=update,
+            global_batch=train.global_batch,
+            data_rank=place.data_rank,
+            num_data_ranks=place.num_data_ranks,
+        )
+        learning_rate = float(schedulers[0].get_last_lr()[0])
+        report = engine.step(as_batch(corpus.rows(samples, seed=train.seed)))
+        if not report.skipped:
+            for scheduler in schedulers:
+                scheduler.step()
+        update_s = now_s() - update_began_s
+        step = update + 1
+        evaluated = step % train.evaluate_every == 0 or step == train.steps
+        if evaluated:
+            held_out_loss = evaluate(engine, held_out, place, global_batch=train.global_batch)
+        metrics = StepMetrics(
+            step=step,
+            loss=report.loss,
+            learning_rate=learning_rate,
+            grad_norm=report.grad_norm,
+            tokens_per_second=tokens_per_update / update_s if update_s > 0 else 0.0,
+            skipped=report.skipped,
+            held_out_loss=held_out_loss if evaluated else None,
+            elapsed_s=now_s() - began_s,
+        )
+        for observer in observers:
+            observer.on_step(metrics)
+    return held_out_loss
+
+
+def evaluate(engine: Trainee, held_out: npt.NDArray[np.int64], place: Place, *, global_batch: int) -> float:
+    """The mean loss over the held-out rows, `global_batch` of them at a time, each batch cut over the data ranks."""
+    reports = []
+    for start in range(0, len(held_out), global_batch):
+        batch = held_out[start : start + global_batch]
+        borders = [len(batch) * rank // place.num_data_ranks for rank in (place.data_rank, place.data_rank + 1)]
+        reports.append(engine.evaluate(as_batch(batch[slice(*borders)])))
+    return sum(report.loss * report.weight for report in reports) / sum(report.weight for report in reports)
+
+
+def as_batch(rows: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    """Rows as causal language models of transformers take them: the model shifts the labels itself."""
+    tokens = torch.from_numpy(rows)
+    return {"input_ids": tokens, "labels": tokens}

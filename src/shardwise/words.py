@@ -1,0 +1,42 @@
+"""The vocabulary: every word with a meaning of its own in shardwise, and that meaning in one sentence.
+
+Docs, messages and names use these words and no synonyms. A new word is added here first.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+__all__ = ["VOCABULARY"]
+
+VOCABULARY: Mapping[str, str] = MappingProxyType(
+    {
+        "axis": "A direction of the mesh along which ranks lie: pp, dp_replicate, dp_shard or tp.",
+        "dim": "A dimension of a tensor.",
+        "rank": "One process of the world, numbered row-major over the mesh with tp innermost.",
+        "mesh": "The number of ranks along every axis.",
+        "placement": "How a tensor lies along one axis: replicated, cut along a dim, or cut into runs.",
+        "layout": "A mesh and a placement per axis: which rank has which elements of a tensor.",
+        "box": "An n-d region of indices, given by its offset and its shape.",
+        "run": "A half-open range of row-major elements of a tensor or of a box.",
+        "piece": "The pure description of one holder's share: name, dtype, global shape, box and maybe a run in it.",
+        "holder": "A rank or a file that has elements of a tensor.",
+        "slice": "What a rank owns of a tensor or of a buffer.",
+        "bucket": "Parameters that travel together in one collective.",
+        "buffer": "The flat tensor in which a bucket's values lie, of which parameters or gradients are views.",
+        "owner": "The rank that holds the master and the optimizer state of an element.",
+        "master": "The value of a parameter in full precision, which the optimizer updates and a checkpoint holds.",
+        "working copy": "The low-precision values of the parameters that compute reads.",
+        "partition": "How owners are chosen: equal slices of the buffers, or whole parameters.",
+        "stage": "A step of the pipeline: the modules that one pp coordinate holds.",
+        "placed module": "A module that belongs to one stage.",
+        "glue": "The code between placed modules, which every rank runs.",
+        "clip": "Not executing a foreign module or glue operation, but only inferring its output's shape and dtype.",
+        "microbatch": "The part of a batch that one forward and backward sees.",
+        "merge": "Accumulating the gradients of several microbatches into one update.",
+        "update": "One change of the masters by the optimizer.",
+        "channel": "What a rank calls to talk to the others.",
+        "plan": "The frozen value that says how a model is trained on a mesh, decided before any process talks.",
+        "rewrite": "A declared transformation between the names and shapes of two state dicts.",
+    }
+)
+"""Word -> its meaning."""

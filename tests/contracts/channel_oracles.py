@@ -1,0 +1,105 @@
+"""What the cases of the channel contract share: inputs that every rank can compute for every rank, and oracles."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm import Channel
+
+GATHERED = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One claim about channels, called with its channel on every rank."""
+
+    body: Callable[[Channel], None]
+    poisons: bool
+    """The channel is of no use afterwards."""
+
+    @property
+    def name(self) -> str:
+        return self.body.__name__
+
+    def __call__(self, channel: Channel) -> None:
+        self.body(channel)
+
+
+def case(body: Callable[[Channel], None]) -> Case:
+    return Case(body, poisons=False)
+
+
+def poisoning_case(body: Callable[[Channel], None]) -> Case:
+    return Case(body, poisons=True)
+
+
+def values(rank: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """What rank `rank` gives: different for every rank and element, and inexact to add in floating point."""
+    generator = torch.Generator().manual_seed(1000 * rank + num_elements)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (num_elements,), generator=generator).to(dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(0, 100, (num_elements,), generator=generator).to(dtype)
+    return torch.randn(num_elements, generator=generator, dtype=torch.complex64 if dtype.is_complex else None).to(dtype)
+
+
+def given(channel: Channel, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return values(channel.rank, num_elements, dtype).to(channel.device)
+
+
+def full(channel: Channel, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """An output that holds something wrong everywhere."""
+    return torch.full((num_elements,), 77, dtype=dtype, device=channel.device)
+
+
+def part_of(whole: torch.Tensor, counts: Sequence[int], rank: int) -> torch.Tensor:
+    return whole[sum(counts[:rank]) : sum(counts[: rank + 1])]
+
+
+def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    got_bytes, expected_bytes = got.cpu().reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)
+    assert torch.equal(got_bytes, expected_bytes), f"got {got}, expected {expected}"
+
+
+def assert_sum(channel: Channel, got: torch.Tensor, inputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+    """`got` is this rank's part of the plain sum in rank order: to the bit, except where NCCL chooses the order."""
+    terms = [part_of(whole, counts, channel.rank).to(got.dtype) for whole in inputs]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    if channel.device.type == "cpu" or not (got.dtype.is_floating_point or got.dtype.is_complex):
+        assert_same_bits(got, total)
+    else:
+        bound = sum(term.abs() for term in terms) * len(terms) * torch.finfo(got.dtype).eps
+        assert bool(((got.cpu() - total).abs() <= bound).all()), f"got {got}, expected {total}"
+
+
+def uneven(channel: Channel) -> list[int]:
+    """Counts with zeros for some ranks, the first among them: 0, 5, 3, 0, 5 ..."""
+    return [(0, 5, 3)[rank % 3] for rank in range(channel.size)]
+
+
+def gather_and_check(channel: Channel, counts: Sequence[int], dtype: torch.dtype, purpose: str) -> None:
+    output = full(channel, sum(counts), dtype)
+    channel.all_gather(output, given(channel, counts[channel.rank], dtype), purpose=purpose, counts=counts).wait()
+    assert_same_bits(output, torch.cat([values(rank, count, dtype) for rank, count in enumerate(counts)]))
+
+
+def reduce_and_check(
+    channel: Channel, counts: Sequence[int], dtype: torch.dtype, sum_dtype: torch.dtype, purpose: str
+) -> None:
+    output = full(channel, counts[channel.rank], sum_dtype)
+    channel.reduce_scatter(output, given(channel, sum(counts), dtype), purpose=purpose, counts=counts).wait()
+    assert_sum(channel, output, [values(rank, sum(counts), dtype) for rank in range(channel.size)], counts)

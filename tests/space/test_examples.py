@@ -1,0 +1,15 @@
+"""The examples in the docstrings of the space room do what they say."""
+
+import doctest
+from types import ModuleType
+
+import pytest
+
+from shardwise.space import boxes, layouts, meshes, pieces
+
+
+@pytest.mark.parametrize("module", [boxes, layouts, meshes, pieces], ids=lambda module: module.__name__)
+def test_examples_run(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,125 @@
+"""Runs against the range of their elements; runs and boxes against each other."""
+
+import copy
+import math
+import pickle
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.space.plain import Shape, boxes_within, elements_of_box, indices_of_box, proven, runs_within, shapes
+
+from shardwise.errors import PlanError
+from shardwise.space import Box, Run, boxes_of_run, boxes_of_run_in_box, runs_of_box
+
+
+@st.composite
+def shapes_and_runs(draw: st.DrawFn) -> tuple[Shape, Run]:
+    shape = draw(shapes())
+    return shape, draw(runs_within(math.prod(shape)))
+
+
+@st.composite
+def shapes_and_boxes(draw: st.DrawFn) -> tuple[Shape, Box]:
+    shape = draw(shapes())
+    return shape, draw(boxes_within(shape))
+
+
+@proven
+@given(shapes_and_runs())
+def test_boxes_of_a_run_laid_one_after_the_other_are_the_run(case: tuple[Shape, Run]) -> None:
+    shape, run = case
+    boxes = boxes_of_run(shape, run)
+    elements = [element for box in boxes for element in elements_of_box(shape, box)]
+    assert elements == list(range(run.start, run.stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert all(box.num_elements for box in boxes)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 2), (3, 1, 3), (1, 2, 4, 1), (2, 2, 2, 2), (2, 1, 2, 2, 2)])
+def test_no_fewer_boxes_hold_a_run_in_order(shape: Shape) -> None:
+    all_boxes = (
+        elements_of_box(shape, Box(offset, sizes))
+        for offset in product(*map(range, shape))
+        for sizes in product(*(range(1, size - start + 1) for size, start in zip(shape, offset, strict=True)))
+    )
+    stops_after: dict[int, list[int]] = {}
+    for elements in all_boxes:
+        if elements == list(range(elements[0], elements[-1] + 1)):
+            stops_after.setdefault(elements[0], []).append(elements[-1] + 1)
+    num_elements = math.prod(shape)
+    for start in range(num_elements):
+        fewest = {start: 0}
+        for position in range(start, num_elements):
+            for stop in stops_after[position]:
+                fewest[stop] = min(fewest.get(stop, num_elements), fewest[position] + 1)
+        assert {stop: len(boxes_of_run(shape, Run(start, stop))) for stop in fewest} == fewest
+
+
+@proven
+@given(shapes_and_boxes())
+def test_runs_of_a_box_are_its_elements_in_the_longest_runs(case: tuple[Shape, Box]) -> None:
+    shape, box = case
+    runs = list(runs_of_box(shape, box))
+    assert [element for run in runs for element in range(run.start, run.stop)] == elements_of_box(shape, box)
+    assert all(before.stop < after.start for before, after in pairwise(runs))
+    assert all(run.num_elements for run in runs)
+
+
+@proven
+@given(st.data(), shapes_and_boxes())
+def test_a_run_of_a_box_counts_the_elements_of_that_box(data: st.DataObject, case: tuple[Shape, Box]) -> None:
+    _, box = case
+    run = data.draw(runs_within(box.num_elements))
+    indices = [index for part in boxes_of_run_in_box(box, run) for index in indices_of_box(part)]
+    assert indices == indices_of_box(box)[run.start : run.stop]
+
+
+@proven
+@given(runs_within(20), runs_within(20), st.integers(0, 9))
+def test_runs_meet_and_move_as_ranges_do(a: Run, b: Run, by: int) -> None:
+    common = sorted(set(range(*a)) & set(range(*b)))
+    shared = a.intersect(b)
+    assert (list(range(*shared)) if shared else []) == common
+    assert a.num_elements == len(range(*a))
+    assert list(range(*a.shift(by))) == [element + by for element in range(*a)]
+    assert a.shift(by).shift(-by) == a
+
+
+def test_a_run_is_the_tuple_of_its_bounds() -> None:
+    run = Run(2, 5)
+    assert run == (2, 5)
+    assert hash(run) == hash((2, 5))
+    assert repr(run) == str(run) == "(2, 5)"
+    assert sorted([Run(3, 4), Run(0, 9)]) == [(0, 9), (3, 4)]
+    assert type(pickle.loads(pickle.dumps(run))) is type(copy.deepcopy(run)) is Run
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2)])
+def test_a_run_that_goes_backwards_is_refused(start: int, stop: int) -> None:
+    with pytest.raises(PlanError, match="0 <= start <= stop"):
+        Run(start, stop)
+
+
+def test_a_run_or_box_outside_the_tensor_is_refused_with_both_numbers() -> None:
+    with pytest.raises(PlanError, match=r"run \(3, 13\) .* shape \(3, 4\), which has 12 elements"):
+        boxes_of_run((3, 4), Run(3, 13))
+    with pytest.raises(PlanError, match="does not lie in shape"):
+        runs_of_box((3, 4), Box((2, 0), (2, 4)))
+
+
+def test_scalars_and_empty_tensors_become_runs_and_boxes() -> None:
+    assert boxes_of_run((), Run(0, 1)) == (Box((), ()),)
+    assert boxes_of_run((), Run(1, 1)) == ()
+    assert list(runs_of_box((), Box((), ()))) == [(0, 1)]
+    assert boxes_of_run((3, 0), Run(0, 0)) == ()
+    assert list(runs_of_box((3, 0), Box((0, 0), (3, 0)))) == []
+
+
+def test_work_does_not_grow_with_the_number_of_elements() -> None:
+    shape = (10**9, 10**9, 10**9)
+    boxes = boxes_of_run(shape, Run(1, 10**27 - 1))
+    assert len(boxes) == 5
+    assert sum(box.num_elements for box in boxes) == 10**27 - 2
+    assert list(runs_of_box(shape, Box((7, 0, 0), (10**8, 10**9, 10**9)))) == [(7 * 10**18, (7 + 10**8) * 10**18)]

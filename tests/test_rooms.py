@@ -1,0 +1,153 @@
+"""The rooms keep their walls: imports go down only, pure rooms stay pure, and files are named for what they hold."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shardwise.words import VOCABULARY
+
+REPOSITORY = Path(__file__).parents[1]
+SOURCE = REPOSITORY / "src"
+PURE = ("space", "plan", "rewrite", "words", "errors", "train/config")
+DRAWERS = frozenset({"util", "helper", "common", "base", "misc", "manager", "handler", "wrapper", "context", "impl"})
+MAX_LINES = 450
+
+
+def modules_under(source: Path, rooms: tuple[str, ...]) -> list[str]:
+    """The dotted name of every module in these rooms: of a folder every file, of a file itself."""
+    files = [file for room in rooms for file in (source / "shardwise" / room).rglob("*.py")]
+    files += [file for room in rooms if (file := source / "shardwise" / f"{room}.py").exists()]
+    return sorted(".".join(file.relative_to(source).with_suffix("").parts) for file in files)
+
+
+def faults_of_file(file: Path) -> list[str]:
+    """What is wrong with one source file: its name, its length, its letters, its `global` statements."""
+    text = file.read_text(encoding="utf-8")
+    name = file.parent.name if file.stem == "__init__" else file.stem
+    faults = []
+    if DRAWERS & {word.removesuffix("s") for word in name.split("_")}:
+        faults.append(f"{file} is named like a drawer; name it for the thing that it holds")
+    if name in sys.stdlib_module_names:
+        faults.append(f"{file} is named like the standard module {name}")
+    if not text.isascii():
+        lines = [number for number, line in enumerate(text.splitlines(), 1) if not line.isascii()]
+        faults.append(f"{file} is not ASCII in lines {lines}")
+    if (num_lines := len(text.splitlines())) > MAX_LINES:
+        faults.append(f"{file} has {num_lines} lines, more than {MAX_LINES}")
+    statements = [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Global)]
+    return faults + [f"{file}:{line} has a global statement" for line in statements]
+
+
+def uses_of_torch_distributed(text: str) -> list[int]:
+    """The lines of a source text that import torch.distributed or reach it through torch."""
+    lines = []
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Import(names=names):
+                modules = [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), names=names):
+                modules = [module, *(f"{module}.{alias.name}" for alias in names)]
+            case ast.Attribute(value=ast.Name(id="torch"), attr=attribute):
+                modules = [f"torch.{attribute}"]
+            case _:
+                continue
+        if any(f"{module}.".startswith("torch.distributed.") for module in modules):
+            lines.append(node.lineno)
+    return lines
+
+
+def run_python(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fresh interpreter that finds the source tree first."""
+    start = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n"
+    return subprocess.run(
+        [sys.executable, "-c", start + script], cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_the_import_contract_holds() -> None:
+    result = run_python(
+        "from importlinter.cli import lint_imports\nsys.exit(lint_imports(no_cache=True, no_logo=True))"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_import_contract_names_every_pure_module() -> None:
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    pure = next(each for each in contracts if "torch" in each.get("forbidden_modules", ()))["source_modules"]
+    for module in modules_under(SOURCE, PURE):
+        assert any(f"{module}.".startswith(f"{source}.") for source in pure), f"{module} is missing in the contract"
+
+
+def test_torch_distributed_is_used_by_the_comm_room_only() -> None:
+    comm = SOURCE / "shardwise" / "comm"
+    others = [file for file in sorted(SOURCE.rglob("*.py")) if not file.is_relative_to(comm)]
+    assert [(str(file), lines) for file in others if (lines := uses_of_torch_distributed(file.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed.tensor import DTensor",
+        "torch.distributed.barrier()",
+    ],
+)
+def test_each_way_to_torch_distributed_is_seen(line: str) -> None:
+    assert uses_of_torch_distributed(f"import torch\n{line}\n") == [2]
+    assert uses_of_torch_distributed("import torch\nfrom torch.nn import Module\ntorch.nn\n") == []
+
+
+def heavy_modules_after(script: str) -> str:
+    """Which of torch and numpy are loaded once a fresh interpreter has run the script."""
+    result = run_python(f"{script}\nprint(*sorted({{'torch', 'numpy'}} & set(sys.modules)))")
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_pure_rooms_load_neither_torch_nor_numpy() -> None:
+    modules = modules_under(SOURCE, PURE)
+    assert {"shardwise.space.boxes", "shardwise.words", "shardwise.errors"} <= set(modules)
+    assert heavy_modules_after("import " + ", ".join(modules)) == ""
+    assert heavy_modules_after("import numpy") == "numpy"
+
+
+def test_every_word_is_explained_in_one_sentence() -> None:
+    for word, meaning in VOCABULARY.items():
+        assert meaning[0].isupper(), word
+        assert meaning.endswith("."), word
+        assert ". " not in meaning, word
+    assert {"axis", "dim", "layout", "box", "run", "piece", "slice", "bucket", "owner", "stage"} <= VOCABULARY.keys()
+
+
+def test_source_files_keep_the_rules_of_the_house() -> None:
+    files = sorted(SOURCE.rglob("*.py"))
+    assert files
+    assert [fault for file in files for fault in faults_of_file(file)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("utils.py", "", "drawer"),
+        ("tensor_helper.py", "", "drawer"),
+        ("queue.py", "", "standard module queue"),
+        ("buckets.py", "# caf\u00e9\n", "not ASCII in lines [1]"),
+        ("buckets.py", "\n" * (MAX_LINES + 1), f"has {MAX_LINES + 1} lines"),
+        ("buckets.py", "def f():\n    global x\n    x = 1\n", ":2 has a global statement"),
+        ("buckets.py", "x = 1\n", None),
+        ("buckets/__init__.py", "", None),
+        ("managers/__init__.py", "", "drawer"),
+    ],
+)
+def test_each_rule_of_the_house_is_checked(tmp_path: Path, name: str, text: str, fault: str | None) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    faults = faults_of_file(file)
+    assert len(faults) == (fault is not None)
+    assert fault is None or fault in faults[0]

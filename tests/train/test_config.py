@@ -1,0 +1,178 @@
+"""Configurations: what is read, and every problem of a bad one at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import read_config
+
+MINIMAL = """
+[model]
+factory = "net.py:Net"
+
+[train]
+steps = 3
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "small.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems_of(folder: Path, text: str, *overrides: str, num_processes: int = 1) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_config(written(folder, text), overrides=overrides, num_processes=num_processes)
+    return list(caught.value.problems)
+
+
+def test_a_minimal_config_needs_a_factory_and_a_number_of_steps_only(tmp_path: Path) -> None:
+    config = read_config(written(tmp_path, MINIMAL))
+    assert (config.name, config.folder, config.output) == ("small", tmp_path, Path("runs/small"))
+    assert (config.train.steps, config.data.source, config.plan.merge.microbatches) == (3, "python-docs", 8)
+
+
+def test_without_a_mesh_the_processes_share_the_global_batch(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL + "global_batch = 24\nmicrobatch = 2\n")
+    microbatches = {}
+    for num_processes in (1, 2, 3, 4):
+        plan = read_config(path, num_processes=num_processes).plan
+        assert plan.mesh.dp_shard == num_processes
+        microbatches[num_processes] = plan.merge.microbatches
+    assert microbatches == {1: 12, 2: 6, 3: 4, 4: 3}
+
+
+def test_tables_become_the_specs_of_the_plan(tmp_path: Path) -> None:
+    text = MINIMAL + (
+        "clip_grad_norm = 0.5\n[mesh]\ndp_replicate = 2\ndp_shard = 2\n"
+        '[sharding]\nstage = 0\nbucket_bytes = 1_000\n[precision]\ncompute = "bfloat16"\nkeep = ["*norm*"]\n'
+    )
+    plan = read_config(written(tmp_path, text), num_processes=4).plan
+    assert (plan.mesh.size, plan.sharding.stage, plan.sharding.bucket_bytes) == (4, 0, 1000)
+    assert (plan.precision.compute, plan.precision.keep, plan.clip_grad_norm) == ("bfloat16", ("*norm*",), 0.5)
+
+
+def test_every_problem_is_listed_at_once_with_the_nearest_known_key(tmp_path: Path) -> None:
+    text = """
+        [model]
+        factry = "net.py:Net"
+        [data]
+        sequence_length = "long"
+        source = "nowhere"
+        held_out = 0.9
+        [train]
+        steps = 0
+        global_bach = 8
+        microbatch = true
+        decay = "cosinus"
+        [sharding]
+        stage = 7
+        partitions = "slice"
+        [precision]
+        compute = "float7"
+        [mesh]
+        dp_shard = 2
+        [trian]
+        """
+    assert problems_of(tmp_path, text, num_processes=3) == [
+        "trian: unknown setting; did you mean train?",
+        'model.factory: missing; Where the model comes from: "package.module:name" or "file.py:name", a file being '
+        "relative to the config.",
+        "model.factry: unknown setting; did you mean model.factory?",
+        "data.sequence_length: 'long' given; it must be a whole number",
+        "data.held_out: 0.9 given; it must be less than or equal to 0.5",
+        "train.steps: 0 given; it must be greater than or equal to 1",
+        "train.microbatch: True given; it must be a whole number",
+        "train.decay: 'cosinus' given; it must be 'cosine', 'linear' or 'constant'",
+        "train.global_bach: unknown setting; did you mean train.global_batch?",
+        "mesh dp_shard=2 asks for 2 ranks, but the world has 3; start 2 processes, or set dp_shard=3, so that the "
+        "sizes multiply to the world",
+        "sharding.partitions: unknown setting; did you mean sharding.partition?",
+        "sharding.stage: 7 asked; this version has the stages 0 and 1",
+        "precision.compute: 'float7' is not one of float16, bfloat16, float32, float64",
+    ]
+
+
+def test_problems_between_tables_are_listed_too(tmp_path: Path) -> None:
+    text = """
+        [model]
+        factory = "net.py:Net"
+        config = {vocab_size = 100}
+        [data]
+        source = "missing.txt"
+        tokenizer = "missing.json"
+        [train]
+        steps = 3
+        warmup_steps = 4
+        global_batch = 10
+        microbatch = 4
+        clip_grad_norm = -1.0
+        """
+    problems = problems_of(tmp_path, text, num_processes=2)
+    assert problems == [
+        "train.global_batch: 10 rows cannot be cut into microbatches of 4 rows on 2 data ranks, which take 8 at a "
+        "time; 8 or 16 can, or another train.microbatch",
+        f'data.source: no file or directory {tmp_path}/missing.txt; "python-docs" needs none',
+        f'data.tokenizer: no file {tmp_path}/missing.json; give the JSON of a tokenizer or "bytes"',
+        "train.warmup_steps: 4 given; train.steps is only 3",
+    ]
+    assert "vocab_size: 100 given; bytes need at least 256" in str(
+        problems_of(tmp_path, MINIMAL, "model.config.vocab_size=100")
+    )
+    assert "clip_grad_norm" in str(problems_of(tmp_path, MINIMAL, "train.clip_grad_norm=-1.0"))
+
+
+def test_a_plan_that_this_version_does_not_run_is_refused(tmp_path: Path) -> None:
+    assert "leave tp at 1" in str(problems_of(tmp_path, MINIMAL + "[mesh]\ntp = 2\n", num_processes=2))
+
+
+def test_set_changes_and_adds_values_in_any_table(tmp_path: Path) -> None:
+    overrides = ["train.steps=5", "train.decay=linear", "model.config.width=7", "precision.keep=['a', 'b']"]
+    config = read_config(written(tmp_path, MINIMAL), overrides=overrides)
+    assert (config.train.steps, config.train.decay) == (5, "linear")
+    assert config.model.config == {"width": 7}
+    assert config.plan.precision.keep == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps", "not of the form table.key=value"),
+        ("steps=3", "not of the form table.key=value"),
+        ("train.steps.more=3", "train.steps is 3, not a table"),
+        ("train.step=3", "did you mean train.steps?"),
+        ("train=3", "not of the form table.key=value"),
+    ],
+)
+def test_a_bad_set_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    assert message in str(problems_of(tmp_path, MINIMAL, override))
+
+
+@pytest.mark.parametrize("table", ["model", "data", "train", "mesh", "sharding", "precision"])
+def test_a_value_where_a_table_belongs_is_refused(tmp_path: Path, table: str) -> None:
+    text = f"{table} = 3\n" + (MINIMAL if table not in ("model", "train") else "")
+    assert f"{table}: 3 is not a table of settings; write [{table}]" in problems_of(tmp_path, text)
+
+
+def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_config(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match=r"is not TOML: .*line 1"):
+        read_config(written(tmp_path, "[train\n"))
+    (tmp_path / "small.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_config(tmp_path / "small.toml")
+
+
+def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\nfrom shardwise.train import read_config\n"
+        f"read_config(pathlib.Path({str(written(tmp_path, MINIMAL))!r}))\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules), 'heavy imports'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

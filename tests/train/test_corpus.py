@@ -1,0 +1,143 @@
+"""Text, its split, and the loss of counting tokens."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from shardwise.errors import DataError
+from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, read_corpus, split
+from shardwise.train.tables import DataTable
+
+
+def corpus_of(folder: Path, source: str, *, window: int = 4, held_out: float = 0.25) -> Corpus:
+    return read_corpus(DataTable(source=source, sequence_length=window, held_out=held_out), folder)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    num_tokens=st.integers(0, 5000),
+    fraction=st.floats(0.001, 0.5),
+    window=st.integers(2, 40),
+)
+def test_training_and_held_out_tokens_are_all_tokens_once(num_tokens: int, fraction: float, window: int) -> None:
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    try:
+        training, held_out = split(tokens, fraction=fraction, window=window)
+    except DataError:
+        assert num_tokens * fraction < window or num_tokens < 2 * window
+        return
+    assert sorted([*training.tolist(), *held_out.ravel().tolist()]) == list(range(num_tokens))
+    assert training.tolist() == sorted(training)
+    assert held_out.shape == (int(num_tokens * fraction) // window, window)
+    assert all((np.diff(row) == 1).all() for row in held_out)
+
+
+def test_held_out_blocks_are_spread_over_the_whole_text() -> None:
+    _, held_out = split(np.arange(100_000, dtype=np.int32), fraction=0.05, window=10)
+    for tenth in range(10):
+        share = ((held_out >= tenth * 10_000) & (held_out < (tenth + 1) * 10_000)).sum()
+        assert 400 <= share <= 600
+
+
+def test_a_directory_a_glob_and_a_file_are_read_in_a_fixed_order(tmp_path: Path) -> None:
+    for name, text in (("b.txt", "bbbbbbbb"), ("a.txt", "aaaaaaaa"), ("deep/c.txt", "cccccccc"), ("d.md", "dddddddd")):
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(text)
+
+    def letters(source: str) -> str:
+        corpus = corpus_of(tmp_path, source, window=2)
+        return "".join(dict.fromkeys(corpus.text([*corpus.training.tolist(), *corpus.held_out.ravel().tolist()])))
+
+    assert letters("texts") == "abdc"
+    assert letters("texts/**/*.txt") == "abc"
+    assert letters(f"{tmp_path}/texts/*.md") == "d"
+    assert letters("texts/d.md") == "d"
+
+
+def test_rows_are_windows_of_the_training_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(bytes(range(100)))
+    corpus = corpus_of(tmp_path, "text.txt")
+    rows = corpus.rows(np.arange(40), seed=1)
+    assert rows.shape == (40, 4)
+    assert rows.dtype == np.int64
+    training = corpus.training.tolist()
+    doubled = training + training
+    for row in rows.tolist():
+        assert any(doubled[start : start + 4] == row for start in range(len(training)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "holds no text"),
+        ("short.txt", b"abcdefg", "7 tokens are too few: with held_out = 0.25, 7 are left to train on and 0 for"),
+        ("binary.txt", b"abc\xff\xfe" * 9, "is not UTF-8 text"),
+        ("none/*.txt", None, r"holds no text \(0 files found\)"),
+    ],
+)
+def test_text_that_cannot_be_trained_on_is_refused(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        corpus_of(tmp_path, name)
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no text"):
+        corpus_of(tmp_path, ".")
+
+
+def test_a_tokenizer_file_makes_the_tokens(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    (tmp_path / "text.txt").write_text("one two three four " * 10)
+    data = DataTable(source="text.txt", tokenizer="words.json", sequence_length=4, held_out=0.25)
+    corpus = read_corpus(data, tmp_path)
+    assert corpus.vocabulary_size == 4
+    assert corpus.training[:5].tolist() == [0, 1, 2, 3, 0]
+    assert corpus.text([0, 2]) == "one three"
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two three four " * 10)
+    (tmp_path / "words.json").write_text("{}")
+    with pytest.raises(DataError, match=r"words\.json is not the JSON of a tokenizer"):
+        read_corpus(DataTable(source="text.txt", tokenizer="words.json"), tmp_path)
+
+
+def test_the_default_corpus_is_the_text_inside_cpython() -> None:
+    corpus = read_corpus(DataTable(sequence_length=256), Path())
+    assert len(corpus.training) > 4_000_000
+    text = corpus.text(corpus.training[:400_000].tolist())
+    assert 'The "assert" statement' in text
+    again = read_corpus(DataTable(sequence_length=256), Path("/"))
+    assert np.array_equal(corpus.training, again.training)
+
+
+def test_evaluation_rows_are_spread_over_the_held_out_rows_and_never_repeat(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(bytes(range(128)))
+    corpus = corpus_of(tmp_path, "text.txt")  # 32 held-out tokens, 8 rows
+    assert np.array_equal(evaluation_rows(corpus, 100), corpus.held_out)
+    assert np.array_equal(evaluation_rows(corpus, 4), corpus.held_out[::2])
+    assert evaluation_rows(corpus, 3).shape == (3, 4)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    training=st.lists(st.integers(0, 5), min_size=1, max_size=50),
+    held_out=st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=5),
+)
+def test_frequency_loss_is_the_cross_entropy_of_counted_tokens(training: list[int], held_out: list[list[int]]) -> None:
+    counts = Counter(training)
+    losses = [-math.log((counts[token] + 1) / (len(training) + 6)) for row in held_out for token in row[1:]]
+    found = frequency_loss(np.array(training), np.array(held_out), 6)
+    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-12)
