@@ -1,8 +1,8 @@
 """The contract of `Channel`: `CASES`, which hold for every implementation and every number of ranks.
 
 A case is called on all ranks with their channels and asserts what its rank sees; `case.name` is unique. Every rank can
-compute every rank's inputs, so it knows the expected result alone. After a case that `poisons`, the channel is of no use
-and the next case needs a fresh one.
+compute every rank's inputs, so it knows the expected result alone. After a case that `poisons`, the channel is of no
+use and the next case needs a fresh one.
 """
 
 from tests.contracts import channel_collective_cases, channel_fault_cases, channel_message_cases

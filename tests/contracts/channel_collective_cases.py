@@ -4,6 +4,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from shardwise.comm import Channel, Work
 from tests.contracts.channel_oracles import (
     GATHERED,
     SUMMED,
@@ -18,8 +20,6 @@ from tests.contracts.channel_oracles import (
     uneven,
     values,
 )
-
-from shardwise.comm import Channel, Work
 
 
 @case
@@ -94,11 +94,11 @@ def reduce_scatter_sums_uneven_parts(channel: Channel) -> None:
 
 
 @case
-def reduce_scatter_sums_narrow_inputs_in_the_wide_dtype(channel: Channel) -> None:
-    pairs = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float64)]
-    for narrow, wide in pairs:
+def reduce_scatter_sums_in_the_dtype_of_its_output(channel: Channel) -> None:
+    widening = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float64)]
+    for given_dtype, sum_dtype in [*widening, (torch.float32, torch.bfloat16)]:
         for counts in ([33] * channel.size, uneven(channel)):
-            reduce_and_check(channel, counts, narrow, wide, f"{narrow} in {wide} {counts}")
+            reduce_and_check(channel, counts, given_dtype, sum_dtype, f"{given_dtype} in {sum_dtype} {counts}")
 
 
 @case

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from tests.contracts.channel_oracles import full, gather_and_check, given, poisoning_case
 
 from shardwise.comm import Channel
 from shardwise.errors import MismatchError, PeerError
+from tests.contracts.channel_oracles import full, gather_and_check, given, poisoning_case
 
 
 def assert_mismatch(channel: Channel, call: Callable[[], object], *words: str) -> None:

@@ -1,6 +1,8 @@
 """The contract of `Channel`: messages between two ranks, and channels of some ranks."""
 
 import torch
+
+from shardwise.comm import Channel, Work
 from tests.contracts.channel_oracles import (
     assert_same_bits,
     case,
@@ -11,8 +13,6 @@ from tests.contracts.channel_oracles import (
     uneven,
     values,
 )
-
-from shardwise.comm import Channel, Work
 
 
 @case

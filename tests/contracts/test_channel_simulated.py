@@ -1,10 +1,10 @@
 """The contract of `Channel` on the implementations that need one process only."""
 
 import pytest
-from tests.contracts.channel_cases import CASES
-from tests.contracts.channel_oracles import Case
 
 from shardwise.comm import Channel, Recorded, alone, simulate
+from tests.contracts.channel_cases import CASES
+from tests.contracts.channel_oracles import Case
 
 SIZES = (1, 2, 3, 5)
 

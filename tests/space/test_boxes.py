@@ -5,11 +5,11 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.space.plain import Shape, boxes_within, indices_of_box, proven, shapes
 
 from shardwise.errors import PlanError
 from shardwise.space import Box
 from shardwise.space.boxes import index_of_element, row_major_strides
+from tests.space.plain import Shape, boxes_within, indices_of_box, proven, shapes
 
 
 @st.composite

@@ -6,9 +6,9 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.space.plain import Shape, elements_of_piece, pieces_of, proven, shapes
 
 from shardwise.space import Box, Cut, Layout, Mesh, Piece, Shard, check_cover
+from tests.space.plain import Shape, elements_of_piece, pieces_of, proven, shapes
 
 
 def counted_findings(name: str, pieces: list[Piece]) -> list[str]:

@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.space.plain import Shape, elements_of_piece, proven, shapes
 
 from shardwise.errors import PlanError
 from shardwise.space import AXES, Box, Cut, Layout, Mesh, Piece, Placement, Replicate, Shard, check_cover
+from tests.space.plain import Shape, elements_of_piece, proven, shapes
 
 # What torch.chunk(torch.arange(size), ranks) gives, the ranks that it leaves out holding nothing.
 CHUNKS = {

@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.space.plain import proven
 
 from shardwise.errors import PlanError
 from shardwise.space import AXES, Mesh
+from tests.space.plain import proven
 
 sizes = st.integers(1, 4)
 meshes = st.builds(Mesh, pp=sizes, dp_replicate=sizes, dp_shard=sizes, tp=sizes)

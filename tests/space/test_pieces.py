@@ -6,10 +6,10 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.space.plain import elements_of_box, elements_of_piece, pieces_of, proven, shapes, stretches
 
 from shardwise.errors import PlanError
 from shardwise.space import Box, Cut, Layout, Mesh, Piece, Run, Shard, overlap
+from tests.space.plain import elements_of_box, elements_of_piece, pieces_of, proven, shapes, stretches
 
 
 @st.composite

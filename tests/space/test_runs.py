@@ -8,10 +8,10 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.space.plain import Shape, boxes_within, elements_of_box, indices_of_box, proven, runs_within, shapes
 
 from shardwise.errors import PlanError
 from shardwise.space import Box, Run, boxes_of_run, boxes_of_run_in_box, runs_of_box
+from tests.space.plain import Shape, boxes_within, elements_of_box, indices_of_box, proven, runs_within, shapes
 
 
 @st.composite

@@ -16,10 +16,11 @@ class Work(Protocol):
 class Channel(Protocol):
     """Collectives and point-to-point calls among `size` ranks.
 
-    Every rank of the channel makes the same collective calls in the same order. Each call names its `purpose` ("gradients
-    bucket 3"), which appears in errors and must be equal on all ranks. Calls return a `Work`; `call(...).wait()` is the
-    blocking form. Several transfers may be in flight; waits may come in any order. The metadata of a transfer (operation, purpose, dtype,
-    counts) is compared between the ranks, once per signature at least: a difference raises `MismatchError` on every rank.
+    Every rank of the channel makes the same collective calls in the same order. Each call names its `purpose`
+    ("gradients bucket 3"), which appears in errors and must be equal on all ranks. Calls return a `Work`;
+    `call(...).wait()` is the blocking form. Several transfers may be in flight; waits may come in any order. The
+    metadata of a transfer (operation, purpose, dtype, counts) is compared between the ranks, once per signature at
+    least: a difference raises `MismatchError` on every rank.
 
     Tensors are contiguous and on `device`. They are flat (1-D) for collectives and of any shape for send and receive.
     Ranks in all arguments are ranks of this channel; ranks in errors are ranks of the world.

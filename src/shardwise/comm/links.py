@@ -128,7 +128,7 @@ class Link:
             self._advance_queue(num_sent)
 
     def _plain_buffers(self) -> list[memoryview]:
-        buffers = []
+        buffers: list[memoryview] = []
         for outgoing in self._outgoing:
             if outgoing.descriptor is not None or len(buffers) == _MAX_BUFFERS:
                 break
@@ -194,7 +194,7 @@ class Link:
             start, length = position + HEADER_BYTES, header[-1]
             if start + length > len(content):
                 # Payloads that are cut by the end of the read are received in place, without a further copy.
-                body = memoryview(torch.empty(length, dtype=torch.uint8).numpy()).cast("B")
+                body = torch.empty(length, dtype=torch.uint8).numpy().data
                 self._num_filled = len(content) - start
                 body[: self._num_filled] = content[start:]
                 self._partial = (header, body)

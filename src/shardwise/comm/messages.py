@@ -2,9 +2,9 @@
 
 [Note: why no order of calls can deadlock]
 Every message holds back its sender at most for itself: it has a window of chunks of its own, and when it has no chunk
-on its way, the slot pool grows rather than refuse. So the first unconsumed chunk of every message always arrives, whatever
-other messages wait for, and a transfer depends on no transfer but itself. `send` goes further: it publishes the whole
-message at once, so that two ranks may both send first, and the receiver needs nothing more from the sender.
+on its way, the slot pool grows rather than refuse. So the first unconsumed chunk of every message always arrives,
+whatever other messages wait for, and a transfer depends on no transfer but itself. `send` goes further: it publishes
+the whole message at once, so that two ranks may both send first, and the receiver needs nothing more from the sender.
 """
 
 import collections
@@ -72,9 +72,20 @@ class Chunk:
 
 
 class Inbound:
-    """A message from one rank: matched by the call that expects it, and by the frames that bring it, in either order."""
+    """A message from one rank: a call expects it and frames bring it, in either order."""
 
-    __slots__ = ("asked", "chunks", "digest", "expected", "lane", "num_received", "number", "source", "total")
+    __slots__ = (
+        "asked",
+        "chunks",
+        "digest",
+        "expected",
+        "has_arrived",
+        "lane",
+        "num_received",
+        "number",
+        "source",
+        "total",
+    )
 
     def __init__(self, source: int, lane: int, number: int) -> None:
         self.source = source
@@ -85,6 +96,7 @@ class Inbound:
         self.total = -1
         self.num_received = 0
         self.asked = False
+        self.has_arrived = False
         self.chunks: collections.deque[Chunk] = collections.deque()
 
     def take(self) -> Chunk:
@@ -118,7 +130,7 @@ class Outbound:
         self.num_on_the_way = 0
         """Chunks published and not yet consumed."""
         self.answered = True
-        """False while the receiver has not said that it matched, or cannot match yet, a first message of its signature."""
+        """False until the receiver of a first message of its signature has matched it, or waits elsewhere."""
         self._source = source
         self._digest = stamp.digest
         self._pool = pool
@@ -210,7 +222,7 @@ class Outbound:
             return False
         ((link, number),) = self.targets
         num_bytes = min(SLOT_BYTES, self.total - self._num_published)
-        content = memoryview(self._source.numpy())[self._num_published : self._num_published + num_bytes]
+        content = self._source.numpy().data[self._num_published : self._num_published + num_bytes]
         self._num_unsent += 1
         link.put(self._header(number, length=num_bytes))
         link.put(content, whole=False, on_sent=self._sent)

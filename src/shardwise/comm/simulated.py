@@ -58,11 +58,16 @@ def simulate(world_size: int, fn: Callable[[Channel], T], *, timeout_seconds: fl
     def body(channel: Channel) -> None:
         results[channel.rank] = fn(channel)
 
-    for rank in world.ranks:
-        name = f"simulated rank {rank.number} of {world_size}"
-        threading.Thread(target=world.live, args=(rank, body), name=name, daemon=True).start()
+    threads = [
+        threading.Thread(target=world.live, args=(rank, body), name=f"simulated rank {rank.number}", daemon=True)
+        for rank in world.ranks
+    ]
+    for thread in threads:
+        thread.start()
     try:
         world.watch(timeout_seconds)
+        for thread in threads:
+            thread.join()
     finally:
         world.is_abandoned = True
         callers_state.restore()
@@ -109,7 +114,7 @@ class _Rank:
         if self.error is not None:
             return f"rank {self.number} stopped with {type(self.error).__name__}"
         if self.waits_in is None or self.waits_in.is_ready:
-            return f"rank {self.number} can go on ({last})"
+            return f"rank {self.number} waits for nobody ({last})"
         return f"rank {self.number} waits for {named(self.waits_in.missing())} in {self.last_call}"
 
 
@@ -132,6 +137,8 @@ class _World:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._stop: _Stop | None = None
         self._failed: list[_Rank] = []
+        self._returned_early: set[int] = set()
+        """Ranks that returned although nothing had stopped: whoever waits for them waits in vain."""
         self._all_ended = threading.Lock()
         self._last_movement = time.monotonic()
         for lock in (self._all_ended, *(rank.gate for rank in self.ranks)):
@@ -145,6 +152,8 @@ class _World:
         try:
             body(self.channel(rank, tuple(range(len(self.ranks)))))
             rank.has_returned = True
+            if self._stop is None:
+                self._returned_early.add(rank.number)
         except BaseException as error:
             rank.error = error
             self._failed.append(rank)
@@ -214,7 +223,7 @@ class _World:
         return transfer is None or transfer.is_ready or self._stop is not None or bool(self._returned(transfer))
 
     def _returned(self, transfer: Transfer) -> list[int]:
-        return [number for number in transfer.missing() if self.ranks[number].has_returned]
+        return [number for number in transfer.missing() if number in self._returned_early]
 
     def _raise_if_stopped(self, signature: Signature) -> None:
         if self._stop is not None:

@@ -8,6 +8,8 @@ import select
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NoReturn
 
 import torch
 
@@ -21,6 +23,8 @@ from shardwise.errors import MismatchError, PeerError
 
 _NUMBERS = 1 << 32
 _MIN_WINDOW = 2
+_LAST_WORDS_SECONDS = 1.0
+"""How long a rank that ends tries to tell peers that do not read."""
 
 
 class Switchboard:
@@ -44,11 +48,14 @@ class Switchboard:
         self._sent_numbers: collections.Counter[tuple[int, int]] = collections.Counter()
         self._expected_numbers: collections.Counter[tuple[int, int]] = collections.Counter()
         self._inbounds: dict[tuple[int, int, int], Inbound] = {}
-        self._outbounds: dict[tuple[int, int, int], Outbound] = {}
+        self._unanswered: dict[tuple[int, int, int], Outbound] = {}
+        self._credited: dict[tuple[int, int, int], Outbound] = {}
+        """Messages sent as bytes whose chunks have not all been consumed."""
         self._asking: list[Inbound] = []
         self._active: list[Transfer] = []
         self._raised: tuple[str, str, str] | None = None
-        self._lock = threading.RLock()
+        self.lock: AbstractContextManager[bool] = threading.RLock()
+        """Held during every call, so that threads take turns."""
 
     # Building transfers. Messages of one lane between two ranks are matched in order; lanes do not affect each other.
 
@@ -80,9 +87,11 @@ class Switchboard:
                 window=max(_MIN_WINDOW, BASE_SLOTS // window_share),
                 buffered=buffered,
             )
-            if not outbound.answered or (remote and not small):
-                ((link, number),) = group
-                self._outbounds[link.rank, lane, number] = outbound
+            key = (group[0][0].rank, lane, group[0][1])
+            if not outbound.answered:
+                self._unanswered[key] = outbound
+            if remote and not small:
+                self._credited[key] = outbound
             outbounds.append(outbound)
         return outbounds
 
@@ -92,6 +101,7 @@ class Switchboard:
         inbound = self._inbound(source, lane, number)
         inbound.expected = self._stamp(signature)
         self._match(inbound)
+        self._forget_if_met(inbound)
         return inbound
 
     def start(self, signature: Signature, outbounds: Sequence[Outbound], intake: Intake | None) -> Transfer:
@@ -105,15 +115,11 @@ class Switchboard:
 
     def check(self, signature: Signature) -> None:
         """Take in what has come; raise if the board has ended. Every call begins with it."""
-        with self._lock:
+        with self.lock:
             if self.verdict is None:
                 self._turn(0)
             if self.verdict is not None:
                 self._raise(signature, f"when rank {self.rank} called")
-
-    def guard(self) -> threading.RLock:  # type: ignore[valid-type]
-        """Held while a call is put together, so that threads take turns."""
-        return self._lock
 
     def _stamp(self, signature: Signature) -> Stamp:
         stamp = self._stamps.get(signature)
@@ -131,7 +137,7 @@ class Switchboard:
 
     def wait(self, transfer: Transfer) -> None:
         """Move all messages until this transfer is done; raise `PeerError` or `MismatchError` when it cannot be."""
-        with self._lock:
+        with self.lock:
             if not transfer.is_done:
                 self._wait(transfer)
 
@@ -208,11 +214,11 @@ class Switchboard:
         elif kind == Kind.CONSUMED:
             self._take_consumed(segment, slot)
         elif kind == Kind.CREDIT:
-            self._outbounds[link.rank, lane, number].num_on_the_way -= 1
+            self._take_credit(link.rank, lane, number)
         elif kind == Kind.SIGNATURE:
             link.texts[digest] = bytes(payload).decode()
         elif kind == Kind.ANSWER:
-            self._outbounds[link.rank, lane, number].answered = True
+            self._unanswered.pop((link.rank, lane, number)).answered = True
         elif kind == Kind.SEGMENT:
             link.map_announced(segment, total)
         elif kind == Kind.RELEASE:
@@ -235,15 +241,152 @@ class Switchboard:
             if inbound.asked:
                 self._asking.append(inbound)
             self._match(inbound)
+        num_bytes = min(SLOT_BYTES, total - offset) if flags & IN_SLOT else length
         if flags & IN_SLOT:
-            content: torch.Tensor | Payload = link.in_slot(segment, slot, min(SLOT_BYTES, total - offset))
+            content: torch.Tensor | Payload = link.in_slot(segment, slot, num_bytes)
             reply = frame(Kind.CONSUMED, segment=segment, slot=slot)
         else:
             content = payload
             reply = frame(Kind.CREDIT, lane=lane, number=number) if total > INLINE_BYTES else b""
         inbound.chunks.append(Chunk(link, offset, content, reply))
-        if offset + (length or SLOT_BYTES) >= total:
-            del self._inbounds[link.rank, lane, number]
+        inbound.has_arrived = offset + num_bytes >= total
+        self._forget_if_met(inbound)
         link.status = None
         link.last_digest = digest
         link.last_heard = time.monotonic()
+
+    def _take_consumed(self, segment: int, index: int) -> None:
+        slot = self._pool.find(segment, index)
+        slot.readers -= 1
+        if not slot.readers:
+            assert isinstance(slot.outbound, Outbound)
+            slot.outbound.num_on_the_way -= 1
+            self._pool.give_back(slot)
+
+    def _take_credit(self, rank: int, lane: int, number: int) -> None:
+        outbound = self._credited[rank, lane, number]
+        outbound.num_on_the_way -= 1
+        if outbound.is_published and not outbound.num_on_the_way:
+            del self._credited[rank, lane, number]
+
+    def _inbound(self, source: int, lane: int, number: int) -> Inbound:
+        key = (source, lane, number)
+        if key not in self._inbounds:
+            self._inbounds[key] = Inbound(source, lane, number)
+        return self._inbounds[key]
+
+    def _forget_if_met(self, inbound: Inbound) -> None:
+        if inbound.has_arrived and inbound.expected is not None:
+            del self._inbounds[inbound.source, inbound.lane, inbound.number]
+
+    def _match(self, inbound: Inbound) -> None:
+        if inbound.expected is None or inbound.digest is None:
+            return
+        if inbound.expected.digest != inbound.digest:
+            texts = {
+                self.rank: inbound.expected.text,
+                inbound.source: self._links[inbound.source].texts[inbound.digest],
+            }
+            lines = [f"  - rank {rank}: {texts[rank]}" for rank in sorted(texts)]
+            heading = "calls that meet differ; make the same calls in the same order on every rank:"
+            self.fail(Verdict(fact="\n".join([heading, *lines]), culprit=None))
+        elif inbound in self._asking:
+            self._asking.remove(inbound)
+            self._links[inbound.source].put(frame(Kind.ANSWER, lane=inbound.lane, number=inbound.number))
+
+    # Failures.
+
+    def fail(self, verdict: Verdict) -> None:
+        """End the board, unless it has ended, and tell everybody."""
+        if self.verdict is None:
+            self.verdict = verdict
+            for link in self._links.values():
+                link.drop_queue()
+                link.put(frame(Kind.FAILED, payload=verdict.packed()))
+            self._flush_within(_LAST_WORDS_SECONDS)
+
+    def _raise(self, signature: Signature, context: str) -> NoReturn:
+        assert self.verdict is not None
+        if self.verdict.culprit is None:
+            raise MismatchError(self.verdict.fact)
+        if self._raised is None:
+            text = f"{self.verdict.fact}, {context} {signature.operation} for {signature.purpose!r}"
+            self._raised = (text, signature.operation, signature.purpose)
+        text, operation, purpose = self._raised
+        raise PeerError(text, rank=self.verdict.culprit, operation=operation, purpose=purpose)
+
+    def _judge_ended(self, transfer: Transfer) -> None:
+        for link in self._links.values():
+            if link.ended and not link.said_bye:
+                self.fail(Verdict(fact=f"rank {link.rank} is gone (its process died)", culprit=link.rank))
+            elif link.said_bye and link.rank in transfer.awaited:
+                self.fail(Verdict(fact=f"rank {link.rank} has closed its channel", culprit=link.rank))
+
+    def _judge_stuck(self, transfer: Transfer) -> None:
+        """Blame the rank at the end of the chain of ranks that wait for each other."""
+        culprit = transfer.awaited[0]
+        chain = []
+        passed = {self.rank}
+        while (status := self._links[culprit].status) is not None:
+            passed.add(culprit)
+            following = [rank for rank in status.awaited if rank not in passed]
+            if not following:
+                break
+            chain.append(f"rank {culprit} waits for rank {following[0]} in {status.operation} for {status.purpose!r}")
+            culprit = following[0]
+        fact = (
+            f"rank {culprit} made no progress for {self.timeout_seconds:g} s ({self._last_seen(self._links[culprit])}"
+        )
+        self.fail(Verdict(fact="; ".join([fact, *chain]) + ")", culprit=culprit))
+
+    @staticmethod
+    def _last_seen(link: Link) -> str:
+        if link.status is not None:
+            awaited = ", ".join(map(str, link.status.awaited))
+            return f"it waits for rank {awaited} in {link.status.operation} for {link.status.purpose!r}"
+        if link.last_digest is None:
+            return "it has made no call yet"
+        return f"last seen in {link.texts[link.last_digest]}, {time.monotonic() - link.last_heard:.0f} s ago"
+
+    def _tell_status(self, transfer: Transfer) -> None:
+        signature = transfer.signature
+        status = Status(operation=signature.operation, purpose=signature.purpose, awaited=tuple(transfer.awaited))
+        for link in self._links.values():
+            link.put(frame(Kind.STATUS, payload=status.packed()))
+        self._flush()
+
+    # The end.
+
+    def close(self) -> None:
+        """Let buffered messages leave, say goodbye, and give everything back."""
+        with self.lock:
+            deadline = time.monotonic() + self.timeout_seconds
+            while self.verdict is None and self._is_leaving() and time.monotonic() < deadline:
+                self._turn(min(1.0, self.timeout_seconds))
+            for link in self._links.values():
+                link.put(frame(Kind.BYE))
+            self._flush_within(_LAST_WORDS_SECONDS)
+            self.verdict = self.verdict or Verdict(fact=f"rank {self.rank} has closed this channel", culprit=self.rank)
+            self.drop()
+
+    def drop(self) -> None:
+        """Close the connections without a word; for a forked child, which must not hold them open."""
+        for link in self._links.values():
+            link.close()
+        self._pool.close()
+
+    def _is_leaving(self) -> bool:
+        """Whether another rank still needs this one to read what it was sent."""
+        credited = any(not self._links[rank].ended for rank, _, _ in self._credited)
+        return credited or any(link.wants_to_write for link in self._links.values())
+
+    def _flush_within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            writers = [link for link in self._links.values() if link.wants_to_write]
+            for link in writers:
+                link.flush()
+            left = deadline - time.monotonic()
+            if left <= 0 or not any(link.wants_to_write for link in writers):
+                return
+            select.select([], [link.fileno() for link in writers if link.wants_to_write], [], left)

@@ -105,7 +105,7 @@ class Collecting:
             while inbound.chunks:
                 chunk = inbound.take()
                 content = chunk.content
-                self.values[inbound.source] += content.numpy() if isinstance(content, torch.Tensor) else content
+                self.values[inbound.source] += content.numpy().data if isinstance(content, torch.Tensor) else content
                 chunk.consumed()
                 moved = True
             if inbound.is_complete:
@@ -122,8 +122,8 @@ class Summing:
     """The sum in rank order, one cache-sized region after the other.
 
     `terms[r]` is the message of rank r, or this rank's own part as a tensor; all are cut into chunks at the same
-    elements. Region by region, ((r0 + r1) + r2) ... in the dtype of `output`. `output` may be the own part itself: then the
-    partial sums stay in a scratch chunk, and the last addition writes the region after everybody has read it.
+    elements. Region by region, ((r0 + r1) + r2) ... in the dtype of `output`. `output` may be the own part itself: then
+    the partial sums stay in a scratch chunk, and the last addition writes the region after everybody has read it.
     """
 
     def __init__(self, output: torch.Tensor, terms: Sequence[Inbound | torch.Tensor], dtype: torch.dtype) -> None:
@@ -136,7 +136,9 @@ class Summing:
         own = next(term for term in terms if isinstance(term, torch.Tensor))
         aliased = own.numel() > 0 and own.data_ptr() == output.data_ptr()
         self._scratch = (
-            torch.empty(min(self._region_elements, len(output)), dtype=output.dtype) if aliased and len(terms) > 2 else None
+            torch.empty(min(self._region_elements, len(output)), dtype=output.dtype)
+            if aliased and len(terms) > 2
+            else None
         )
         self._same_dtype = dtype == output.dtype
         self._widens = torch.promote_types(dtype, output.dtype) == output.dtype

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.comm import Channel
-from shardwise.comm.default import default_channel
+from shardwise.comm import Channel, default_channel
 from shardwise.engine.agreement import agree, compare, digest_of_values
 from shardwise.engine.batches import LossFunction, LossOfModel, LossWeight
 from shardwise.engine.buffers import FlatBuffers

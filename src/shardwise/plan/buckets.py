@@ -12,7 +12,7 @@ over replicas; padding belongs to no parameter and is never read.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Self
 
@@ -102,32 +102,24 @@ class Ownership:
         """The value that `text` was written from. Raises PlanError naming the first line that is not understood."""
         buckets: list[Bucket] = []
         owners = replicas = 0
-        for number, line in enumerate(text.splitlines(), start=1):
+        for number, line in enumerate(text.splitlines() or [""]):
             try:
-                if line.startswith("owners "):
-                    _, owners_text, _, replicas_text = line.split()
-                    owners, replicas = int(owners_text), int(replicas_text)
-                elif line.startswith("bucket "):
-                    _, working, master, kind, _, counts = line.split()
-                    parts = tuple(map(int, counts.split(",")))
-                    buckets.append(
-                        Bucket(working=working, master=master, trainable=kind == "trainable", slots=(), counts=parts)
-                    )
-                else:
-                    start, length, name = line.split(maxsplit=2)
-                    slot = Slot(name=json.loads(name), start=int(start), num_elements=int(length))
-                    last = buckets.pop()
-                    buckets.append(
-                        Bucket(
-                            working=last.working,
-                            master=last.master,
-                            trainable=last.trainable,
-                            slots=(*last.slots, slot),
-                            counts=last.counts,
+                match line.split(maxsplit=2) if line.startswith(" ") else line.split():
+                    case ["owners", num_owners, "replicas", num_replicas] if number == 0:
+                        owners, replicas = int(num_owners), int(num_replicas)
+                    case ["bucket", working, master, "trainable" | "frozen" as kind, "parts", parts] if number > 0:
+                        counts = tuple(map(int, parts.split(",")))
+                        trainable = kind == "trainable"
+                        buckets.append(
+                            Bucket(working=working, master=master, trainable=trainable, slots=(), counts=counts)
                         )
-                    )
-            except (ValueError, IndexError):
-                raise PlanError(f"line {number} of the ownership is not understood: {line!r}") from None
+                    case [start, length, name] if buckets:
+                        slot = Slot(name=json.loads(name), start=int(start), num_elements=int(length))
+                        buckets[-1] = replace(buckets[-1], slots=(*buckets[-1].slots, slot))
+                    case _:
+                        raise ValueError
+            except ValueError:
+                raise PlanError(f"line {number + 1} of the ownership is not understood: {line!r}") from None
         return cls(num_owners=owners, num_replicas=replicas, buckets=tuple(buckets))
 
 
@@ -139,22 +131,23 @@ def plan_ownership(
     Buckets follow the parameters from last to first, because backward completes them in that order.
     """
     fused = [parameter for parameter in reversed(parameters) if parameter.fused]
-    groups: list[tuple[int, list[Parameter]]] = []  # (position of the last member, members)
-    open_groups: dict[tuple[str, str, bool], int] = {}
+    groups: list[list[Parameter]] = []
+    last_of: list[int] = []  # position of the last member of each group
+    open_groups: dict[tuple[str, str, bool], tuple[int, int]] = {}  # which group, and bytes in it
     for position, parameter in enumerate(fused):
         kind = (parameter.working, parameter.master, parameter.trainable)
-        size_bytes = itemsize_bytes(parameter.working)
-        at = open_groups.get(kind)
-        if at is None or (
-            size_bytes * sum(each.num_elements for each in (*groups[at][1], parameter)) > sharding.bucket_bytes
-        ):
-            open_groups[kind] = len(groups)
-            groups.append((position, [parameter]))
-        else:
-            groups[at] = (position, [*groups[at][1], parameter])
-    groups.sort(key=lambda group: group[0])
+        size_bytes = parameter.num_elements * itemsize_bytes(parameter.working)
+        at, held_bytes = open_groups.get(kind, (-1, 0))
+        if at < 0 or held_bytes + size_bytes > sharding.bucket_bytes:
+            at, held_bytes = len(groups), 0
+            groups.append([])
+            last_of.append(position)
+        open_groups[kind] = (at, held_bytes + size_bytes)
+        groups[at].append(parameter)
+        last_of[at] = position
+    in_order = sorted(range(len(groups)), key=last_of.__getitem__)
     owner_of = _owners_of_whole(fused, num_owners) if sharding.partition == "whole" else None
-    buckets = tuple(_bucket(members, owner_of, num_owners, num_replicas) for _, members in groups)
+    buckets = tuple(_bucket(groups[at], owner_of, num_owners, num_replicas) for at in in_order)
     return Ownership(num_owners=num_owners, num_replicas=num_replicas, buckets=buckets)
 
 

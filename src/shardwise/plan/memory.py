@@ -27,11 +27,12 @@ class Region:
 class Arena:
     """One block of memory for all gradients of a rank.
 
-    A gradient that is accumulated in the master's dtype is reduced in place. A narrower one cannot be: its owned part
-    grows. Reduced parts are therefore packed at the front, each over gradients that were reduced before it:
+    A gradient that is accumulated in the master's dtype is reduced in place (p). A narrower one (g) cannot: its owned
+    part grows. Their reduced parts are therefore packed at the front, each over gradients that were reduced before it,
+    and those that stay in place lie behind all of them, so that nothing is packed over their results:
 
-        [ headroom | g0 . . . . | g1 . . . . | g2 . . . . ]    before
-        [ r0 . | r1 . | r2 . | (free)                     ]    after
+        [ headroom | g0 . . . . | g2 . . . . | p1 . . . . | p3 . . . . ]    before
+        [ r0 . | r2 . | (free)               |  . . r1  . | . . r3 . . ]    after
     """
 
     num_bytes: int
@@ -81,28 +82,25 @@ def plan_arena(ownership: Ownership, owner: int, precision: Precision, *, num_mi
     """Lay out the gradients of the trainable buckets for one owner."""
     buckets = [bucket for bucket in ownership.buckets if bucket.trainable]
     dtypes = [gradient_dtype(bucket, precision, num_microbatches=num_microbatches) for bucket in buckets]
-    headroom = packed = offset = 0
-    packed_starts = []
+    headroom = packed = grown = 0  # bytes needed in front, reduced parts so far, gradients so far that do not stay
     for bucket, dtype in zip(buckets, dtypes, strict=True):
-        packed_starts.append(packed)
         if dtype != bucket.master:
             packed += bucket.counts[owner] * itemsize_bytes(bucket.master)
-            headroom = max(headroom, packed - offset)
-        offset += bucket.num_elements * itemsize_bytes(dtype)
+            headroom = max(headroom, packed - grown)
+            grown += bucket.num_elements * itemsize_bytes(dtype)
     headroom = -(-headroom // 64) * 64
     regions = []
-    start = headroom
-    for bucket, dtype, packed_start in zip(buckets, dtypes, packed_starts, strict=True):
-        in_place = start + bucket.part(owner).start * itemsize_bytes(dtype)
-        regions.append(
-            Region(
-                gradient_dtype=dtype,
-                gradient_start_bytes=start,
-                reduced_start_bytes=in_place if dtype == bucket.master else packed_start,
-            )
-        )
-        start += bucket.num_elements * itemsize_bytes(dtype)
-    return Arena(num_bytes=start, regions=tuple(regions))
+    packed, growing, staying = 0, headroom, headroom + grown
+    for bucket, dtype in zip(buckets, dtypes, strict=True):
+        num_bytes = bucket.num_elements * itemsize_bytes(dtype)
+        if dtype == bucket.master:
+            start, staying = staying, staying + num_bytes
+            reduced_start = start + bucket.part(owner).start * itemsize_bytes(dtype)
+        else:
+            start, growing = growing, growing + num_bytes
+            reduced_start, packed = packed, packed + bucket.counts[owner] * itemsize_bytes(bucket.master)
+        regions.append(Region(gradient_dtype=dtype, gradient_start_bytes=start, reduced_start_bytes=reduced_start))
+    return Arena(num_bytes=staying, regions=tuple(regions))
 
 
 def footprint(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Footprint:

@@ -8,11 +8,14 @@ from fnmatch import fnmatchcase
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` (a name or a glob with `*`, `?`, `[...]`) means `name` or a module that contains it.
 
-    >>> matches("*norm*", "layers.0.norm.weight"), matches("layers.0", "layers.0.norm.weight"), matches("norm",
-    "norms.weight") (True, True, False)
+    >>> matches("*norm*", "layers.0.norm.weight"), matches("layers.0", "layers.0.norm.weight")
+    (True, True)
+    >>> matches("norm", "norms.weight")
+    False
     """
     parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(len(parts), 0, -1))
+    meant = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return any(each == pattern or fnmatchcase(each, pattern) for each in meant)  # a name may hold brackets itself
 
 
 def any_matches(patterns: Iterable[str], names: Sequence[str]) -> bool:

@@ -32,8 +32,8 @@ class Parameter:
 
     @property
     def fused(self) -> bool:
-        """Whether it lives in a flat buffer: it is trained, or it computes in another dtype than its master's."""
-        return self.trainable or self.working != self.master
+        """Whether it lives in a flat buffer: it is trained, or it computes in another dtype than it came in."""
+        return self.trainable or self.working != self.dtype
 
 
 def describe(

@@ -78,7 +78,7 @@ class Precision:
             for name in ("compute", "master", "accumulate", "reduce")
             if (value := getattr(self, name)) not in COMPUTE_DTYPES and not (name == "compute" and value is None)
         ]
-        if isinstance(self.keep, str) or not all(isinstance(pattern, str) for pattern in self.keep):
+        if not isinstance(self.keep, tuple | list) or not all(isinstance(pattern, str) for pattern in self.keep):
             problems.append(f"precision.keep: {self.keep!r} is not a tuple of names; write keep=('*norm*',)")
         _raise(problems)
         object.__setattr__(self, "keep", tuple(self.keep))

@@ -1,0 +1,45 @@
+# Everything sets itself up: `make demo` and `make test` need Python 3.11 and make, nothing else.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+
+.PHONY: setup demo test check fix golden bench stress clean
+
+setup: $(STAMP)
+
+# torch goes first and alone: with it installed, the range in pyproject.toml fetches nothing bigger.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "torch==2.13.0"
+	$(BIN)/pip install --quiet --editable ".[train,dev]"
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/shardwise train examples/demo.toml --nproc 2
+
+test: setup
+	$(BIN)/python -m pytest --durations=10
+
+check: setup
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fix: setup
+	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src tests benchmarks examples
+
+golden: setup
+	$(BIN)/python -m tests.golden
+
+bench: setup
+	$(BIN)/pip install --quiet --editable ".[bench]"
+	$(BIN)/python -m benchmarks
+
+stress: setup
+	$(BIN)/python -m pytest -m stress
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

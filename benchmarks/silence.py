@@ -1,0 +1,70 @@
+"""A channel with the communication taken out: what a step would take if moving data cost nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from shardwise.comm import Channel, Work
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is in flight."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Silence:
+    """A `Channel` of `size` ranks on which this rank hears itself only.
+
+    A reduce-scatter copies this rank's own part (no sum: adding the peers' parts counts as communication), an all-gather
+    puts it in its place, an exchange gives the own value for everyone's. The numbers are wrong, the local work is right.
+    """
+
+    rank: int
+    size: int
+    device: torch.device = torch.device("cpu")
+    progresses_alone: bool = True
+
+    def over(self, ranks: Sequence[int]) -> Channel:
+        """Fewer ranks, as silent."""
+        return Silence(rank=list(ranks).index(self.rank), size=len(ranks))
+
+    def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
+        """Return the own value `size` times."""
+        return [value] * self.size
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        """Write the own part; leave the others as they are."""
+        own = self._own(output, counts)
+        if own.data_ptr() != input.data_ptr():
+            own.copy_(input)
+        return _Done()
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        """Copy the own part."""
+        own = self._own(input, counts)
+        if own.data_ptr() != output.data_ptr():
+            output.copy_(own)
+        return _Done()
+
+    def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        """Send nothing."""
+        return _Done()
+
+    def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
+        """Leave the tensor as it is."""
+        return _Done()
+
+    def abort(self, reason: str) -> None:
+        """Nobody listens."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _own(self, whole: torch.Tensor, counts: Sequence[int] | None) -> torch.Tensor:
+        sizes = list(counts) if counts is not None else [whole.numel() // self.size] * self.size
+        return whole.split(sizes)[self.rank]

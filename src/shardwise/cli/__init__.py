@@ -1,0 +1,14 @@
+"""The command line: words in, calls to the trainer out."""
+
+import click
+
+from shardwise.cli.train import train
+
+
+@click.group()
+@click.version_option(package_name="shardwise")
+def main() -> None:
+    """Write the single-process program once; run it under any layout; get the same numbers."""
+
+
+main.add_command(train)

@@ -1,0 +1,96 @@
+"""`shardwise train CONFIG.toml [--nproc N] [--set a.b=v]...`."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from shardwise.cli.verdicts import INTERRUPTED, Verdict, show_traceback, tell, weighed
+
+if TYPE_CHECKING:
+    from shardwise.train import RunConfig
+
+
+@click.command("train")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--nproc", type=click.IntRange(min=1), help="Start this many processes; leave out under torchrun.")
+@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Change a setting; repeatable.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.option("--verdicts", type=click.Path(path_type=Path), hidden=True, help="Where ranks leave their verdicts.")
+def train(config: Path, nproc: int | None, overrides: tuple[str, ...], debug: bool, verdicts: Path | None) -> None:
+    """Train the model that CONFIG describes.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+    """
+    is_rank = nproc is None and "RANK" in os.environ
+    rank = int(os.environ["RANK"]) if is_rank else None
+    try:
+        run_config = _checked(config, overrides, int(os.environ["WORLD_SIZE"]) if is_rank else nproc or 1)
+        if nproc is not None and nproc > 1:
+            sys.exit(_launch(config, nproc, overrides, debug))
+        _run(run_config, is_rank=is_rank)
+    except KeyboardInterrupt:
+        if verdicts is None:
+            click.echo("stopped by Ctrl-C", err=True)
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        if debug:
+            show_traceback(error)
+        verdict = Verdict.of(error, rank=rank)
+        if verdicts is not None and rank is not None:
+            verdict.leave(verdicts, rank)
+        else:
+            tell(verdict)
+        sys.exit(verdict.exit_code)
+
+
+def _checked(path: Path, overrides: Sequence[str], num_processes: int) -> "RunConfig":
+    """The configuration, with everything imported that it names: what is wrong with it is known before ranks meet."""
+    from shardwise.train import check_references, read_config
+
+    config = read_config(path, overrides=overrides, num_processes=num_processes)
+    sys.path.append(str(config.folder))  # files beside the configuration may import each other
+    check_references(config)
+    return config
+
+
+def _run(config: "RunConfig", *, is_rank: bool) -> None:
+    """Be one rank, or the only one."""
+    import torch
+    from rich.console import Console
+
+    from shardwise.comm import alone, processes
+    from shardwise.train import run
+
+    if is_rank:
+        channel = processes(timeout_seconds=config.train.timeout_seconds)
+    else:
+        channel = alone("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        run(config, channel, Console())
+    except BaseException as error:
+        channel.abort(f"{type(error).__name__}: {error}")
+        raise
+    channel.close()
+
+
+def _launch(path: Path, num_processes: int, overrides: Sequence[str], debug: bool) -> int:
+    """Start the ranks, wait for them, and tell the one verdict that matters."""
+    from shardwise.comm import launch
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        arguments = ["train", str(path), "--verdicts", folder]
+        for override in overrides:
+            arguments += ["--set", override]
+        code = launch("shardwise.cli", [*arguments, *(["--debug"] if debug else [])], num_processes=num_processes)
+        verdict = weighed(Path(folder))
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if verdict is None or code == 0:
+        return code
+    tell(verdict)
+    return verdict.exit_code

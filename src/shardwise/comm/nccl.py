@@ -1,0 +1,163 @@
+"""The channel between GPUs: NCCL moves the tensors, the connections of the CPU channel compare, exchange and fail."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.calls import (
+    Signature,
+    all_gather_signature,
+    member_ranks,
+    message_signature,
+    reduce_scatter_signature,
+)
+from shardwise.comm.channel import Channel, Work
+from shardwise.errors import PeerError
+
+if TYPE_CHECKING:
+    from shardwise.comm.processes import ProcessChannel
+
+
+class _Native(Protocol):
+    def __call__(
+        self, output: torch.Tensor, input: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work: ...
+
+
+def _native(new_name: str, old_name: str) -> _Native:
+    """The collective under its name since torch 2.13, else under the one that 2.13 warns about."""
+    function: _Native = getattr(dist, new_name, None) or getattr(dist, old_name)
+    return function
+
+
+class _NcclWork:
+    """Ends on the GPU: `wait` makes the current stream wait and keeps what the kernel reads until then."""
+
+    def __init__(self, work: dist.Work | None, signature: Signature, *kept: torch.Tensor) -> None:
+        self._work = work
+        self._signature = signature
+        self._kept = kept
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except dist.DistError as error:
+                raise PeerError(
+                    f"{self._signature} failed: {error}",
+                    operation=self._signature.operation,
+                    purpose=self._signature.purpose,
+                ) from error
+        self._work = None
+        self._kept = ()
+
+
+class NcclChannel:
+    """The channel of the ranks of `control` for tensors on `device`.
+
+    Each call is compared over `control`: a new signature before its tensors move, a known one while they do. A lost
+    peer is known at the next call; a kernel that waits for it on the GPU is ended by NCCL's own timeout.
+    """
+
+    progresses_alone = True
+
+    def __init__(self, control: "ProcessChannel", device: torch.device) -> None:
+        self.rank = control.rank
+        self.size = control.size
+        self.device = device
+        self._control = control
+        self._known: set[Signature] = set()
+        self._channels: dict[tuple[int, ...], NcclChannel] = {control.members: self}
+        # Groups number their ranks by world rank, whatever the order of the members.
+        self._by_world_rank = sorted(range(self.size), key=control.members.__getitem__)
+        # NCCL runs the operations of a communicator in order, so two ranks that both send first would wait for ever on
+        # one. Messages to higher and to lower world ranks have a group each.
+        self._group, self._upward, self._downward = (self._new_group() for _ in range(3))
+
+    def _new_group(self) -> dist.ProcessGroup:
+        group = dist.new_group(sorted(self._control.members), backend="nccl", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def over(self, ranks: Sequence[int]) -> Channel:
+        """See `Channel.over`."""
+        members = tuple(self._control.members[rank] for rank in member_ranks(self, ranks))
+        if members not in self._channels:
+            channel = NcclChannel(self._control.subset(ranks), self.device)
+            channel._channels = self._channels
+            self._channels[members] = channel
+        return self._channels[members]
+
+    def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
+        """See `Channel.exchange`. Between the CPUs."""
+        return self._control.exchange(value, purpose=purpose)
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        """See `Channel.all_gather`."""
+        signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
+        self._compare(signature, functools.partial(self._control.compare, signature))
+        if self._is_plain(signature):
+            native = _native("all_gather_single", "all_gather_into_tensor")
+            return _NcclWork(native(output, input, group=self._group, async_op=True), signature, output, input)
+        parts = torch.split(output, list(signature.counts))
+        ordered = [parts[rank] for rank in self._by_world_rank]
+        return _NcclWork(dist.all_gather(ordered, input, group=self._group, async_op=True), signature, output, input)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        """See `Channel.reduce_scatter`. NCCL sums in the dtype that travels, so a narrower input is widened first."""
+        signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
+        self._compare(signature, functools.partial(self._control.compare, signature))
+        source = input.to(output.dtype)
+        if self._is_plain(signature):
+            native = _native("reduce_scatter_single", "reduce_scatter_tensor")
+            return _NcclWork(native(output, source, group=self._group, async_op=True), signature, output, source)
+        parts = torch.split(source, list(signature.counts))
+        ordered = [parts[rank] for rank in self._by_world_rank]
+        work = dist.reduce_scatter(output, ordered, group=self._group, async_op=True)
+        return _NcclWork(work, signature, output, source)
+
+    def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        """See `Channel.send`."""
+        signature = message_signature(self, "send", tensor, destination, purpose=purpose)
+        self._compare(signature, functools.partial(self._control.compare_message, signature, destination))
+        sender, receiver = self._control.members[self.rank], self._control.members[destination]
+        work = dist.isend(tensor, group=self._direction(sender, receiver), dst=receiver)
+        return _NcclWork(work, signature, tensor)
+
+    def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
+        """See `Channel.receive`."""
+        signature = message_signature(self, "receive", tensor, source, purpose=purpose)
+        self._compare(signature, functools.partial(self._control.compare_message, signature, source))
+        sender, receiver = self._control.members[source], self._control.members[self.rank]
+        work = dist.irecv(tensor, group=self._direction(sender, receiver), src=sender)
+        return _NcclWork(work, signature, tensor)
+
+    def abort(self, reason: str) -> None:
+        """See `Channel.abort`. Peers learn it at their next call."""
+        self._control.abort(reason)
+
+    def close(self) -> None:
+        """See `Channel.close`. The process group stays: whoever made it may still use it."""
+        self._control.close()
+
+    def _direction(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        return self._upward if sender < receiver else self._downward
+
+    def _is_plain(self, signature: Signature) -> bool:
+        """Whether all parts are equal and lie in the order of the group."""
+        return len(set(signature.counts)) == 1 and self._by_world_rank == list(range(self.size))
+
+    def _compare(self, signature: Signature, begin: Callable[[], Work]) -> None:
+        work = begin()
+        if signature in self._known:
+            return
+        work.wait()
+        self._known.add(signature)

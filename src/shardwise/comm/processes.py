@@ -1,0 +1,198 @@
+"""The channel over real processes: shared memory between CPU ranks of one host, TCP otherwise, NCCL between GPUs."""
+
+import hashlib
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm.alone import alone
+from shardwise.comm.calls import (
+    Signature,
+    all_gather_signature,
+    member_ranks,
+    message_signature,
+    reduce_scatter_signature,
+)
+from shardwise.comm.channel import Channel, Work
+from shardwise.comm.frames import Verdict
+from shardwise.comm.messages import Inbound, Outbound, as_bytes
+from shardwise.comm.nccl import NcclChannel
+from shardwise.comm.rendezvous import connect, meet
+from shardwise.comm.switchboard import Switchboard
+from shardwise.comm.transfers import Collecting, Filling, Summing
+
+
+def processes(
+    *, timeout_seconds: float = 60.0, shared_memory: bool = True, device: torch.device | None = None
+) -> Channel:
+    """The channel of all processes that were started together.
+
+    They meet through the default process group of torch.distributed, or, when there is none, through the environment
+    that `torchrun` or `shardwise train --nproc` set. On CPU only the group's store is used: the ranks connect to each other
+    directly, through shared memory where they are on one host and both allow it, through TCP otherwise. With a CUDA device, tensors travel over NCCL.
+
+    `device`: where the tensors live; default the CUDA device of this rank when the group has NCCL, else the CPU.
+    Raises `PeerError` when a rank does not appear, is lost, or makes no progress for `timeout_seconds`.
+    """
+    meeting = meet(timeout_seconds=timeout_seconds, device=device)
+    if meeting.size == 1:
+        return alone(meeting.device)
+    board = Switchboard(meeting.rank, connect(meeting, shared_memory=shared_memory), timeout_seconds=timeout_seconds)
+    _drop_in_children(board)
+    channel = ProcessChannel(board, tuple(range(meeting.size)), owns_board=True)
+    return channel if meeting.device.type == "cpu" else NcclChannel(channel, meeting.device)
+
+
+def _drop_in_children(board: Switchboard) -> None:
+    """A forked child (a data loader's worker) would keep connections open that tell the peers of this rank's death."""
+    reference = weakref.ref(board)
+
+    def drop() -> None:
+        if (inherited := reference()) is not None:
+            inherited.drop()
+
+    os.register_at_fork(after_in_child=drop)
+
+
+def _lane(members: tuple[int, ...], kind: str) -> int:
+    """The name on the wire of one order of messages; the same on every member without asking."""
+    return int.from_bytes(hashlib.blake2b(f"{kind} {members}".encode(), digest_size=8).digest(), "little")
+
+
+class ProcessChannel:
+    """The channel among the `members`, world ranks in the order of their ranks here, for tensors on the CPU."""
+
+    device = torch.device("cpu")
+    progresses_alone = False
+
+    def __init__(self, board: Switchboard, members: tuple[int, ...], *, owns_board: bool = False) -> None:
+        self.rank = members.index(board.rank)
+        self.size = len(members)
+        self._board = board
+        self._owns_board = owns_board
+        self.members = members
+        self._peers = [member for member in members if member != board.rank]
+        self._collectives = _lane(members, "collectives")
+        self._messages = _lane(members, "messages")
+        self._channels: dict[tuple[int, ...], ProcessChannel] = {members: self}
+
+    def over(self, ranks: Sequence[int]) -> Channel:
+        """See `Channel.over`."""
+        return self.subset(ranks)
+
+    def subset(self, ranks: Sequence[int]) -> "ProcessChannel":
+        """`over`, by its own type."""
+        members = tuple(self.members[rank] for rank in member_ranks(self, ranks))
+        if members not in self._channels:
+            channel = ProcessChannel(self._board, members)
+            channel._channels = self._channels
+            self._channels[members] = channel
+        return self._channels[members]
+
+    def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
+        """See `Channel.exchange`."""
+        signature = Signature(operation="exchange", purpose=purpose)
+        with self._board.lock:
+            self._board.check(signature)
+            given = (
+                torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+            )
+            intake = Collecting([self._expected(rank, signature) for rank in self._peers])
+            self._board.start(signature, self._to_peers(given, signature), intake).wait()
+        values: list[bytes] = [bytes(intake.values[rank]) if rank in intake.values else value for rank in self.members]
+        return values
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        """See `Channel.all_gather`."""
+        signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
+        with self._board.lock:
+            self._board.check(signature)
+            parts = torch.split(output.detach(), list(signature.counts))
+            places = [
+                (self._expected(member, signature), as_bytes(part))
+                for member, part in zip(self.members, parts, strict=True)
+                if member != self._board.rank
+            ]
+            own = parts[self.rank]
+            if own.data_ptr() != input.data_ptr():
+                own.copy_(input.detach())
+            return self._board.start(signature, self._to_peers(as_bytes(input), signature), Filling(places))
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        """See `Channel.reduce_scatter`."""
+        signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
+        with self._board.lock:
+            self._board.check(signature)
+            parts = torch.split(input.detach(), list(signature.counts))
+            outbounds: list[Outbound] = []
+            # Each rank begins with its right neighbour, so that no rank is everybody's first.
+            for step in range(1, self.size):
+                destination = (self.rank + step) % self.size
+                outbounds += self._board.send(
+                    as_bytes(parts[destination]),
+                    [self.members[destination]],
+                    self._collectives,
+                    signature,
+                    window_share=self.size - 1,
+                )
+            terms: list[Inbound | torch.Tensor] = [
+                parts[self.rank] if member == self._board.rank else self._expected(member, signature)
+                for member in self.members
+            ]
+            return self._board.start(signature, outbounds, Summing(output.detach(), terms, input.dtype))
+
+    def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        """See `Channel.send`. The message is buffered: it needs nothing more from this rank."""
+        signature = message_signature(self, "send", tensor, destination, purpose=purpose)
+        with self._board.lock:
+            self._board.check(signature)
+            peer = self.members[destination]
+            outbounds = self._board.send(as_bytes(tensor), [peer], self._messages, signature, buffered=True)
+            return self._board.start(signature, outbounds, None)
+
+    def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
+        """See `Channel.receive`."""
+        signature = message_signature(self, "receive", tensor, source, purpose=purpose)
+        with self._board.lock:
+            self._board.check(signature)
+            inbound = self._board.expect(self.members[source], self._messages, signature)
+            return self._board.start(signature, [], Filling([(inbound, as_bytes(tensor))]))
+
+    def abort(self, reason: str) -> None:
+        """See `Channel.abort`."""
+        rank = self._board.rank
+        self._board.fail(Verdict(fact=f"rank {rank} stopped: {reason}", culprit=rank))
+
+    def close(self) -> None:
+        """See `Channel.close`. The connections belong to the first channel; those made by `over` hold nothing."""
+        if self._owns_board:
+            self._board.close()
+
+    def compare(self, signature: Signature) -> Work:
+        """Begin to compare the signature of a collective that travels on another way."""
+        with self._board.lock:
+            self._board.check(signature)
+            intake = Collecting([self._expected(rank, signature) for rank in self._peers])
+            return self._board.start(signature, self._to_peers(torch.empty(0), signature), intake)
+
+    def compare_message(self, signature: Signature, peer: int) -> Work:
+        """Begin to compare the signature of a `send` or `receive` that travels on another way."""
+        with self._board.lock:
+            self._board.check(signature)
+            member = self.members[peer]
+            if signature.operation == "send":
+                nothing = self._board.send(torch.empty(0), [member], self._messages, signature, buffered=True)
+                return self._board.start(signature, nothing, None)
+            return self._board.start(signature, [], Collecting([self._board.expect(member, self._messages, signature)]))
+
+    def _expected(self, member: int, signature: Signature) -> Inbound:
+        return self._board.expect(member, self._collectives, signature)
+
+    def _to_peers(self, source: torch.Tensor, signature: Signature) -> list[Outbound]:
+        return self._board.send(source, self._peers, self._collectives, signature) if self._peers else []

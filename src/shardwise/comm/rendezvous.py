@@ -1,0 +1,356 @@
+"""How the processes find each other: through the store to their addresses, from the addresses to one link per pair.
+
+    store:   token (1) -> host records (2) -> TCP addresses, where a pair needs them (3) -> verdicts (4)
+    sockets: each rank connects to every lower rank, then accepts every higher one; a hello proves the token
+
+(1) Rank 0 draws a secret; who does not know it is turned away. (2) Ranks whose records are equal share a kernel and
+its Unix sockets. (3) Listening ports are opened only then. (4) If a local connection failed anywhere, all connect
+through TCP.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+from shardwise.comm.links import Link
+from shardwise.comm.shared_memory import map_segment
+from shardwise.errors import PeerError, PlanError
+
+START_SECONDS = 60.0
+"""Least patience at the start, when processes still import and compile."""
+
+_LOCAL_SECONDS = 10.0
+_HELLO_SECONDS = 5.0
+_TOKEN_BYTES = 32
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sII")
+"""Token, rank that calls, rank that is called: an address may lead to another rank of another host."""
+_WELCOME = b"welcome"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """The processes that were started together, as one of them sees it."""
+
+    rank: int
+    size: int
+    device: torch.device
+    store: Store
+    """Of this channel alone."""
+    store_host: str | None
+    """Where the store is served; other hosts reach us on the interface that leads there."""
+    patience_seconds: float
+
+    def publish(self, key: str, value: str) -> None:
+        """Let the other ranks read a value of this rank."""
+        self.store.set(f"{key}/{self.rank}", value)
+
+    def read(self, key: str, rank: int) -> str:
+        """The value of another rank; raises `PeerError` when it does not come."""
+        name = f"{key}/{rank}"
+        try:
+            self.store.wait([name], timedelta(seconds=self.patience_seconds))
+            return self.store.get(name).decode()
+        except (RuntimeError, ValueError) as error:
+            text = f"rank {rank} did not appear within {self.patience_seconds:g} s at the start ({key}): {error}"
+            raise PeerError(text, rank=rank, operation="start", purpose=key) from error
+
+    def read_all(self, key: str) -> list[str]:
+        """The values of all ranks."""
+        return [self.read(key, rank) for rank in range(self.size)]
+
+
+def meet(*, timeout_seconds: float, device: torch.device | None) -> Meeting:
+    """Join the default process group, or the processes that the environment announces.
+
+    Raises `PlanError` when there is neither, or when the device asked for needs another backend.
+    """
+    patience = max(timeout_seconds, START_SECONDS)
+    if not dist.is_initialized():
+        _check_environment()
+        if (torch.cuda.is_available() and dist.is_nccl_available()) if device is None else device.type == "cuda":
+            own = device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(own)
+            dist.init_process_group("nccl", device_id=own)
+    if dist.is_initialized():
+        rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    else:
+        try:
+            store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=patience))))
+        except dist.DistError as error:
+            text = f"the processes did not meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}"
+            raise PeerError(text, operation="start", purpose="rendezvous") from error
+    # Every rank makes its channels in the same order, so the n-th ones belong together.
+    number = store.add(f"shardwise/{rank}", 1)
+    return Meeting(
+        rank=rank,
+        size=size,
+        device=_device(device),
+        store=PrefixStore(f"shardwise/channel/{number}", store),
+        store_host=_store_host(store),
+        patience_seconds=patience,
+    )
+
+
+def _check_environment() -> None:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise PlanError(
+            "a channel over processes was asked for, but no process group is initialised and the environment lacks "
+            f"{', '.join(missing)}; start with torchrun or `shardwise train --nproc N`, or call "
+            "torch.distributed.init_process_group first"
+        )
+
+
+def _device(asked: torch.device | None) -> torch.device:
+    has_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend())
+    if asked is None:
+        return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
+    if asked.type not in ("cpu", "cuda") or (asked.type == "cuda" and not has_nccl):
+        holds = f"the process group has {dist.get_backend()}" if dist.is_initialized() else "there is no process group"
+        raise PlanError(f"a channel for {asked} was asked for, but {holds}; give cpu, or cuda with an NCCL group")
+    return asked
+
+
+def _store_host(store: Store) -> str | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else None
+
+
+def connect(meeting: Meeting, *, shared_memory: bool) -> dict[int, Link]:
+    """One link to every other rank, by world rank; raises `PeerError` when one cannot be had."""
+    if meeting.rank == 0:
+        meeting.publish("token", secrets.token_hex(_TOKEN_BYTES // 2))
+    token = meeting.read("token", 0).encode()
+    with contextlib.ExitStack() as listeners:
+        unix = _listen_on_unix(token, meeting.rank) if shared_memory else None
+        if unix is not None:
+            listeners.enter_context(unix)
+        meeting.publish("host", "" if unix is None else _host_identity())
+        hosts = meeting.read_all("host")
+        local = {rank for rank, host in enumerate(hosts) if host and host == hosts[meeting.rank]} - {meeting.rank}
+        links: dict[int, Link] = {}
+        failure = ""
+        if local:
+            assert unix is not None
+            try:
+                links = _connect_pairs(meeting, token, local, unix, _unix_connector(meeting.rank, token))
+            except OSError as error:
+                failure = f"{type(error).__name__}: {error}"
+        if any(hosts):
+            meeting.publish("verdict", failure)
+            if any(meeting.read_all("verdict")):
+                for link in links.values():
+                    link.close()
+                links = {}
+        remote = set(range(meeting.size)) - links.keys() - {meeting.rank}
+        if remote:
+            links |= _connect_through_tcp(meeting, token, remote)
+    # The store may live in rank 0: it stays until everybody has read what it needs.
+    meeting.publish("connected", "")
+    if meeting.rank == 0:
+        meeting.read_all("connected")
+    return links
+
+
+def _connect_through_tcp(meeting: Meeting, token: bytes, ranks: set[int]) -> dict[int, Link]:
+    with _listen_on_tcp() as listener:
+        meeting.publish("address", json.dumps([_own_addresses(meeting.store_host), listener.getsockname()[1]]))
+        try:
+            return _connect_pairs(meeting, token, ranks, listener, _tcp_connector(meeting, token))
+        except OSError as error:
+            text = f"rank {meeting.rank} could not connect to ranks {sorted(ranks)} through TCP: {error}"
+            raise PeerError(text, operation="start", purpose="connections") from error
+
+
+def _connect_pairs(
+    meeting: Meeting,
+    token: bytes,
+    ranks: set[int],
+    listener: socket.socket,
+    connect_to: Callable[[int, float], socket.socket],
+) -> dict[int, Link]:
+    local = listener.family == socket.AF_UNIX
+    deadline = time.monotonic() + (_LOCAL_SECONDS if local else meeting.patience_seconds)
+    connections: dict[int, socket.socket] = {}
+    try:
+        for rank in sorted(ranks):
+            if rank < meeting.rank:
+                connections[rank] = connect_to(rank, deadline)
+        awaited = {rank for rank in ranks if rank > meeting.rank}
+        while awaited:
+            listener.settimeout(_left(deadline))
+            connection, _ = listener.accept()
+            caller = _hear_hello(connection, token, meeting.rank)
+            if caller in awaited:
+                awaited.remove(caller)
+                connections[caller] = connection
+            else:
+                connection.close()
+    except BaseException:
+        for connection in connections.values():
+            connection.close()
+        raise
+    return {rank: Link(connection, rank=rank, local=local) for rank, connection in connections.items()}
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no connection in time")
+    return left
+
+
+# The hello proves that the other side knows the token and, on a Unix socket, that memory can be shared.
+
+
+def _say_hello(connection: socket.socket, token: bytes, caller: int, called: int) -> None:
+    connection.settimeout(_HELLO_SECONDS)
+    hello = _HELLO.pack(token, caller, called)
+    if connection.family == socket.AF_UNIX:
+        descriptor = os.memfd_create("shardwise-hello")
+        try:
+            os.write(descriptor, token)
+            socket.send_fds(connection, [hello], [descriptor])
+        finally:
+            os.close(descriptor)
+    else:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(hello)
+    if _read_exactly(connection, len(_WELCOME)) != _WELCOME:
+        raise ConnectionError("the hello was not answered")
+
+
+def _hear_hello(connection: socket.socket, token: bytes, own_rank: int) -> int | None:
+    """The rank that calls, or None for a caller that is not one of us or wants another rank."""
+    connection.settimeout(_HELLO_SECONDS)
+    try:
+        descriptors: list[int] = []
+        hello = b""
+        if connection.family == socket.AF_UNIX:
+            hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        else:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello += _read_exactly(connection, _HELLO.size - len(hello))
+        given, caller, called = _HELLO.unpack(hello)
+        is_ours = secrets.compare_digest(given, token) and called == own_rank
+        if connection.family == socket.AF_UNIX:
+            shared = map_segment(descriptors[0], _TOKEN_BYTES).numpy().tobytes() if descriptors else b""
+            is_ours = is_ours and shared == token
+        if not is_ours:
+            return None
+        connection.sendall(_WELCOME)
+    except OSError:
+        return None
+    return int(caller)
+
+
+def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    content = b""
+    while len(content) < num_bytes:
+        more = connection.recv(num_bytes - len(content))
+        if not more:
+            raise ConnectionError("the other side hung up")
+        content += more
+    return content
+
+
+# Unix sockets in the abstract namespace: no file is made, and the name ends with its socket.
+
+
+def _host_identity() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+
+
+def _unix_name(token: bytes, rank: int) -> str:
+    # The names of abstract sockets are public, the token is not.
+    return f"\0shardwise-{hashlib.blake2b(token, digest_size=16).hexdigest()}-{rank}"
+
+
+def _listen_on_unix(token: bytes, rank: int) -> socket.socket | None:
+    """A listener, or None where memory cannot be shared this way."""
+    if sys.platform != "linux":
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _host_identity()
+        os.close(os.memfd_create("shardwise-probe"))
+        listener.bind(_unix_name(token, rank))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+def _unix_connector(own_rank: int, token: bytes) -> Callable[[int, float], socket.socket]:
+    def connect_to(rank: int, deadline: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(_left(deadline))
+            connection.connect(_unix_name(token, rank))
+            _say_hello(connection, token, own_rank, rank)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    return connect_to
+
+
+# TCP
+
+
+def _listen_on_tcp() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN)
+    return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+
+
+def _own_addresses(store_host: str | None) -> list[str]:
+    """Addresses under which others may reach this host: on the way to the store first, then those of its name."""
+    addresses = []
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(store_host or "localhost", 9, type=socket.SOCK_DGRAM):
+            # Connecting a datagram socket sends nothing; it only chooses the interface.
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                addresses.append(str(probe.getsockname()[0]))
+    with contextlib.suppress(OSError):
+        addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
+    return list(dict.fromkeys(addresses))
+
+
+def _tcp_connector(meeting: Meeting, token: bytes) -> Callable[[int, float], socket.socket]:
+    def connect_to(rank: int, deadline: float) -> socket.socket:
+        addresses, port = json.loads(meeting.read("address", rank))
+        problems = []
+        for address in addresses:
+            connection = None
+            try:
+                connection = socket.create_connection((address, port), timeout=min(_left(deadline), _HELLO_SECONDS))
+                _say_hello(connection, token, meeting.rank, rank)
+            except OSError as error:
+                problems.append(f"{address} port {port}: {error}")
+                if connection is not None:
+                    connection.close()
+            else:
+                return connection
+        raise ConnectionError(f"rank {rank} cannot be reached at " + "; ".join(problems))
+
+    return connect_to

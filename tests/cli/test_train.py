@@ -1,0 +1,239 @@
+"""`shardwise train`: exit codes, one paragraph of error, and real processes that end when they should."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from shardwise.cli import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+FAULTS = """
+import os
+import signal
+import sys
+import torch
+from torch import nn
+
+RANK = os.environ.get("RANK")
+
+
+class Faulty(nn.Module):
+    def __init__(self, fault="", rank="1", update=3):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 8)
+        self.head = nn.Linear(8, 256)
+        self.fault, self.rank, self.at, self.calls = fault, rank, update, 0
+        if fault == "build" and RANK == rank:
+            raise ValueError("this net cannot be built")
+
+    def forward(self, input_ids):
+        self.calls += self.training
+        if self.calls == self.at and (self.rank == "all" or RANK == self.rank):
+            if self.fault == "raise":
+                raise RuntimeError("the forward went wrong")
+            if self.fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.head(self.embedding(input_ids))
+
+
+def loss(logits, batch):
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+"""
+
+CONFIG = """
+model = {factory = "faulty.py:Faulty", loss = "faulty.py:loss"}
+data = {source = "faulty.py", sequence_length = 16, held_out = 0.2}
+train = {steps = 6, global_batch = 4, microbatch = 2, log_every = 1, timeout_seconds = 30}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "faulty.py").write_text(FAULTS)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    return tmp_path / "run.toml"
+
+
+def words(config: Path, *more: str, output: Path | None = None) -> list[str]:
+    return ["train", str(config), "--set", f"train.output={output or config.parent / 'out'}", *more]
+
+
+def in_this_process(config: Path, *more: str) -> Result:
+    before = list(sys.path)
+    try:
+        return CliRunner().invoke(main, words(config, *more))
+    finally:
+        sys.path[:] = before
+
+
+@contextlib.contextmanager
+def started(arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    """A `shardwise` in a process group of its own, of which nothing is left afterwards."""
+    command = [sys.executable, "-m", "shardwise.cli", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=10)
+
+
+def done(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    with started(list(arguments)) as process:
+        out, err = process.communicate(timeout=90)
+        assert not members_of_group(process.pid), "processes were left running"
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def members_of_group(group: int) -> list[int]:
+    """The processes of a process group that still run (zombies do not)."""
+    members = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                members.append(int(status.parent.name))
+    return members
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_wrong_settings_are_all_listed_on_stderr_with_exit_code_2(config: Path) -> None:
+    result = in_this_process(config, "--set", "train.step=3", "--set", "train.steps=many", "--set", "sharding.stage=9")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "Error: 3 problems:\n"
+        "  - train.steps: 'many' given; it must be a whole number\n"
+        "  - train.step: unknown setting; did you mean train.steps?\n"
+        "  - sharding.stage: 9 asked; this version has the stages 0 and 1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--set", "model.factory=faulty.py:Fault"], "faulty.py has no Fault"),
+        (["--set", "model.factory=absent_package:Net"], "absent_package cannot be imported: ModuleNotFoundError"),
+        (["--set", "model.config.width=3"], "model.factory: faulty.py:Faulty raised TypeError"),
+        (["--set", "data.source=absent.txt"], "no file or directory"),
+        (["--set", "data.sequence_length=9000"], "tokens are too few"),
+        (["--set", "mesh.dp_shard=2"], "start 2 processes"),
+        (["--nproc", "3"], "train.global_batch: 4 rows cannot be cut"),
+        (["--nproc", "0"], "Invalid value for '--nproc'"),
+    ],
+)
+def test_what_cannot_be_trained_ends_with_a_message_and_exit_code_2(
+    config: Path, more: list[str], message: str
+) -> None:
+    result = in_this_process(config, *more)
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (config.parent / "out").exists()
+
+
+def test_a_config_that_is_not_there_ends_with_exit_code_2(tmp_path: Path) -> None:
+    result = in_this_process(tmp_path / "absent.toml")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: the config ")
+
+
+def test_debug_adds_the_traceback(config: Path) -> None:
+    result = in_this_process(config, "--set", "model.config.width=3", "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("Error: model.factory")
+
+
+def test_a_bug_in_the_forward_of_the_only_process_is_one_paragraph_and_exit_code_1(config: Path) -> None:
+    result = in_this_process(config, "--set", "model.config={fault='raise', rank='all'}")
+    assert result.exit_code == 1
+    assert "Error: RuntimeError: the forward went wrong" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_command_line_imports_no_torch_before_it_has_checked_the_config(config: Path) -> None:
+    program = (
+        "import sys\nfrom shardwise.cli import main\n"
+        f"try: main({words(config, '--set', 'train.step=3')!r})\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, "did you mean train.steps" in result.stderr) == (0, True), result.stderr
+
+
+@pytest.mark.processes
+def test_two_processes_train_the_example_to_the_same_losses_as_one(tmp_path: Path) -> None:
+    example = EXAMPLES / "tiny.toml"
+    runs = {n: done(*words(example, "--nproc", str(n), output=tmp_path / str(n))) for n in (1, 2)}
+    for n, run in runs.items():
+        assert (run.returncode, run.stderr) == (0, ""), run.stderr
+        assert re.fullmatch(r"held-out loss \d\.\d{4}, byte-frequency loss \d\.\d{4}", run.stdout.splitlines()[-1])
+        assert run.stdout.count("step 12/12") == 1
+        assert (tmp_path / str(n) / "loss.png").exists()
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=2e-3)
+
+
+@pytest.mark.processes
+def test_torchrun_starts_ranks_that_join(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", "-m", "shardwise.cli"]
+    command += words(EXAMPLES / "byte_gru.toml", "--set", "train.steps=3", output=tmp_path)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "mesh dp_shard=2" in run.stdout
+    assert run.stdout.count("held-out loss") == 1
+    assert len(losses(tmp_path)) == 3
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("fault", "code", "message"),
+    [
+        ("{fault='raise', rank='1'}", 1, "Error: rank 1: RuntimeError: the forward went wrong"),
+        ("{fault='raise', rank='all'}", 1, "Error: rank 0: RuntimeError: the forward went wrong"),
+        ("{fault='kill', rank='1'}", 1, "Error: rank 1 is gone"),
+        ("{fault='build', rank='1'}", 2, "Error: rank 1: model.factory: faulty.py:Faulty raised ValueError"),
+    ],
+)
+def test_a_rank_that_fails_stops_all_and_is_reported_once(config: Path, fault: str, code: int, message: str) -> None:
+    run = done(*words(config, "--nproc", "2", "--set", f"model.config={fault}"))
+    assert (run.returncode, message in run.stderr) == (code, True), run.stderr
+    assert run.stderr.count("Error:") == 1
+    assert "Traceback" not in run.stderr
+    if "build" not in fault:
+        assert len(losses(config.parent / "out")) == 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("whom", ["the terminal's processes", "the first process"])
+def test_ctrl_c_stops_all_ranks_with_exit_code_130_and_whole_metrics(config: Path, whom: str) -> None:
+    with started(words(config, "--nproc", "2", "--set", "train.steps=1000000")) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 3/"):
+                break
+        if whom == "the first process":
+            process.send_signal(signal.SIGINT)
+        else:
+            os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (130, "stopped by Ctrl-C\n")
+        assert not members_of_group(process.pid)
+    assert len(losses(config.parent / "out")) >= 3

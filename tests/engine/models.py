@@ -1,0 +1,109 @@
+"""Small models and their data, shared by the tests of the engine."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Batch = Mapping[str, Any]
+Module = TypeVar("Module", bound=nn.Module)
+
+NUM_WORDS = 11
+
+
+class Words(nn.Module):
+    """A tiny language model with what engines stumble over.
+
+    The head is tied to the embedding, sizes are odd, one parameter is a scalar, one a single element, and one module is
+    never used. 835 trainable elements.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_WORDS, 8)
+        self.wide = nn.Linear(8, 37)
+        self.norm = nn.LayerNorm(37)
+        self.narrow = nn.Linear(37, 8)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.gate = nn.Parameter(torch.tensor([0.5]))
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(8, NUM_WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(torch.tanh(self.wide(self.embedding(words))))
+        out: torch.Tensor = self.head(self.scale * self.narrow(hidden) + self.gate)
+        return out
+
+
+class WordsWithKeptNorm(Words):
+    """`Words` whose norm computes in float32 whatever the others compute in, written out by hand."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        compute = self.wide.weight.dtype
+        hidden = self.norm(torch.tanh(self.wide(self.embedding(words))).float()).to(compute)
+        out: torch.Tensor = self.head(self.scale * self.narrow(hidden) + self.gate)
+        return out
+
+
+class Curve(nn.Module):
+    """A two-layer regression: the smallest thing that trains. 49 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 8)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.first(x)))
+        return out
+
+
+def words() -> Words:
+    """The same `Words` for every caller."""
+    return _seeded(Words)
+
+
+def words_with_kept_norm() -> WordsWithKeptNorm:
+    """The parameters of `words()`."""
+    return _seeded(WordsWithKeptNorm)
+
+
+def curve() -> Curve:
+    """The same `Curve` for every caller."""
+    return _seeded(Curve)
+
+
+def word_loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Mean cross entropy over all positions, taken in float32 at least."""
+    logits = output.flatten(0, 1)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return nn.functional.cross_entropy(logits, batch["targets"].flatten(), ignore_index=-100)
+
+
+def curve_loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Mean squared error."""
+    return nn.functional.mse_loss(output.to(batch["y"].dtype), batch["y"])
+
+
+def word_batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
+    """[rows, 5] words and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "words": torch.randint(0, NUM_WORDS, (rows, 5), generator=generator),
+        "targets": torch.randint(0, NUM_WORDS, (rows, 5), generator=generator),
+    }
+
+
+def curve_batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
+    """[rows, 3] points and [rows, 1] values."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 3, generator=generator)
+    return {"x": x, "y": x.sum(1, keepdim=True).sin()}
+
+
+def _seeded(kind: type[Module]) -> Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind()

@@ -1,0 +1,84 @@
+"""What the tests of plans are drawn from: specs, parameters with the dtypes that a precision gives them, ownerships."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from shardwise.plan import Merge, Ownership, Parameter, Plan, Precision, Sharding, plan_ownership
+from shardwise.plan.dtypes import COMPUTE_DTYPES
+from shardwise.plan.parameters import describe
+from shardwise.space import Mesh
+
+proven: Callable[[Any], Any] = settings(deadline=None, max_examples=60)
+
+DTYPES = (*COMPUTE_DTYPES, "complex64", "complex128", "int64", "bool")
+
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+"""Any text that a file can hold: quotes, line ends, control characters, astral letters."""
+
+meshes = st.builds(Mesh, dp_replicate=st.integers(1, 4), dp_shard=st.integers(1, 4))
+shardings = st.builds(
+    Sharding,
+    stage=st.sampled_from([0, 1]),
+    partition=st.sampled_from(["slice", "whole"]),
+    bucket_bytes=st.integers(1, 1 << 12),
+    owners=st.sampled_from(["all", "dp_shard"]),
+)
+precisions = st.builds(
+    Precision,
+    compute=st.none() | st.sampled_from(COMPUTE_DTYPES),
+    master=st.sampled_from(COMPUTE_DTYPES),
+    accumulate=st.sampled_from(COMPUTE_DTYPES),
+    reduce=st.sampled_from(COMPUTE_DTYPES),
+)
+plans = st.builds(
+    Plan,
+    mesh=meshes,
+    sharding=shardings,
+    merge=st.builds(Merge, microbatches=st.integers(1, 9), average=st.booleans()),
+    precision=st.builds(
+        Precision,
+        compute=st.none() | st.sampled_from(COMPUTE_DTYPES),
+        master=st.sampled_from(COMPUTE_DTYPES),
+        accumulate=st.sampled_from(COMPUTE_DTYPES),
+        reduce=st.sampled_from(COMPUTE_DTYPES),
+        keep=st.lists(names, max_size=4).map(tuple),
+    ),
+    clip_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_nan=False) | st.integers(1, 1 << 40),
+)
+
+
+SHAPES = ((), (0,), (1,), (16,), (17,), (3, 5), (4, 0, 2), (7, 9), (64,), (2, 3, 5, 3), (200,))
+
+
+def models(precision: Precision, dtypes: tuple[str, ...] = DTYPES) -> st.SearchStrategy[list[Parameter]]:
+    """Up to 9 parameters of up to 200 elements: of any dtype, scalars, without elements, frozen."""
+
+    def model(draws: list[tuple[str, tuple[int, ...], bool]]) -> list[Parameter]:
+        return [
+            describe(
+                name=f"layers.{at}.w",
+                aliases=(),
+                shape=shape,
+                dtype=dtype,
+                trainable=not frozen and dtype not in ("int64", "bool"),
+                precision=precision,
+            )
+            for at, (dtype, shape, frozen) in enumerate(draws)
+        ]
+
+    one = st.tuples(st.sampled_from(dtypes), st.sampled_from(SHAPES), st.booleans())
+    return st.lists(one, max_size=9).map(model)
+
+
+@st.composite
+def ownerships(draw: st.DrawFn, precision: Precision, dtypes: tuple[str, ...] = DTYPES) -> Ownership:
+    """Ownerships of any model, for up to 9 ranks."""
+    return plan_ownership(
+        draw(models(precision, dtypes)),
+        draw(shardings),
+        num_owners=draw(st.integers(1, 9)),
+        num_replicas=draw(st.integers(1, 3)),
+    )

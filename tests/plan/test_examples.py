@@ -1,0 +1,15 @@
+"""The examples in the docstrings of the plan room do what they say."""
+
+import doctest
+from types import ModuleType
+
+import pytest
+
+from shardwise.plan import microbatches, names
+
+
+@pytest.mark.parametrize("module", [microbatches, names], ids=lambda module: module.__name__)
+def test_examples_run(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,59 @@
+"""The matcher of names against a table written by hand."""
+
+import pytest
+
+from shardwise.plan.names import any_matches, matches, unmatched
+
+NAMES = (
+    "norm.weight",
+    "layers.0.norm.weight",
+    "layers.0.attn.q.weight",
+    "layers.10.norm.bias",
+    "head[0].w?",
+    "norms.w",
+)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("norm.weight", ["norm.weight"]),
+        ("norm", ["norm.weight"]),  # a module means all that it contains
+        ("*norm", ["norm.weight", "layers.0.norm.weight", "layers.10.norm.bias"]),
+        ("*norm*", ["norm.weight", "layers.0.norm.weight", "layers.10.norm.bias", "norms.w"]),
+        ("*.norm.*", ["layers.0.norm.weight", "layers.10.norm.bias"]),
+        ("*weight", ["norm.weight", "layers.0.norm.weight", "layers.0.attn.q.weight"]),
+        ("layers", ["layers.0.norm.weight", "layers.0.attn.q.weight", "layers.10.norm.bias"]),
+        ("layers.0", ["layers.0.norm.weight", "layers.0.attn.q.weight"]),
+        ("layers.1", []),  # no beginning of a word
+        ("layers.?", ["layers.0.norm.weight", "layers.0.attn.q.weight"]),
+        ("layers.[01]*.norm", ["layers.0.norm.weight", "layers.10.norm.bias"]),
+        ("layers.[!0].norm", []),
+        ("Norm", []),  # case counts
+        ("weight", []),  # a last word alone is no name
+        ("head[0].w?", ["head[0].w?"]),  # a name means itself, whatever letters it has
+        ("head[0]", ["head[0].w?"]),
+        ("*", list(NAMES)),
+        ("", []),
+    ],
+)
+def test_a_pattern_means_names_and_modules_that_contain_them(pattern: str, meant: list[str]) -> None:
+    assert [name for name in NAMES if matches(pattern, name)] == meant
+
+
+def test_one_of_the_patterns_has_to_mean_one_of_the_names() -> None:
+    assert any_matches(("x", "*head*"), ("norm.w", "head.w"))
+    assert not any_matches(("x", "*tail*"), ("norm.w", "head.w"))
+    assert not any_matches((), ("norm.w",))
+    assert not any_matches(("*",), ())
+
+
+def test_a_pattern_that_means_nothing_is_named_with_the_nearest_parameter() -> None:
+    found = unmatched(("*nrom.weight*", "norm", "zzz"), ("head.weight", "norm.weight"), role="precision.keep")
+    assert found == [
+        "precision.keep: '*nrom.weight*' matches none of the 2 parameters; the nearest parameter is 'norm.weight'",
+        "precision.keep: 'zzz' matches none of the 2 parameters; the nearest parameter is 'norm.weight'",
+    ]
+    assert unmatched(("x",), (), role="keep") == [
+        "keep: 'x' matches none of the 0 parameters; the model has no parameters"
+    ]

@@ -1,0 +1,243 @@
+"""Buckets and owners: every element has one place and one owner."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shardwise.errors import PlanError
+from shardwise.plan import Bucket, Ownership, Parameter, Sharding, plan_ownership
+from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
+from shardwise.plan.dtypes import itemsize_bytes
+from tests.plan.strategies import models, names, ownerships, precisions, proven, shardings
+
+counts = st.integers(1, 9)
+any_model = precisions.flatmap(models)
+
+
+def of_size(*sizes: int, trainable: bool = True) -> list[Parameter]:
+    return [
+        Parameter(
+            name=f"w{at}", shape=(size,), dtype="float32", trainable=trainable, working="bfloat16", master="float32"
+        )
+        for at, size in enumerate(sizes)
+    ]
+
+
+def names_in(bucket: Bucket) -> list[str]:
+    return [slot.name for slot in bucket.slots]
+
+
+def owners_in(bucket: Bucket) -> dict[str, set[int]]:
+    """Who owns elements of each parameter of the bucket."""
+    return {
+        name: {owner for owner in range(len(bucket.counts)) for each in bucket.segments(owner) if each.name == name}
+        for name in names_in(bucket)
+    }
+
+
+@proven
+@given(any_model, shardings, counts, counts)
+def test_every_fused_parameter_has_one_slot_in_a_bucket_of_its_kind(
+    model: list[Parameter], sharding: Sharding, num_owners: int, num_replicas: int
+) -> None:
+    ownership = plan_ownership(model, sharding, num_owners=num_owners, num_replicas=num_replicas)
+    assert (ownership.num_owners, ownership.num_replicas) == (num_owners, num_replicas)
+    by_name = {parameter.name: parameter for parameter in model}
+    placed = [(slot.name, slot.num_elements, bucket) for bucket in ownership.buckets for slot in bucket.slots]
+    assert sorted(name for name, _, _ in placed) == sorted(each.name for each in model if each.fused)
+    for name, num_elements, bucket in placed:
+        spec = by_name[name]
+        assert num_elements == math.prod(spec.shape)
+        assert (bucket.working, bucket.master, bucket.trainable) == (spec.working, spec.master, spec.trainable)
+
+
+@proven
+@given(precisions.flatmap(ownerships))
+def test_slots_are_aligned_and_disjoint_and_parts_cover_the_bucket(ownership: Ownership) -> None:
+    for bucket in ownership.buckets:
+        ends = [0]
+        for slot in bucket.slots:
+            assert slot.start % ALIGNMENT_ELEMENTS == 0
+            assert slot.run.start == slot.start >= ends[-1]
+            ends.append(slot.run.stop)
+        assert ends[-1] <= bucket.num_elements
+        assert len(bucket.counts) == ownership.num_owners
+        starts = [bucket.part(owner).start for owner in range(ownership.num_owners)]
+        stops = [bucket.part(owner).stop for owner in range(ownership.num_owners)]
+        assert [0, *stops] == [*starts, bucket.num_elements]
+        assert all(count % (ALIGNMENT_ELEMENTS * ownership.num_replicas) == 0 for count in bucket.counts)
+
+
+@proven
+@given(precisions.flatmap(ownerships))
+def test_segments_of_all_owners_hold_every_element_exactly_once(ownership: Ownership) -> None:
+    for bucket in ownership.buckets:
+        at_in_bucket: dict[str, list[int]] = {slot.name: [] for slot in bucket.slots}
+        for owner in range(ownership.num_owners):
+            end = 0
+            for segment in bucket.segments(owner):
+                assert segment.start >= end  # in order, and none over another
+                end = segment.start + segment.run.num_elements
+                assert segment.run.num_elements > 0
+                assert end <= bucket.counts[owner]
+                assert segment.run.start == len(at_in_bucket[segment.name])  # goes on where the last owner stopped
+                first = bucket.part(owner).start + segment.start
+                at_in_bucket[segment.name] += range(first, first + segment.run.num_elements)
+        for slot in bucket.slots:
+            assert at_in_bucket[slot.name] == list(range(slot.start, slot.start + slot.num_elements))
+
+
+@proven
+@given(any_model, shardings, counts, counts)
+def test_whole_never_cuts_a_parameter_and_slices_are_of_one_size(
+    model: list[Parameter], sharding: Sharding, num_owners: int, num_replicas: int
+) -> None:
+    for bucket in plan_ownership(model, sharding, num_owners=num_owners, num_replicas=num_replicas).buckets:
+        if sharding.partition == "whole":
+            assert all(len(owners) <= 1 for owners in owners_in(bucket).values())
+        else:
+            assert len(set(bucket.counts)) == 1
+
+
+@proven
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=7), st.integers(1, 3))
+def test_whole_parameters_weigh_on_no_owner_more_than_the_least_possible_and_one_parameter(
+    sizes: list[int], num_owners: int
+) -> None:
+    ownership = plan_ownership(
+        of_size(*sizes), Sharding(partition="whole", bucket_bytes=8), num_owners=num_owners, num_replicas=1
+    )
+    loads = [
+        sum(segment.run.num_elements for bucket in ownership.buckets for segment in bucket.segments(owner))
+        for owner in range(num_owners)
+    ]
+    least = min(
+        max(sum(size for size, owner in zip(sizes, owners, strict=True) if owner == each) for each in range(num_owners))
+        for owners in itertools.product(range(num_owners), repeat=len(sizes))
+    )
+    assert sum(loads) == sum(sizes)
+    assert max(loads) <= least + max(sizes)
+
+
+def test_whole_parameters_are_balanced_over_all_buckets_together() -> None:
+    sharding = Sharding(partition="whole", bucket_bytes=160)
+    ownership = plan_ownership(of_size(100, 60, 40, 30), sharding, num_owners=2, num_replicas=1)
+    assert [owners_in(bucket) for bucket in ownership.buckets] == [
+        {"w2": {1}, "w3": {0}},  # largest first: 100 -> 0, 60 -> 1, 40 -> 1, 30 -> 0
+        {"w1": {1}},
+        {"w0": {0}},
+    ]
+
+
+def test_trained_parameters_are_balanced_first_for_they_carry_the_state() -> None:
+    frozen = [replace(each, name=f"frozen{at}") for at, each in enumerate(of_size(999, 999, 999, trainable=False))]
+    ownership = plan_ownership([*frozen, *of_size(10, 10)], Sharding(partition="whole"), num_owners=2, num_replicas=1)
+    owners = {name: owner for bucket in ownership.buckets for name, owner in owners_in(bucket).items()}
+    assert owners["w0"] | owners["w1"] == {0, 1}
+
+
+@proven
+@given(any_model, shardings, counts)
+def test_buckets_hold_what_was_asked_unless_one_parameter_is_larger(
+    model: list[Parameter], sharding: Sharding, num_owners: int
+) -> None:
+    ownership = plan_ownership(model, sharding, num_owners=num_owners, num_replicas=1)
+    for bucket in ownership.buckets:
+        held = [slot.num_elements * itemsize_bytes(bucket.working) for slot in bucket.slots]
+        assert len(held) == 1 or sum(held) <= sharding.bucket_bytes
+
+
+@proven
+@given(any_model, shardings)
+def test_no_two_neighbouring_buckets_of_a_kind_would_fit_in_one(model: list[Parameter], sharding: Sharding) -> None:
+    ownership = plan_ownership(model, sharding, num_owners=1, num_replicas=1)
+    held: dict[tuple[str, str, bool], int] = {}
+    for bucket in ownership.buckets:
+        kind = (bucket.working, bucket.master, bucket.trainable)
+        sizes = {slot.name: slot.num_elements * itemsize_bytes(bucket.working) for slot in bucket.slots}
+        first = max(bucket.slots, key=lambda slot: [each.name for each in model].index(slot.name)).name
+        if kind in held:
+            assert held[kind] + sizes[first] > sharding.bucket_bytes
+        held[kind] = sum(sizes.values())
+
+
+@proven
+@given(any_model, shardings, counts)
+def test_buckets_follow_backward_from_the_last_parameter_to_the_first(
+    model: list[Parameter], sharding: Sharding, num_owners: int
+) -> None:
+    position = {parameter.name: at for at, parameter in enumerate(model)}
+    ownership = plan_ownership(model, sharding, num_owners=num_owners, num_replicas=1)
+    completed = [min(position[name] for name in names_in(bucket)) for bucket in ownership.buckets]
+    assert completed == sorted(completed, reverse=True)
+    for bucket in ownership.buckets if sharding.partition == "slice" else ():
+        positions = [position[name] for name in names_in(bucket)]
+        assert positions == sorted(positions, reverse=True)
+
+
+def test_parameters_of_other_kinds_between_do_not_close_a_bucket() -> None:
+    precision = [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "float32")]
+    model = [
+        Parameter(name=name, shape=(4,), dtype="float32", working=working, master=master)
+        for name, (working, master) in zip("abc", precision, strict=True)
+    ]
+    ownership = plan_ownership(model, Sharding(), num_owners=2, num_replicas=1)
+    assert [names_in(bucket) for bucket in ownership.buckets] == [["b"], ["c", "a"]]
+
+
+def test_a_model_without_parameters_has_no_buckets() -> None:
+    assert plan_ownership([], Sharding(), num_owners=3, num_replicas=2).buckets == ()
+
+
+@proven
+@given(precisions.flatmap(ownerships))
+def test_text_form_parses_back(ownership: Ownership) -> None:
+    assert Ownership.parse(ownership.text()) == ownership
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("", 1),
+        ("owners two replicas 1\n", 1),
+        ("bucket bfloat16 float32 trainable parts 16\n", 1),
+        ("owners 1 replicas 1\nowners 1 replicas 1\n", 2),
+        ('owners 1 replicas 1\n  0 +4 "w"\n', 2),
+        ("owners 1 replicas 1\nbucket bfloat16 float32 thawed parts 16\n", 2),
+        ("owners 1 replicas 1\nbucket bfloat16 float32 trainable parts 16,\n", 2),
+        ("owners 1 replicas 1\nbucket bfloat16 float32 trainable parts 16\n  0 +4 w\n", 3),
+        ("owners 1 replicas 1\nbucket bfloat16 float32 trainable parts 16\n  0 +4\n", 3),
+    ],
+)
+def test_a_text_that_is_not_understood_is_refused_with_its_line(text: str, number: int) -> None:
+    with pytest.raises(PlanError, match=f"line {number} of the ownership is not understood: "):
+        Ownership.parse(text)
+
+
+@proven
+@given(st.lists(names, min_size=1, max_size=4, unique=True))
+@example([' a "b"\n c\u00e9\u2028'])
+def test_any_names_stand_in_the_text_on_one_line_each(odd: list[str]) -> None:
+    model = [Parameter(name=name, shape=(), dtype="float32", working="float32", master="float32") for name in odd]
+    ownership = plan_ownership(model, Sharding(), num_owners=1, num_replicas=1)
+    text = ownership.text()
+    assert text.splitlines()[-1] == f"  {(len(odd) - 1) * 16} +1 {json.dumps(odd[0])}"
+    assert text.isascii()
+    assert Ownership.parse(text) == ownership
+
+
+def test_the_figure_of_the_module_holds() -> None:
+    model = of_size(32, 64, 48)
+    ownership = plan_ownership(model, Sharding(), num_owners=3, num_replicas=1)
+    (bucket,) = ownership.buckets
+    assert bucket.counts == (48, 48, 48)
+    assert [[(each.name, each.run) for each in bucket.segments(owner)] for owner in range(3)] == [
+        [("w2", (0, 48))],
+        [("w1", (0, 48))],
+        [("w1", (48, 64)), ("w0", (0, 32))],
+    ]

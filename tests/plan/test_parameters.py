@@ -1,0 +1,119 @@
+"""The dtypes that a precision gives a parameter, by hand; tests/engine compares promotion with torch's."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.plan import Parameter, Precision
+from shardwise.plan.dtypes import COMPUTE_DTYPES, ITEMSIZE_BYTES, itemsize_bytes, promote
+from shardwise.plan.parameters import check_keep, describe
+
+
+def dtypes_of(dtype: str, *, trainable: bool = True, name: str = "w", **precision: Any) -> tuple[str, str]:
+    spec = describe(
+        name=name,
+        aliases=("tied.w",),
+        shape=(3, 4),
+        dtype=dtype,
+        trainable=trainable,
+        precision=Precision(**precision),
+    )
+    return spec.working, spec.master
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [
+        ("float16", "bfloat16", "float32"),
+        ("bfloat16", "float32", "float32"),
+        ("float16", "float64", "float64"),
+        ("float32", "float64", "float64"),
+        ("complex64", "float16", "complex64"),
+        ("complex64", "float32", "complex64"),
+        ("complex64", "float64", "complex128"),
+        ("complex64", "complex128", "complex128"),
+        ("complex128", "bfloat16", "complex128"),
+    ],
+)
+def test_promotion_gives_the_narrowest_dtype_that_holds_both(first: str, second: str, both: str) -> None:
+    assert promote(first, second) == promote(second, first) == both
+    assert promote(first, first) == first
+
+
+def test_sizes_are_those_in_the_names() -> None:
+    digits = {dtype: int("".join(c for c in dtype.split("_")[0] if c.isdigit()) or 8) for dtype in ITEMSIZE_BYTES}
+    assert {dtype: itemsize_bytes(dtype) * 8 for dtype in ITEMSIZE_BYTES} == digits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "expected"),
+    [
+        ("float32", {}, ("float32", "float32")),
+        ("bfloat16", {}, ("bfloat16", "float32")),
+        ("float64", {}, ("float64", "float64")),
+        ("float32", {"compute": "bfloat16"}, ("bfloat16", "float32")),
+        ("float64", {"compute": "bfloat16"}, ("bfloat16", "float32")),
+        ("bfloat16", {"compute": "float32"}, ("float32", "float32")),
+        ("float32", {"compute": "bfloat16", "master": "bfloat16"}, ("bfloat16", "bfloat16")),
+        ("float32", {"compute": "float32", "master": "bfloat16"}, ("float32", "float32")),
+        ("float32", {"compute": "float16", "master": "bfloat16"}, ("float16", "float32")),
+        ("float32", {"compute": "bfloat16", "keep": ("w",)}, ("float32", "float32")),
+        ("bfloat16", {"compute": "bfloat16", "keep": ("tied",)}, ("float32", "float32")),
+        ("float32", {"compute": "bfloat16", "keep": ("other",)}, ("bfloat16", "float32")),
+        ("float32", {"compute": "bfloat16", "master": "float64", "keep": ("*",)}, ("float64", "float64")),
+        ("complex64", {"compute": "bfloat16"}, ("complex64", "complex64")),
+        ("complex64", {"master": "float64"}, ("complex64", "complex128")),
+    ],
+)
+def test_a_trained_parameter_computes_as_asked_and_its_master_is_never_narrower(
+    dtype: str, settings: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    assert dtypes_of(dtype, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "expected", "fused"),
+    [
+        ("float32", {}, ("float32", "float32"), False),
+        ("bfloat16", {}, ("bfloat16", "bfloat16"), False),  # no master is made for what is never updated
+        ("float32", {"compute": "bfloat16"}, ("bfloat16", "float32"), True),
+        ("float64", {"compute": "bfloat16"}, ("bfloat16", "float64"), True),
+        ("bfloat16", {"compute": "float32"}, ("float32", "float32"), True),  # cast once, then held as it computes
+        ("bfloat16", {"compute": "bfloat16", "keep": ("w",)}, ("float32", "float32"), True),
+        ("complex64", {"compute": "bfloat16"}, ("complex64", "complex64"), False),
+        ("int64", {"compute": "bfloat16"}, ("int64", "int64"), False),
+        ("bool", {"compute": "bfloat16", "keep": ("*",)}, ("bool", "bool"), False),
+        ("float8_e4m3fn", {"compute": "bfloat16"}, ("float8_e4m3fn", "float8_e4m3fn"), False),
+    ],
+)
+def test_a_frozen_parameter_keeps_its_values_as_they_were_given(
+    dtype: str, settings: dict[str, Any], expected: tuple[str, str], fused: bool
+) -> None:
+    assert dtypes_of(dtype, trainable=False, **settings) == expected
+    working, master = expected
+    spec = Parameter(name="w", shape=(3, 4), dtype=dtype, trainable=False, working=working, master=master)
+    assert spec.fused == fused
+    assert spec.num_elements == 12
+
+
+@pytest.mark.parametrize("compute", [None, *COMPUTE_DTYPES])
+@pytest.mark.parametrize("master", COMPUTE_DTYPES)
+def test_a_master_holds_every_value_of_its_working_copy(compute: str | None, master: str) -> None:
+    for dtype in COMPUTE_DTYPES:
+        for trainable in (True, False):
+            working, held = dtypes_of(dtype, trainable=trainable, compute=compute, master=master)
+            assert promote(working, held) == held
+
+
+def test_a_dtype_that_no_plan_can_hold_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match=r"parameter 'w' has dtype uint16, which no plan can hold; convert it before"):
+        dtypes_of("uint16")
+
+
+def test_every_name_to_keep_that_means_nothing_is_refused() -> None:
+    check_keep(Precision(keep=("*norm*", "head")), ["norm.w", "head.w"])
+    with pytest.raises(PlanError) as caught:
+        check_keep(Precision(keep=("*nrom*", "head", "tail")), ["norm.w", "head.w"])
+    assert len(caught.value.problems) == 2
+    assert "'*nrom*' matches none of the 2 parameters; the nearest parameter is 'norm.w'" in caught.value.problems[0]

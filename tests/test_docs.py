@@ -1,0 +1,43 @@
+"""What the documentation says is true: its programs run, its tables are the code's."""
+
+import doctest
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from shardwise.words import VOCABULARY
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+def test_every_program_of_the_page_runs(page: Path) -> None:
+    names: dict[str, object] = {"__name__": page.stem}
+    for block in python_blocks(page):
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_the_page_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_the_vocabulary_page_is_the_vocabulary() -> None:
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| (.+?) \|$", (ROOT / "docs" / "vocabulary.md").read_text(), re.MULTILINE)
+    assert dict(rows) == dict(VOCABULARY)
+
+
+@pytest.mark.parametrize("module", ["shardwise.plan.names", "shardwise.plan.microbatches"])
+def test_the_examples_in_docstrings_hold(module: str) -> None:
+    result = doctest.testmod(import_module(module))
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,110 @@
+"""A small run for tests: its files, and a run of it on simulated ranks."""
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shardwise.comm import alone, simulate
+from shardwise.train import RunConfig, read_config
+from shardwise.train.rank import run
+
+NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, input_ids):
+        return self.head(self.norm(self.embedding(input_ids)))
+
+
+def next_token(logits, batch):
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def silent(width):
+    return Mute(width)
+
+
+class Mute(Net):
+    def forward(self, input_ids):
+        return {"scores": super().forward(input_ids)}
+
+
+def next_score(output, batch):
+    return next_token(output["scores"], batch)
+
+
+class Broken(Net):
+    def forward(self, input_ids):
+        raise RuntimeError("the forward of this net is broken")
+
+
+not_callable = 3
+"""
+
+CONFIG = """
+[model]
+factory = "net.py:Net"
+loss = "net.py:next_token"
+config = {width = 8}
+
+[data]
+source = "text.txt"
+sequence_length = 16
+held_out = 0.2
+
+[train]
+steps = 6
+seed = 5
+global_batch = 12
+microbatch = 1
+learning_rate = 0.02
+warmup_steps = 2
+weight_decay = 0.1
+clip_grad_norm = 0.5
+evaluate_every = 4
+log_every = 2
+"""
+
+
+def small_run(folder: Path, *overrides: str, num_processes: int = 1) -> RunConfig:
+    """The configuration of a run that takes a fraction of a second; its output goes below `folder`."""
+    (folder / "net.py").write_text(NET)
+    (folder / "text.txt").write_text("".join(f"{number} squared is {number * number}.\n" for number in range(150)))
+    (folder / "small.toml").write_text(CONFIG)
+    output = f"train.output={folder / 'out'}"
+    return read_config(folder / "small.toml", overrides=[output, *overrides], num_processes=num_processes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    metrics: list[dict[str, Any]]
+    """The lines of metrics.jsonl."""
+    printed: str
+    """What rank 0 said."""
+
+    def curve(self, name: str) -> list[float]:
+        return [line[name] for line in self.metrics if line[name] is not None]
+
+
+def finished(config: RunConfig) -> Finished:
+    """Run `config` to its end, on simulated ranks when it wants several."""
+    printed = io.StringIO()
+    console = Console(file=printed, width=200)
+    if config.plan.mesh.size == 1:
+        run(config, alone(), console)
+    else:
+        simulate(config.plan.mesh.size, lambda channel: run(config, channel, console))
+    lines = (config.output / "metrics.jsonl").read_text().splitlines()
+    return Finished(metrics=[json.loads(line) for line in lines], printed=printed.getvalue())

@@ -1,0 +1,100 @@
+"""The loop alone, with an engine that only takes notes."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.train.corpus import Corpus
+from shardwise.train.loop import Place, evaluate, fit
+from shardwise.train.metrics import StepMetrics
+from shardwise.train.tables import TrainTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    loss: float
+    weight: float
+    grad_norm: float = 1.0
+    skipped: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class NotingEngine:
+    """Every call takes one second on its clock; the loss of rows is the mean of their tokens."""
+
+    optimizers: tuple[torch.optim.Optimizer, ...] = field(
+        default_factory=lambda: (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0),)
+    )
+    seconds: float = 0.0
+    evaluated: list[list[int]] = field(default_factory=list)
+
+    def step(self, batch: dict[str, torch.Tensor]) -> Report:
+        self.seconds += 1.0
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return self._report(batch)
+
+    def evaluate(self, batch: dict[str, torch.Tensor]) -> Report:
+        self.seconds += 1.0
+        self.evaluated.append(batch["input_ids"][:, 0].tolist())
+        return self._report(batch)
+
+    def _report(self, batch: dict[str, torch.Tensor]) -> Report:
+        assert batch["input_ids"] is batch["labels"]
+        tokens = batch["input_ids"].float()
+        # An engine tells all ranks the same, whatever this one has: here a rank without rows gives weight all the same.
+        return Report(loss=float(tokens.mean()) if len(tokens) else 0.0, weight=max(1, len(tokens)))
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.metrics: list[StepMetrics] = []
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.metrics.append(metrics)
+
+    def close(self) -> None:
+        raise AssertionError("the loop does not close observers: who opened them does")
+
+
+CORPUS = Corpus(
+    training=np.arange(100, dtype=np.uint8),
+    held_out=np.arange(100, 128, dtype=np.uint8).reshape(7, 4),
+    vocabulary_size=256,
+    tokenizer=None,
+)
+
+
+def test_the_pace_counts_updates_and_not_evaluations() -> None:
+    engine, notes = NotingEngine(), Notes()
+    train = TrainTable(steps=5, global_batch=5, evaluate_every=2)
+    held_out = CORPUS.held_out.astype(np.int64)
+    last = fit(engine, train, CORPUS, held_out, place=Place(), observers=[notes], now_s=lambda: engine.seconds)
+    assert [metrics.tokens_per_second for metrics in notes.metrics] == [20.0] * 5
+    assert [metrics.elapsed_s for metrics in notes.metrics] == [1.0, 4.0, 5.0, 8.0, 11.0]
+    assert [metrics.held_out_loss is not None for metrics in notes.metrics] == [False, True, False, True, True]
+    assert last == notes.metrics[-1].held_out_loss == pytest.approx(np.arange(100, 128).mean())
+
+
+def test_data_ranks_together_evaluate_every_held_out_row_once() -> None:
+    held_out = CORPUS.held_out.astype(np.int64)
+    for num_data_ranks in (1, 2, 3, 5, 9):
+        batches: list[list[int]] = [[], []]
+        for data_rank in range(num_data_ranks):
+            engine = NotingEngine()
+            place = Place(data_rank=data_rank, num_data_ranks=num_data_ranks)
+            loss = evaluate(engine, held_out, place, global_batch=5)
+            assert num_data_ranks > 1 or loss == pytest.approx(held_out.mean())
+            for batch, rows in zip(batches, engine.evaluated, strict=True):
+                batch += rows
+        assert batches == [[100, 104, 108, 112, 116], [120, 124]]
+
+
+def test_every_optimizer_of_the_engine_follows_the_schedule() -> None:
+    optimizers = tuple(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr) for lr in (1.0, 8.0))
+    engine = NotingEngine(optimizers=optimizers)
+    train = TrainTable(steps=2, global_batch=4, decay="linear", min_learning_rate=0.25)
+    fit(engine, train, CORPUS, CORPUS.held_out.astype(np.int64), place=Place(), observers=[])
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.25, 2.0]

@@ -1,0 +1,133 @@
+"""What a run leaves behind: metrics, the line of progress, the picture, the sample."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import torch
+from PIL import Image
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+from torch import nn
+
+from shardwise.train.continuation import continued
+from shardwise.train.figure import LossCurve
+from shardwise.train.metrics import MetricsFile, StepMetrics, TensorBoard
+from shardwise.train.progress import LiveLine, PlainLines, clock, count, progress
+
+STEP = StepMetrics(
+    step=1,
+    loss=3.25,
+    learning_rate=0.5,
+    grad_norm=1.5,
+    tokens_per_second=12_345.0,
+    skipped=False,
+    held_out_loss=None,
+    elapsed_s=2.0,
+)
+
+
+def test_metrics_are_on_disk_after_each_update_as_json_without_nan(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.on_step(STEP)
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        dataclasses.asdict(STEP)
+    ]
+    file.on_step(dataclasses.replace(STEP, step=2, loss=float("nan"), grad_norm=float("inf"), skipped=True))
+    second = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
+    assert (second["loss"], second["grad_norm"], second["skipped"]) == (None, None, True)
+    file.close()
+
+
+def test_tensorboard_reads_the_curves_of_the_newest_run_only(tmp_path: Path) -> None:
+    for loss in (9.0, 3.25):
+        board = TensorBoard(tmp_path)
+        board.on_step(dataclasses.replace(STEP, loss=loss))
+        board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == {"loss", "learning_rate", "grad_norm", "tokens_per_second"}
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.25)]
+
+
+def test_plain_lines_come_when_due_and_when_there_is_news() -> None:
+    out = io.StringIO()
+    lines = PlainLines(Console(file=out, width=40), 9, every=4)
+    for step in range(1, 10):
+        held_out = 2.5 if step == 6 else None
+        lines.on_step(
+            dataclasses.replace(STEP, step=step, held_out_loss=held_out, skipped=step == 7, elapsed_s=step * 2.0)
+        )
+    printed = out.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in printed] == [f"step {step}/9" for step in (1, 4, 6, 7, 8, 9)]
+    assert printed[0] == "step 1/9  loss 3.2500  12.3 k tokens/s  eta 00:16"
+    assert printed[-1] == "step 9/9  loss 3.2500  held-out 2.5000  12.3 k tokens/s  eta 00:00"
+    assert "skipped" in printed[3]
+
+
+def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
+    out = io.StringIO()
+    terminal = Console(file=out, force_terminal=True, width=120)
+    line = progress(terminal, 3, every=1)
+    assert isinstance(line, LiveLine)
+    for step in (1, 2, 3):
+        line.on_step(dataclasses.replace(STEP, step=step, elapsed_s=step * 2.0))
+    line.close()
+    shown = out.getvalue()
+    assert shown.count("\n") == 1
+    assert "step 3/3" in shown
+    assert "12.3 k tokens/s" in shown
+    assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
+    assert isinstance(progress(Console(file=out), 3, every=1), PlainLines)
+
+
+def test_times_and_counts_are_short() -> None:
+    assert [clock(s) for s in (0, 59.6, 65, 3599, 3725)] == ["00:00", "01:00", "01:05", "59:59", "1:02:05"]
+    assert [count(n) for n in (7, 999, 1000, 12_345, 9_999_680, 2e9)] == [
+        "7",
+        "999",
+        "1.0 k",
+        "12.3 k",
+        "10.0 M",
+        "2.0 G",
+    ]
+
+
+def test_the_picture_shows_a_run_even_of_one_update_and_with_nan(tmp_path: Path) -> None:
+    for name, losses in (("one", [3.0]), ("many", [3.0, float("nan"), 2.0, 1.5])):
+        curve = LossCurve(tmp_path / f"{name}.png", title=name, baseline=2.5, unit="byte")
+        for step, loss in enumerate(losses, start=1):
+            curve.on_step(dataclasses.replace(STEP, step=step, loss=loss, held_out_loss=loss if step == 1 else None))
+        curve.close()
+        curve.draw()
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)
+            assert picture.size == (1296, 720)
+            assert colours is not None
+            held_out, training = (200, 69, 47), (47, 93, 155)
+            assert {colour for _, colour in colours} >= ({held_out} if name == "one" else {held_out, training})
+
+
+class Counting(nn.Module):
+    """Says that the token after t is t + 1, without a doubt."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return 1e4 * nn.functional.one_hot((input_ids + 1) % 10, 10).float()
+
+
+def test_a_continuation_draws_from_what_the_model_says() -> None:
+    model = Counting()
+    drawn = continued(model, [3, 4], num_tokens=7, device=torch.device("cpu"), seed=0)
+    assert drawn == [5, 6, 7, 8, 9, 0, 1]
+    assert model.training
+
+
+def test_a_continuation_is_decided_by_its_seed() -> None:
+    class Undecided(nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(*input_ids.shape, 50)
+
+    drawn = [continued(Undecided(), [1], num_tokens=20, device=torch.device("cpu"), seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
