@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.rank import Cell, Outcome, enter, measure
 
@@ -15,6 +15,7 @@ WORLD_SIZE = 2
 CHILD_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
     "LOCAL_SIZE": str(WORLD_SIZE),
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -24,7 +25,7 @@ CHILD_ENVIRONMENT = {
 def in_processes(work: Callable[[int, Path], None], folder: Path) -> None:
     """Run `work(rank, folder)` in `WORLD_SIZE` fresh processes joined by gloo; raise when one of them fails."""
     os.environ.update(CHILD_ENVIRONMENT)  # the children read it at import; this process has nothing else to do
-    multiprocessing.spawn(enter, args=(WORLD_SIZE, str(folder), work), nprocs=WORLD_SIZE, join=True)
+    spawn(enter, args=(WORLD_SIZE, str(folder), work), nprocs=WORLD_SIZE, join=True)
 
 
 def run(cell: Cell) -> Outcome:

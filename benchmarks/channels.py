@@ -60,9 +60,13 @@ def sides(channels: dict[str, Channel]) -> dict[str, Side]:
 
     timed: dict[str, Side] = {"copy of 32 MB": lambda: other.copy_(whole)}
     for name, channel in channels.items():
-        timed[f"reduce_scatter, {name}, float32 sum"] = lambda c=channel: c.reduce_scatter(wide, whole, purpose="a").wait()
+        timed[f"reduce_scatter, {name}, float32 sum"] = lambda c=channel: c.reduce_scatter(
+            wide, whole, purpose="a"
+        ).wait()
     for name, channel in channels.items():
-        timed[f"reduce_scatter, {name}, bfloat16 sum"] = lambda c=channel: c.reduce_scatter(part, whole, purpose="b").wait()
+        timed[f"reduce_scatter, {name}, bfloat16 sum"] = lambda c=channel: c.reduce_scatter(
+            part, whole, purpose="b"
+        ).wait()
     timed["reduce_scatter, gloo pairs, float32 sum"] = pairs_scatter
     timed["reduce_scatter, gloo native"] = lambda: scatter(part, whole)
     for name, channel in channels.items():
@@ -99,7 +103,9 @@ def measure() -> None:
         taken = [(time.perf_counter() - begin), (time.process_time() - begin_cpu)]
         if dist.get_rank() == 0:
             microseconds = [each / EXCHANGE_CALLS * 1e6 for each in taken]
-            print(f"exchange of 20 bytes, {name:22} {microseconds[0]:8.0f} us, {microseconds[1]:.0f} us of processor time")
+            print(
+                f"exchange of 20 bytes, {name:22} {microseconds[0]:8.0f} us, {microseconds[1]:.0f} us of processor time"
+            )
     for channel in channels.values():
         channel.close()
     dist.destroy_process_group()

@@ -1,16 +1,17 @@
 """Our own sides: the same engine over several channels, with several precisions."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import shardwise as sw
 import torch
 import torch.distributed as dist
-from shardwise.comm import Channel
 from torch import nn
 
+import shardwise as sw
 from benchmarks.silence import Silence
-from benchmarks.workload import ADAMW, Batch, Side, Step
+from benchmarks.workload import ADAMW, Batch, Side, Training
+from shardwise.comm import Channel
 
 Wire = Literal["shared memory", "tcp", "silent"]
 
@@ -29,49 +30,68 @@ def channel(wire: Wire) -> Channel:
     return sw.processes(shared_memory=wire == "shared memory")
 
 
+def cast_each_time(model: nn.Module) -> None:
+    """Let the model cast its parameters to bf16 in each of its forward passes."""
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    setattr(model, "forward", autocast(model.forward))  # noqa: B010, it shadows a method
+
+
 def engine(
     model: nn.Module,
     num_microbatches: int,
     *,
     precision: sw.Precision,
     over: Channel,
-    adamw: type[torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> sw.Engine:
     """Put the workload's model under stage 1 on all ranks of the channel."""
-    plan = sw.Plan(
-        mesh=sw.Mesh(dp_shard=over.size), merge=sw.Merge(microbatches=num_microbatches), precision=precision
+    plan = sw.Plan(mesh=sw.Mesh(dp_shard=over.size), merge=sw.Merge(microbatches=num_microbatches), precision=precision)
+    return sw.parallelize(
+        model, plan, optimizer=lambda parameters: torch.optim.AdamW(parameters, **ADAMW), channel=over
     )
-    return sw.parallelize(model, plan, optimizer=lambda parameters: adamw(parameters, **ADAMW), channel=over)
 
 
-def _prepare(
-    model: nn.Module, num_microbatches: int, *, precision: sw.Precision, wire: Wire, autocast: bool = False
-) -> Step:
-    if autocast:
-        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
-    trained = engine(model, num_microbatches, precision=precision, over=channel(wire))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What tells our sides apart."""
+
+    about: str
+    precision: sw.Precision
+    wire: Wire
+    autocast: bool = False
+
+
+def _prepare(model: nn.Module, num_microbatches: int, *, settings: Settings) -> Training:
+    if settings.autocast:
+        cast_each_time(model)
+    trained = engine(model, num_microbatches, precision=settings.precision, over=channel(settings.wire))
 
     def step(batch: Batch) -> float:
         return trained.step(batch.whole).loss
 
-    return step
-
-
-def _side(name: str, about: str, *, precision: sw.Precision, wire: Wire, autocast: bool = False) -> Side:
-    prepare = partial(_prepare, precision=precision, wire=wire, autocast=autocast)
-    return Side(name=name, about=f"{about}; {wire}", prepare=prepare, trains_fully=wire != "silent")
+    held = trained.footprint()
+    moments = 2 * 4 * held.owned_elements  # AdamW's, in float32
+    return Training(step=step, predicted_bytes=held.working_bytes + held.gradient_bytes + held.master_bytes + moments)
 
 
 _ONCE = "shardwise stage 1, bf16 working copies, one cast per update, accumulates in fp32, sends gradients in"
 _NARROW = "shardwise stage 1, bf16 working copies, one cast per update, accumulates and sends gradients in bf16"
 _EACH = "shardwise stage 1, fp32 parameters under autocast(bf16), a cast per microbatch"
-OURS = (
-    _side("ours", f"{_ONCE} fp32 (bf16 when k = 1)", precision=ONCE, wire="shared memory"),
-    _side("ours-tcp", f"{_ONCE} fp32 (bf16 when k = 1)", precision=ONCE, wire="tcp"),
-    _side("ours-silent", f"{_ONCE} fp32 (bf16 when k = 1)", precision=ONCE, wire="silent"),
-    _side("ours-wire", f"{_ONCE} bf16", precision=ONCE_NARROW_WIRE, wire="shared memory"),
-    _side("ours-bf16", _NARROW, precision=ONCE_NARROW, wire="shared memory"),
-    _side("ours-bf16-silent", _NARROW, precision=ONCE_NARROW, wire="silent"),
-    _side("cast-each", _EACH, precision=EACH, wire="shared memory", autocast=True),
-    _side("cast-each-silent", _EACH, precision=EACH, wire="silent", autocast=True),
+OURS_SETTINGS = {
+    "ours": Settings(about=f"{_ONCE} fp32 (bf16 when k = 1)", precision=ONCE, wire="shared memory"),
+    "ours-tcp": Settings(about=f"{_ONCE} fp32 (bf16 when k = 1)", precision=ONCE, wire="tcp"),
+    "ours-silent": Settings(about=f"{_ONCE} fp32 (bf16 when k = 1)", precision=ONCE, wire="silent"),
+    "ours-wire": Settings(about=f"{_ONCE} bf16", precision=ONCE_NARROW_WIRE, wire="shared memory"),
+    "ours-bf16": Settings(about=_NARROW, precision=ONCE_NARROW, wire="shared memory"),
+    "ours-bf16-silent": Settings(about=_NARROW, precision=ONCE_NARROW, wire="silent"),
+    "cast-each": Settings(about=_EACH, precision=EACH, wire="shared memory", autocast=True),
+    "cast-each-silent": Settings(about=_EACH, precision=EACH, wire="silent", autocast=True),
+}
+OURS = tuple(
+    Side(
+        name=name,
+        about=f"{settings.about}; {settings.wire}",
+        prepare=partial(_prepare, settings=settings),
+        trains_fully=settings.wire != "silent",
+    )
+    for name, settings in OURS_SETTINGS.items()
 )

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workload import ADAMW, Batch, Side, Step
+from benchmarks.workload import ADAMW, Batch, Side, Training
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -27,22 +27,22 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _zero_redundancy(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
+
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW)
-
-
-def _send_in_bf16(group: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    # DDP refuses torch's own hook on gloo by its name, though it works there.
-    return bf16_compress_hook(group, bucket)
 
 
 def _ddp(
     model: nn.Module, num_microbatches: int, *, optimizer: MakeOptimizer, compress: bool = False, hold: bool = False
-) -> Step:
+) -> Training:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers; 2.11 has the old name only
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # torch 2.13 renames broadcast_buffers; 2.11 has the old name only
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if compress:
-        wrapped.register_comm_hook(None, _send_in_bf16)
+        # Called by another name, because DDP refuses torch's own hook on gloo, where it works.
+        wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     updates = optimizer(wrapped.parameters())
 
     def step(batch: Batch) -> float:
@@ -60,10 +60,10 @@ def _ddp(
         updates.zero_grad()
         return float(total)
 
-    return step
+    return Training(step=step)
 
 
-def _fsdp2(model: nn.Module, num_microbatches: int, *, reshard: bool, reduce_dtype: torch.dtype) -> Step:
+def _fsdp2(model: Any, num_microbatches: int, *, reshard: bool, reduce_dtype: torch.dtype) -> Training:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for layer in model.model.layers:
@@ -77,7 +77,7 @@ def _fsdp2(model: nn.Module, num_microbatches: int, *, reshard: bool, reduce_dty
             last = index == num_microbatches - 1
             model.set_requires_gradient_sync(last)
             model.set_is_last_backward(last)
-            # Kept whole between microbatches: an all-gather less per group and microbatch, in the same memory as their peak.
+            # Whole from one microbatch's backward to the next forward: an all-gather less per group and microbatch.
             model.set_reshard_after_backward(last)
             loss = model(**microbatch).loss / num_microbatches
             loss.backward()
@@ -86,10 +86,10 @@ def _fsdp2(model: nn.Module, num_microbatches: int, *, reshard: bool, reduce_dty
         updates.zero_grad()
         return float(total)
 
-    return step
+    return Training(step=step)
 
 
-def _deepspeed(model: nn.Module, num_microbatches: int, *, accumulate: str, **zero: bool) -> Step:
+def _deepspeed(model: nn.Module, num_microbatches: int, *, accumulate: str, **zero: bool) -> Training:
     import deepspeed  # an optional extra; needs DS_ACCELERATOR=cpu, which `cells` sets
 
     config = {
@@ -113,7 +113,7 @@ def _deepspeed(model: nn.Module, num_microbatches: int, *, accumulate: str, **ze
             total += loss.detach().float()
         return float(total) / num_microbatches
 
-    return step
+    return Training(step=step)
 
 
 _FSDP2 = "fully_shard per layer and root, param_dtype bf16, gradients kept whole and sent on the last microbatch only"

@@ -45,6 +45,8 @@ class Outcome:
     """By side, the losses of the proof steps, all on one batch, averaged over ranks."""
     held_bytes: dict[str, int]
     """By side, bytes of tensors that it holds between two steps on rank 0."""
+    predicted_bytes: dict[str, int]
+    """The same by formula, for sides that have one."""
 
     def write(self, path: Path) -> None:
         """Write as JSON."""
@@ -65,18 +67,29 @@ def run_cell(cell: Cell) -> Outcome:
     steps: dict[str, Step] = {}
     losses: dict[str, list[float]] = {}
     held: dict[str, int] = {}
+    predicted: dict[str, int] = {}
     for side in sides:
         before = live_tensor_bytes()
-        steps[side.name] = side.prepare(llama(), cell.num_microbatches)
+        training = side.prepare(llama(), cell.num_microbatches)
+        steps[side.name] = training.step
+        if training.predicted_bytes is not None:
+            predicted[side.name] = training.predicted_bytes
         losses[side.name] = [_mean_of_ranks(steps[side.name](drawn[0])) for _ in range(NUM_PROOF_STEPS)]
         held[side.name] = live_tensor_bytes() - before
     prove_training(sides, losses)
     seconds, num_steps = _alternate(steps, drawn, cell.num_rounds)
-    return Outcome(cell=cell, num_steps_per_turn=num_steps, seconds=seconds, losses=losses, held_bytes=held)
+    return Outcome(
+        cell=cell,
+        num_steps_per_turn=num_steps,
+        seconds=seconds,
+        losses=losses,
+        held_bytes=held,
+        predicted_bytes=predicted,
+    )
 
 
 def prove_training(sides: list[Side], losses: dict[str, list[float]]) -> None:
-    """Raise `RuntimeError` unless all sides start at one loss and all that really exchange gradients end at one, lower."""
+    """Raise `RuntimeError` unless all sides start at one loss and, where they exchange gradients, end at one, lower."""
     starts = {name: values[0] for name, values in losses.items()}
     ends = {side.name: losses[side.name][-1] for side in sides if side.trains_fully}
     problems = [
@@ -95,15 +108,13 @@ def prove_training(sides: list[Side], losses: dict[str, list[float]]) -> None:
         raise RuntimeError("a side does not train as the others do:\n" + "\n".join(problems))
 
 
-def _alternate(
-    steps: dict[str, Step], drawn: list[Batch], num_rounds: int
-) -> tuple[dict[str, list[float]], int]:
+def _alternate(steps: dict[str, Step], drawn: list[Batch], num_rounds: int) -> tuple[dict[str, list[float]], int]:
     warm = [_turn(step, drawn, 0, 2) for step in steps.values()]
     num_steps = max(1, round(SECONDS_PER_TURN / statistics.median(warm)))
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
     for index in range(num_rounds):
-        # Each round starts with another side and every second one runs backwards, so that nobody always follows the same neighbour.
+        # Each round starts with another side, every second one runs backwards: nobody has one neighbour all the time.
         turned = order[index % len(order) :] + order[: index % len(order)]
         for name in turned if index % 2 == 0 else reversed(turned):
             seconds[name].append(_turn(steps[name], drawn, index * num_steps, num_steps))
@@ -137,7 +148,7 @@ def live_tensor_bytes() -> int:
         if type(thing) not in (torch.Tensor, nn.Parameter):  # subclasses (DTensor) show their local tensors as well
             continue
         for tensor in (thing, thing.grad if thing.is_leaf else None):
-            if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu":
+            if tensor is not None and type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -145,6 +156,7 @@ def live_tensor_bytes() -> int:
 
 def enter(rank: int, world_size: int, folder: str, work: Callable[[int, Path], None]) -> None:
     """Join the process group through a file in `folder`, do `work(rank, folder)` and leave; runs in a fresh process."""
+    os.dup2(2, 1)  # what libraries print is no part of the table
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed wants it
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from shardwise.comm import Channel, Work
 
 
@@ -16,14 +17,19 @@ class _Done:
 class Silence:
     """A `Channel` of `size` ranks on which this rank hears itself only.
 
-    A reduce-scatter copies this rank's own part (no sum: adding the peers' parts counts as communication), an all-gather
-    puts it in its place, an exchange gives the own value for everyone's. The numbers are wrong, the local work is right.
+    A reduce-scatter copies this rank's own part (no sum: adding the peers' parts counts as communication), an
+    all-gather puts it in its place, an exchange gives the own value for everyone's. The numbers are wrong, the local
+    work is right.
     """
 
     rank: int
     size: int
-    device: torch.device = torch.device("cpu")
     progresses_alone: bool = True
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
 
     def over(self, ranks: Sequence[int]) -> Channel:
         """Fewer ranks, as silent."""
@@ -67,4 +73,5 @@ class Silence:
 
     def _own(self, whole: torch.Tensor, counts: Sequence[int] | None) -> torch.Tensor:
         sizes = list(counts) if counts is not None else [whole.numel() // self.size] * self.size
-        return whole.split(sizes)[self.rank]
+        start = sum(sizes[: self.rank])
+        return whole[start : start + sizes[self.rank]]

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 VOCABULARY = 2048
-ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
-"""Every side's optimizer. On a CPU torch's fused AdamW takes a third of the time of the others, so all sides have it."""
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+"""Every side's optimizer. On a CPU torch's fused AdamW takes a third of the others' time, so all sides have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +53,8 @@ def llama() -> nn.Module:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).train()
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.train()
 
 
 def batches(shape: Shape, num_microbatches: int, *, rank: int, count: int) -> list[Batch]:
@@ -77,13 +79,22 @@ Step = Callable[[Batch], float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """A side made ready."""
+
+    step: Step
+    predicted_bytes: int | None = None
+    """What the side says it holds between two steps, where it says so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
     """One way to train the workload."""
 
     name: str
     about: str
     """Settings, for the notes under the table."""
-    prepare: Callable[[nn.Module, int], Step]
-    """From a fresh model and the number of microbatches to a step."""
+    prepare: Callable[[nn.Module, int], Training]
+    """From a fresh model and the number of microbatches to a training."""
     trains_fully: bool = True
     """False where the ranks do not really exchange anything, so that losses need not equal the other sides'."""

@@ -118,8 +118,8 @@ class RankOrder:
     accumulate: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
 
-    def train(self, batches: Sequence[Batch]) -> Trained:
-        """One update per batch."""
+    def train(self, batches: Sequence[Batch], *, counts: Sequence[int] | None = None) -> Trained:
+        """One update per batch; `counts`: the number of microbatches of each, where it changes."""
         trained = Trained()
         masters: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters():
@@ -127,7 +127,9 @@ class RankOrder:
             masters[name] = nn.Parameter(parameter.detach().to(dtype, copy=True))
             parameter.data = parameter.data.to(self.working(name))
         optimizer = self.make_optimizer(list(masters.values()))
-        for batch in batches:
+        for at, batch in enumerate(batches):
+            if counts is not None:
+                self.num_microbatches = counts[at]
             total, loss = self._gradients(batch)
             for name, master in masters.items():
                 master.grad = None

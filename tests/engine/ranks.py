@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tests.engine.oracle import Batch, Loss, Trained, share_of, values_of
 from torch import nn
 
 import shardwise as sw
+from tests.engine.oracle import Batch, Loss, Trained, share_of, values_of
 
 
 def train_on_ranks(

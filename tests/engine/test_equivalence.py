@@ -10,6 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
+
+import shardwise as sw
+from shardwise.plan.specs import Partition
 from tests.engine.models import (
     Batch,
     curve,
@@ -21,9 +25,6 @@ from tests.engine.models import (
 )
 from tests.engine.oracle import Optimizers, RankOrder, Trained, microbatches_of, train_in_one_process
 from tests.engine.ranks import assert_same_bits, largest_difference, train_on_ranks
-from torch import nn
-
-import shardwise as sw
 
 BOUND = 8 * 2.0**-23
 """Eight ulps of a parameter between 1 and 2, after three updates (measured: two)."""
@@ -117,9 +118,9 @@ def test_stages_partitions_and_buckets_change_no_bit(optimizer: Optimizers, rank
 @pytest.mark.parametrize("partition", ["slice", "whole"])
 @pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (3, 1), (4, 2), (2, 3)])
 def test_replicas_add_the_sums_of_their_owners(
-    optimizer: Optimizers, partition: str, replicate: int, shard: int
+    optimizer: Optimizers, partition: Partition, replicate: int, shard: int
 ) -> None:
-    sharding = sw.Sharding(partition=partition, owners="dp_shard", bucket_bytes=600)  # type: ignore[arg-type]
+    sharding = sw.Sharding(partition=partition, owners="dp_shard", bucket_bytes=600)
     plan = plan_of(sw.Mesh(dp_replicate=replicate, dp_shard=shard), sharding, k=3, clip=0.3)
     got = ours(plan, optimizer)
     ranks = replicate * shard
@@ -162,9 +163,9 @@ def test_one_update_differs_from_the_plain_sum_by_its_rounding_at_most(ranks: in
 
 
 @pytest.mark.parametrize("partition", ["slice", "whole"])
-def test_ranks_that_own_nothing_take_part(partition: str) -> None:
+def test_ranks_that_own_nothing_take_part(partition: Partition) -> None:
     """49 elements on 8 ranks: parameters smaller than the number of ranks, and ranks without any."""
-    sharding = sw.Sharding(partition=partition)  # type: ignore[arg-type]
+    sharding = sw.Sharding(partition=partition)
     plan = plan_of(sw.Mesh(dp_shard=8), sharding, k=2, clip=0.1)
     batches = [curve_batch(seed, 32) for seed in range(3)]
 

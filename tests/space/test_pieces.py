@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from itertools import combinations_with_replacement, product
 
 import pytest
 from hypothesis import given
@@ -30,14 +31,41 @@ def test_boxes_of_a_piece_are_its_elements_in_the_order_of_its_storage(pair: tup
     assert piece.whole == (elements == elements_of_box(shape, Box((0,) * len(shape), shape)))
 
 
+def plain_overlap(a: Piece, b: Piece) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    in_b = {element: position for position, element in enumerate(elements_of_piece(b))}
+    shared = [(position, in_b[element]) for position, element in enumerate(elements_of_piece(a)) if element in in_b]
+    return stretches(shared)
+
+
 @proven
 @given(piece_pairs())
 def test_overlap_is_the_shared_elements_in_the_longest_copies(pair: tuple[Piece, Piece]) -> None:
     a, b = pair
-    in_b = {element: position for position, element in enumerate(elements_of_piece(b))}
-    shared = [(position, in_b[element]) for position, element in enumerate(elements_of_piece(a)) if element in in_b]
-    assert list(overlap(a, b)) == stretches(shared)
-    assert list(overlap(b, a)) == [(theirs, mine) for mine, theirs in overlap(a, b)]
+    assert list(overlap(a, b)) == plain_overlap(a, b)
+    assert list(overlap(b, a)) == plain_overlap(b, a)
+
+
+def test_overlap_of_every_two_boxes_of_a_small_tensor() -> None:
+    spans = [[(start, size - start) for start in range(size)] + [(0, 1)] for size in (2, 3, 3)]
+    pieces = [
+        Piece(name="w", dtype="float32", global_shape=(2, 3, 3), offset=offset, shape=shape)
+        for offset, shape in (zip(*places, strict=True) for places in product(*spans))
+    ]
+    for a, b in product(pieces, pieces):
+        assert list(overlap(a, b)) == plain_overlap(a, b)
+
+
+def test_overlap_of_every_two_runs_of_two_crossing_boxes() -> None:
+    runs = list(combinations_with_replacement(range(7), 2))
+    left, right = (
+        [
+            Piece(name="w", dtype="float32", global_shape=(2, 4), offset=(0, column), shape=(2, 3), run=run)
+            for run in runs
+        ]
+        for column in (0, 1)
+    )
+    for a, b in product(left, right):
+        assert list(overlap(a, b)) == plain_overlap(a, b)
 
 
 @proven

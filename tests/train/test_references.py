@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.runs import small_run
 
 from shardwise.errors import ConfigError
 from shardwise.train import check_references
 from shardwise.train.build import build_model, optimizer_factory
 from shardwise.train.references import resolve
+from tests.train.runs import small_run
 
 LLAMA = {
     "vocab_size": 256,

@@ -18,6 +18,7 @@ from shardwise.train.figure import LossCurve
 from shardwise.train.metrics import MetricsFile, StepMetrics, TensorBoard
 from shardwise.train.progress import LiveLine, PlainLines, clock, count, progress
 
+CPU = torch.device("cpu")
 STEP = StepMetrics(
     step=1,
     loss=3.25,
@@ -119,9 +120,21 @@ class Counting(nn.Module):
 
 def test_a_continuation_draws_from_what_the_model_says() -> None:
     model = Counting()
-    drawn = continued(model, [3, 4], num_tokens=7, device=torch.device("cpu"), seed=0)
+    drawn = continued(model, [3, 4], num_tokens=7, context=99, device=CPU, seed=0)
     assert drawn == [5, 6, 7, 8, 9, 0, 1]
     assert model.training
+
+
+def test_a_continuation_shows_the_model_no_more_than_it_was_trained_on() -> None:
+    lengths = []
+
+    class Noting(Counting):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            lengths.append(input_ids.shape[1])
+            return super().forward(input_ids)
+
+    assert continued(Noting(), [3, 4], num_tokens=5, context=4, device=CPU, seed=0) == [5, 6, 7, 8, 9]
+    assert lengths == [2, 3, 4, 4, 4]
 
 
 def test_a_continuation_is_decided_by_its_seed() -> None:
@@ -129,5 +142,5 @@ def test_a_continuation_is_decided_by_its_seed() -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return torch.zeros(*input_ids.shape, 50)
 
-    drawn = [continued(Undecided(), [1], num_tokens=20, device=torch.device("cpu"), seed=seed) for seed in (1, 1, 2)]
+    drawn = [continued(Undecided(), [1], num_tokens=20, context=9, device=CPU, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]

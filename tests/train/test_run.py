@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tests.train.runs import Finished, finished, small_run
 
 from shardwise.comm import simulate
 from shardwise.errors import DataError, MismatchError, ModelError, OptimizerError, ShardwiseError
@@ -16,6 +15,7 @@ from shardwise.train import RunConfig
 from shardwise.train.corpus import Corpus, evaluation_rows, read_corpus
 from shardwise.train.rank import run
 from shardwise.train.references import resolve
+from tests.train.runs import Finished, finished, small_run
 
 
 def plainly_trained(config: RunConfig) -> tuple[list[float], list[float], list[float]]:
@@ -100,7 +100,7 @@ def test_a_run_says_what_it_does_and_ends_with_both_losses(alone_run: tuple[RunC
     config, done = alone_run
     lines = done.printed.splitlines()
     assert lines[0].startswith("small: Net, 4.4 k parameters, mesh single, stage 1, compute as the model is")
-    assert "1 data ranks x 12 microbatches x 1 rows = 12 rows of 16 tokens" in lines[1]
+    assert "12 rows of 16 tokens, as 1 (data ranks) x 12 (microbatches) x 1 (rows)" in lines[1]
     progress = [line.split("  ")[0] for line in lines if line.startswith("step ")]
     assert progress == ["step 1/6", "step 2/6", "step 4/6", "step 6/6"]
     loss = done.curve("held_out_loss")[-1]

@@ -90,7 +90,7 @@ def _launch(path: Path, num_processes: int, overrides: Sequence[str], debug: boo
         verdict = weighed(Path(folder))
     if code == INTERRUPTED:
         raise KeyboardInterrupt
-    if verdict is None or code == 0:
+    if verdict is None or code == 0 or code > INTERRUPTED:  # stopped from outside: the ranks' words are its echo
         return code
     tell(verdict)
     return verdict.exit_code

@@ -68,9 +68,7 @@ class _Rank:
         self._process.send_signal(number)
 
 
-def launch(
-    module: str | None, arguments: Sequence[str], *, num_processes: int, grace_seconds: float = 10.0
-) -> int:
+def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, grace_seconds: float = 10.0) -> int:
     """Run `python -m module arguments` (`python arguments` without a module) as ranks 0 to `num_processes` - 1 here.
 
     Rank 0 has the terminal. What the others print is shown only if they fail first. When a rank fails, the others have
@@ -103,7 +101,11 @@ def launch(
 
 
 def _collect(
-    ended: "queue.Queue[tuple[_Rank, int]]", codes: dict[int, int], num_processes: int, *, patience_seconds: float | None
+    ended: "queue.Queue[tuple[_Rank, int]]",
+    codes: dict[int, int],
+    num_processes: int,
+    *,
+    patience_seconds: float | None,
 ) -> None:
     """Note the ends of ranks until all have ended or, without patience, one has failed, or patience is over."""
     deadline = None if patience_seconds is None else time.monotonic() + patience_seconds

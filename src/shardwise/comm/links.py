@@ -46,6 +46,8 @@ class Link:
         self.ended = False
         """The other side has closed the connection, on purpose or by dying."""
         self.said_bye = False
+        self.has_failed = False
+        """The other side has told its verdict and sends nothing more."""
         self.texts: dict[int, str] = {}
         """Digest to text, for the signatures that the other side has used."""
         self.status: Status | None = None
@@ -53,6 +55,7 @@ class Link:
         self.last_digest: int | None = None
         self.last_heard = time.monotonic()
         self._connection = connection
+        self._said_last = False
         self._outgoing: collections.deque[_Outgoing] = collections.deque()
         self._told: set[int] = set()
         self._announced: set[int] = set()
@@ -80,8 +83,14 @@ class Link:
         on_sent: Callable[[], None] | None = None,
     ) -> None:
         """Queue a frame (`whole`) or the payload of the frame queued before; its memory is the queue's until sent."""
-        if not self.ended:
+        if not (self.ended or self._said_last):
             self._outgoing.append(_Outgoing(content, whole=whole, descriptor=descriptor, on_sent=on_sent))
+
+    def put_last(self, content: Payload) -> None:
+        """Queue a frame before all that has not begun to leave, which is dropped, as is all that is queued later."""
+        self.drop_queue()
+        self.put(content)
+        self._said_last = True
 
     def tell_signature(self, digest: int, text: str) -> bool:
         """Queue the text of a digest before its first use; whether this was the first."""

@@ -80,6 +80,7 @@ class Inbound:
         "digest",
         "expected",
         "has_arrived",
+        "is_refused",
         "lane",
         "num_received",
         "number",
@@ -97,6 +98,7 @@ class Inbound:
         self.num_received = 0
         self.asked = False
         self.has_arrived = False
+        self.is_refused = False
         self.chunks: collections.deque[Chunk] = collections.deque()
 
     def take(self) -> Chunk:
@@ -108,7 +110,12 @@ class Inbound:
     @property
     def is_complete(self) -> bool:
         """Whether every byte has been taken."""
-        return self.num_received == self.total
+        return self.num_received == self.total and not self.is_refused
+
+    def refuse(self) -> None:
+        """It is not what was expected: nothing of it is delivered, so the call that waits for it never completes."""
+        self.is_refused = True
+        self.chunks.clear()
 
 
 class Outbound:

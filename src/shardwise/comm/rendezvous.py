@@ -33,7 +33,7 @@ from shardwise.errors import PeerError, PlanError
 START_SECONDS = 60.0
 """Least patience at the start, when processes still import and compile."""
 
-_LOCAL_SECONDS = 10.0
+_LOOK_UP_SECONDS = 0.2
 _HELLO_SECONDS = 5.0
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sII")
@@ -67,6 +67,10 @@ class Meeting:
         except (RuntimeError, ValueError) as error:
             text = f"rank {rank} did not appear within {self.patience_seconds:g} s at the start ({key}): {error}"
             raise PeerError(text, rank=rank, operation="start", purpose=key) from error
+
+    def has_published(self, key: str, rank: int) -> bool:
+        """Whether the value of another rank is there."""
+        return bool(self.store.check([f"{key}/{rank}"]))
 
     def read_all(self, key: str) -> list[str]:
         """The values of all ranks."""
@@ -185,7 +189,7 @@ def _connect_pairs(
     connect_to: Callable[[int, float], socket.socket],
 ) -> dict[int, Link]:
     local = listener.family == socket.AF_UNIX
-    deadline = time.monotonic() + (_LOCAL_SECONDS if local else meeting.patience_seconds)
+    deadline = time.monotonic() + meeting.patience_seconds
     connections: dict[int, socket.socket] = {}
     try:
         for rank in sorted(ranks):
@@ -193,8 +197,14 @@ def _connect_pairs(
                 connections[rank] = connect_to(rank, deadline)
         awaited = {rank for rank in ranks if rank > meeting.rank}
         while awaited:
-            listener.settimeout(_left(deadline))
-            connection, _ = listener.accept()
+            try:
+                listener.settimeout(min(_LOOK_UP_SECONDS, _left(deadline)))
+                connection, _ = listener.accept()
+            except TimeoutError:
+                _left(deadline)
+                if any(meeting.has_published("verdict", rank) for rank in awaited if local):
+                    raise ConnectionError("another rank has given up") from None
+                continue
             caller = _hear_hello(connection, token, meeting.rank)
             if caller in awaited:
                 awaited.remove(caller)

@@ -30,7 +30,10 @@ _LAST_WORDS_SECONDS = 1.0
 class Switchboard:
     """Messages between this process, world rank `rank`, and every other one, over `links` by world rank.
 
-    The first failure ends the board for good: every rank is told the verdict, and every later call raises it.
+    [Note: how a failure spreads]
+    The first failure that a rank sees or hears of is its verdict for good, so that all ranks name the same culprit. A
+    transfer that needs none of the ranks that are lost may still complete. The first call that cannot complete, and
+    every call begun after that, raises the verdict and passes it on.
     """
 
     def __init__(self, rank: int, links: dict[int, Link], *, timeout_seconds: float) -> None:
@@ -53,6 +56,8 @@ class Switchboard:
         """Messages sent as bytes whose chunks have not all been consumed."""
         self._asking: list[Inbound] = []
         self._active: list[Transfer] = []
+        self._has_ended = False
+        """The verdict was raised here, or this rank decided it: nothing more is sent or taken in."""
         self._raised: tuple[str, str, str] | None = None
         self.lock: AbstractContextManager[bool] = threading.RLock()
         """Held during every call, so that threads take turns."""
@@ -118,8 +123,9 @@ class Switchboard:
         with self.lock:
             if self.verdict is None:
                 self._turn(0)
+                self._note_ended()
             if self.verdict is not None:
-                self._raise(signature, f"when rank {self.rank} called")
+                self._raise(signature)
 
     def _stamp(self, signature: Signature) -> Stamp:
         stamp = self._stamps.get(signature)
@@ -146,15 +152,17 @@ class Switchboard:
         notice_after = min(1.0, self.timeout_seconds / 4)
         has_told = False
         while True:
-            if self.verdict is not None:
-                self._raise(transfer.signature, f"while rank {self.rank} waited in")
+            if self._has_ended or (self.verdict is not None and self._is_hopeless(transfer)):
+                self._raise(transfer.signature)
             self._answer_asking()
             idle = time.monotonic() - last_movement
             limit = self.timeout_seconds if has_told else notice_after
             moved = self._turn(max(0.0, limit - idle))
             if transfer.is_done:
                 return
-            self._judge_ended(transfer)
+            self._note_ended()
+            if self._is_hopeless(transfer):
+                continue
             if moved:
                 last_movement = time.monotonic()
             elif time.monotonic() - last_movement >= self.timeout_seconds:
@@ -209,6 +217,8 @@ class Switchboard:
 
     def _take(self, link: Link, header: Header, payload: Payload) -> None:
         kind, _, segment, slot, lane, digest, _, total, number, _ = header
+        if self._has_ended:
+            return
         if kind == Kind.CHUNK:
             self._take_chunk(link, header, payload)
         elif kind == Kind.CONSUMED:
@@ -226,6 +236,7 @@ class Switchboard:
         elif kind == Kind.STATUS:
             link.status = Status.parsed(bytes(payload))
         elif kind == Kind.FAILED:
+            link.has_failed = True
             self.verdict = self.verdict or Verdict.parsed(bytes(payload))
         else:
             assert kind == Kind.BYE, kind
@@ -241,6 +252,8 @@ class Switchboard:
             if inbound.asked:
                 self._asking.append(inbound)
             self._match(inbound)
+        if inbound.is_refused:
+            return
         num_bytes = min(SLOT_BYTES, total - offset) if flags & IN_SLOT else length
         if flags & IN_SLOT:
             content: torch.Tensor | Payload = link.in_slot(segment, slot, num_bytes)
@@ -283,6 +296,7 @@ class Switchboard:
         if inbound.expected is None or inbound.digest is None:
             return
         if inbound.expected.digest != inbound.digest:
+            inbound.refuse()
             texts = {
                 self.rank: inbound.expected.text,
                 inbound.source: self._links[inbound.source].texts[inbound.digest],
@@ -298,29 +312,39 @@ class Switchboard:
 
     def fail(self, verdict: Verdict) -> None:
         """End the board, unless it has ended, and tell everybody."""
-        if self.verdict is None:
-            self.verdict = verdict
+        self.verdict = self.verdict or verdict
+        if not self._has_ended:
+            self._has_ended = True
             for link in self._links.values():
-                link.drop_queue()
-                link.put(frame(Kind.FAILED, payload=verdict.packed()))
+                link.put_last(frame(Kind.FAILED, payload=self.verdict.packed()))
             self._flush_within(_LAST_WORDS_SECONDS)
 
-    def _raise(self, signature: Signature, context: str) -> NoReturn:
+    def _raise(self, signature: Signature) -> NoReturn:
         assert self.verdict is not None
+        self.fail(self.verdict)
         if self.verdict.culprit is None:
             raise MismatchError(self.verdict.fact)
         if self._raised is None:
-            text = f"{self.verdict.fact}, {context} {signature.operation} for {signature.purpose!r}"
+            where = f"while rank {self.rank} was in {signature.operation} for {signature.purpose!r}"
+            text = f"{self.verdict.fact}, {where}"
             self._raised = (text, signature.operation, signature.purpose)
         text, operation, purpose = self._raised
         raise PeerError(text, rank=self.verdict.culprit, operation=operation, purpose=purpose)
 
-    def _judge_ended(self, transfer: Transfer) -> None:
+    def _note_ended(self) -> None:
         for link in self._links.values():
-            if link.ended and not link.said_bye:
-                self.fail(Verdict(fact=f"rank {link.rank} is gone (its process died)", culprit=link.rank))
-            elif link.said_bye and link.rank in transfer.awaited:
-                self.fail(Verdict(fact=f"rank {link.rank} has closed its channel", culprit=link.rank))
+            if link.ended and not (link.said_bye or link.has_failed) and self.verdict is None:
+                self.verdict = Verdict(fact=f"rank {link.rank} is gone (its process died)", culprit=link.rank)
+
+    def _is_hopeless(self, transfer: Transfer) -> bool:
+        """Whether the transfer waits for a rank that will not go on."""
+        for rank in transfer.awaited:
+            link = self._links[rank]
+            if link.said_bye and self.verdict is None:
+                self.verdict = Verdict(fact=f"rank {rank} has closed its channel", culprit=rank)
+            if link.ended or link.said_bye or link.has_failed:
+                return True
+        return False
 
     def _judge_stuck(self, transfer: Transfer) -> None:
         """Blame the rank at the end of the chain of ranks that wait for each other."""
@@ -361,12 +385,13 @@ class Switchboard:
         """Let buffered messages leave, say goodbye, and give everything back."""
         with self.lock:
             deadline = time.monotonic() + self.timeout_seconds
-            while self.verdict is None and self._is_leaving() and time.monotonic() < deadline:
+            while not self._has_ended and self._is_leaving() and time.monotonic() < deadline:
                 self._turn(min(1.0, self.timeout_seconds))
             for link in self._links.values():
                 link.put(frame(Kind.BYE))
             self._flush_within(_LAST_WORDS_SECONDS)
             self.verdict = self.verdict or Verdict(fact=f"rank {self.rank} has closed this channel", culprit=self.rank)
+            self._has_ended = True
             self.drop()
 
     def drop(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter, Precision
@@ -40,13 +41,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     places: dict[tuple[object, ...], nn.Parameter] = {}
     ties: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner, attribute, name, parameter in _named_places(model):
-        if parameter.is_meta:
-            raise ModelError(
-                f"parameter {name!r} is on the meta device and has no values; load or initialise the model before "
-                f"parallelize"
-            )
-        if parameter.layout != torch.strided:
-            raise ModelError(f"parameter {name!r} has layout {parameter.layout}; plans hold dense (strided) parameters")
+        _refuse_without_values(f"parameter {name!r}", parameter)
         first = places.setdefault(_place(parameter), parameter)
         if first is not parameter:
             if first.requires_grad != parameter.requires_grad:
@@ -60,6 +55,9 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
         if name not in (known := names.setdefault(first, [])):  # a module reached twice yields its names once each
             known.append(name)
     _refuse_partial_sharing(names)
+    buffers = dict(model.named_buffers())
+    for name, buffer in buffers.items():
+        _refuse_without_values(f"buffer {name!r}", buffer)
     check_keep(precision, [name for each in names.values() for name in each])
     specs = tuple(
         describe(
@@ -76,7 +74,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     return Inventory(
         parameters=parameters,
         specs=specs,
-        buffers=dict(model.named_buffers()),
+        buffers=buffers,
         name_of={each: names[first][0] for each, first in first_of.items()},
         ties=tuple(ties),
     )
@@ -99,6 +97,17 @@ def _named_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Pa
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield module, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter
+
+
+def _refuse_without_values(what: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise ModelError(f"{what} has no shape before the first forward; run the model once on a sample before parallelize")
+    if tensor.is_meta:
+        raise ModelError(
+            f"{what} is on the meta device and has no values; load or initialise the model before parallelize"
+        )
+    if tensor.layout != torch.strided:
+        raise ModelError(f"{what} has layout {tensor.layout}; shardwise runs dense (strided) parameters and buffers")
 
 
 def _place(parameter: nn.Parameter) -> tuple[object, ...]:

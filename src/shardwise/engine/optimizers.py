@@ -3,6 +3,7 @@
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ def build(source: OptimizerSource, parameters: list[nn.Parameter]) -> tuple[torc
             raise OptimizerError(
                 f"{type(optimizer).__name__}.step needs a closure that computes the loss again; shardwise computes "
                 f"each loss once per update"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise OptimizerError(
+                "SparseAdam updates from sparse gradients only, and shardwise gives it dense ones; use torch.optim.Adam"
             )
     return tuple(optimizers)
 
@@ -79,10 +84,19 @@ def describe_settings(optimizers: Sequence[torch.optim.Optimizer], inventory: In
     lines = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            settings = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
             names = [inventory.name_of[parameter] for parameter in group["params"]]
             lines.append(f"optimizer {type(optimizer).__name__} {settings} over {names}")
     return lines
+
+
+def _plain(value: Any) -> Any:
+    """A setting as every process writes it: what is no value (a function, say) is written as its type."""
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value if isinstance(value, bool | int | float | complex | str | None) else type(value).__name__
 
 
 @torch.no_grad()
@@ -99,6 +113,7 @@ def swap(
     owned_of = {each.segment.name: each for each in owned}
     for optimizer in optimizers:
         state = dict(optimizer.state)
+        not_along = _keys_not_along(state)
         optimizer.state.clear()
         for group in optimizer.param_groups:
             names = list(dict.fromkeys(inventory.name_of[parameter] for parameter in group["params"]))
@@ -109,98 +124,115 @@ def swap(
                 group["param_names"] = mine
             for name in mine:
                 if old[name]:
-                    optimizer.state[owned_of[name].parameter] = _cut(old[name], owned_of[name], shapes[name])
+                    optimizer.state[owned_of[name].parameter] = _cut(old[name], not_along, owned_of[name], shapes[name])
 
 
-def _cut(state: Mapping[str, Any], owned: Owned, shape: torch.Size) -> dict[str, Any]:
-    """State of a whole parameter -> of the owned stretch: what has the parameter's shape is cut."""
+def _keys_not_along(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> frozenset[str]:
+    """Keys whose tensors do not have a number for each element: of a scalar parameter alone that could not be told."""
+    differ = {
+        key
+        for parameter, entries in state.items()
+        for key, value in entries.items()
+        if isinstance(value, torch.Tensor) and value.shape != parameter.shape
+    }
+    return frozenset(differ | {"step"})
+
+
+def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, shape: torch.Size) -> dict[str, Any]:
+    """State of a whole parameter -> of the owned stretch: what has a number for each element is cut."""
     run, master = owned.segment.run, owned.parameter
 
     def cut(key: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape != shape or key == "step":
+        if not isinstance(value, torch.Tensor) or key == "step":  # torch leaves `step` where it is
             return value
-        part = value.to(master.device).reshape(-1)[run.start : run.stop].clone().view(master.shape)
+        value = value.to(master.device)
+        if key in not_along or value.shape != shape:
+            return value
+        part = value.reshape(-1)[run.start : run.stop].clone().view(master.shape)
         return part.to(master.dtype) if part.is_floating_point() else part
 
     return {key: cut(key, value) for key, value in state.items()}
 
 
 def check_elementwise(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
-    """Raise OptimizerError for an optimizer that needs whole matrices: it cannot update slices.
+    """Raise OptimizerError for an optimizer that cannot update slices.
 
-    Found by trial on a small matrix: updating its two halves as vectors must give what updating it whole gives.
+    Found by trial on a small matrix: two optimizers that update a half each, as ranks do, must do what one does.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            reason = _why_not_elementwise(optimizer, group, device)
-            if reason:
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} cannot update slices of parameters: {reason}. "
-                    'Use sw.Sharding(partition="whole"), which gives whole parameters to owners'
-                )
+            if reason := _why_not_elementwise(optimizer, group, device):
+                raise OptimizerError(f"{type(optimizer).__name__} cannot update slices of parameters: {reason}")
 
 
 def _why_not_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> str:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        generator = torch.Generator().manual_seed(0)
-        values = torch.randn(4, 6, generator=generator)
-        gradients = torch.randn(3, 4, 6, generator=generator)
+    whole_partition = 'Use sw.Sharding(partition="whole"), which gives whole parameters to owners'
+    generator = torch.Generator().manual_seed(0)
+    # The parameter and its gradients. In float64, so that updates of any size are told from rounding.
+    matrix = list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator))
+    first, second = ([each.reshape(-1)[at : at + 12] for each in matrix] for at in (0, 12))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
-            whole = _trial(optimizer, group, [values], [[each] for each in gradients], device)
-            halves = _trial(
-                optimizer,
-                group,
-                list(values.reshape(-1).split(12)),
-                [list(each.reshape(-1).split(12)) for each in gradients],
-                device,
-            )
+            whole = _trial(optimizer, group, [matrix], device)
+            together = _trial(optimizer, group, [first, second], device)
+            apart = torch.cat([_trial(optimizer, group, [half], device) for half in (first, second)])
         except Exception as error:  # whatever an unknown optimizer raises is its reason
-            return f"tried on a 4 x 6 matrix and on its halves, it raised {type(error).__name__}: {error}"
-    if torch.allclose(whole, halves, rtol=1e-5, atol=1e-7):
-        return ""
-    return "a 4 x 6 matrix updated whole and updated as two halves gave different values"
+            return (
+                f"tried on a 4 x 6 matrix and on its halves, it raised {type(error).__name__}: {error}. "
+                f"{whole_partition}"
+            )
+    if not _same(whole, together):
+        return f"a 4 x 6 matrix updated whole and updated as two halves gave different values. {whole_partition}"
+    if not _same(together, apart):
+        return (
+            "what it does to one half depends on the other, and ranks hold only their own. Use sw.Sharding(stage=0), "
+            "where each rank updates everything"
+        )
+    return ""
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-6, atol=1e-12)
 
 
 def _trial(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
-    values: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
+    stretches: Sequence[Sequence[torch.Tensor]],
     device: torch.device,
 ) -> torch.Tensor:
-    """Run a double of `optimizer` with the settings of `group` on `values`, and give the updated values, flat."""
+    """Run a double of `optimizer` with the settings of `group`; by how much it moved the values, flat.
+
+    `stretches`: for each parameter its values, and then its gradient at each step.
+    """
     double = object.__new__(type(optimizer))
-    double.__dict__.update(optimizer.__dict__)
-    double.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
     for name, value in vars(optimizer).items():
         if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
             setattr(double, name, OrderedDict())  # hooks of the user are not for trials
-    parameters = [nn.Parameter(each.clone().to(device)) for each in values]
+        elif name != "step":  # a scheduler's wrapper is bound to the original
+            setattr(double, name, copy(value) if isinstance(value, dict | list | set) else value)
+    parameters = [nn.Parameter(values.clone().to(device)) for values, *_ in stretches]
     double.state = defaultdict(dict)
     double.param_groups = [{**group, "params": parameters}]
     if "lr" in group:  # a warm-up may start at 0, where every optimizer looks the same
         double.param_groups[0]["lr"] = torch.full_like(group["lr"], 0.1) if torch.is_tensor(group["lr"]) else 0.1
     if optimizer.state:
         # An optimizer that makes its state when it is built (Adagrad) shows here what a fresh one looks like.
-        old = next(iter(optimizer.state.items()))
+        not_along = _keys_not_along(optimizer.state)
+        example = next(iter(optimizer.state.values()))
         for parameter in parameters:
-            double.state[parameter] = _fresh_state(old, parameter)
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
+            double.state[parameter] = {
+                key: torch.ones_like(parameter)
+                if isinstance(value, torch.Tensor) and key not in not_along
+                else deepcopy(value)
+                for key, value in example.items()
+            }
+    for gradients in zip(*(rest for _, *rest in stretches), strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone().to(device)
         double.step()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-
-
-def _fresh_state(old: tuple[torch.Tensor, Mapping[str, Any]], parameter: nn.Parameter) -> dict[str, Any]:
-    like, state = old
-    return {
-        key: torch.ones_like(parameter)
-        if isinstance(value, torch.Tensor) and value.shape == like.shape and key != "step"
-        else (value.clone() if isinstance(value, torch.Tensor) else value)
-        for key, value in state.items()
-    }
+    moves = [each.detach().cpu() - values for each, (values, *_) in zip(parameters, stretches, strict=True)]
+    return torch.cat([move.reshape(-1) for move in moves])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -53,14 +53,29 @@ def parallelize(
     """
     if channel is None:
         channel = default_channel()
-    plan.mesh.check_world(channel.size)
-    inventory, optimizers = _inspect(model, plan, optimizer, channel)
+    try:
+        return _parallelize(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel)
+    except ShardwiseError:
+        raise  # ranks agree on those
+    except BaseException as error:
+        channel.abort(f"{type(error).__name__} in parallelize: {error}")
+        raise
+
+
+def _parallelize(
+    model: nn.Module,
+    plan: Plan,
+    source: OptimizerSource,
+    loss: LossOfModel,
+    loss_weight: LossWeight | None,
+    channel: Channel,
+) -> Engine:
+    inventory, optimizers = _inspect(model, plan, source, channel)
     everyone = channel.over(plan.mesh.peers(channel.rank, _DATA_AXES))
     owners = channel.over(plan.mesh.peers(channel.rank, plan.sharding.owner_axes))
     replicas = channel.over(plan.mesh.peers(channel.rank, plan.sharding.replica_axes))
     ownership = plan_ownership(inventory.specs, plan.sharding, num_owners=owners.size, num_replicas=replicas.size)
     shapes = {name: parameter.shape for name, parameter in inventory.parameters.items()}
-    loss_of_model = LossOfModel(model, loss)
     inventory.tie()
     model.to(channel.device)
     buffers = FlatBuffers(
@@ -79,7 +94,7 @@ def parallelize(
         model=model,
         plan=plan,
         inventory=inventory,
-        loss=loss_of_model,
+        loss=loss,
         loss_weight=loss_weight,
         channels=DataChannels(everyone=everyone, owners=owners, replicas=replicas),
         buffers=buffers,
@@ -98,6 +113,7 @@ def _inspect(
     inventory: Inventory | None = None
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     try:
+        plan.mesh.check_world(channel.size)
         inventory = take_inventory(model, plan.precision)
         optimizers = build(source, list(model.parameters()))
         check_coverage(optimizers, inventory)

@@ -31,7 +31,7 @@ def state_of(
         if buffers.has_masters(index):
             _add(state, f"optimizer/{name}/master", buffers.masters[index][span], shape, segment)
     for spec in inventory.specs:
-        if not spec.fused:
+        if not spec.fused or not spec.num_elements:  # what has no elements is in nobody's part
             _add(state, spec.name, inventory.parameters[spec.name].detach(), torch.Size(spec.shape), None)
     persistent = set(model.state_dict(keep_vars=True))
     for name, buffer in model.named_buffers():

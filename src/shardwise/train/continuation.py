@@ -11,12 +11,14 @@ def continued(
     prompt: Sequence[int],
     *,
     num_tokens: int,
+    context: int,
     device: torch.device,
     seed: int,
     temperature: float = 0.7,
 ) -> list[int] | None:
     """`num_tokens` tokens drawn after `prompt`; None when the model gives no logits [1, tokens, vocabulary].
 
+    The model sees the last `context` tokens: what it has been trained on.
     Runs the model's plain forward, on every rank alike: ranks with equal parameters draw equal tokens.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -26,9 +28,10 @@ def continued(
     try:
         with torch.no_grad():
             for _ in range(num_tokens):
-                output = model(torch.tensor([tokens], device=device))
+                seen = torch.tensor([tokens[-context:]], device=device)
+                output = model(seen)
                 logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
-                if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != (1, len(tokens)):
+                if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != seen.shape:
                     return None
                 chances = torch.softmax(logits[0, -1].float().cpu() / temperature, dim=-1)
                 tokens.append(int(torch.multinomial(chances, 1, generator=generator)))

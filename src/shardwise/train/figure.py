@@ -1,10 +1,13 @@
 """The picture of a run: training and held-out loss against the number of updates."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.train.metrics import StepMetrics
 
-_INK, _MUTED, _TRAINING, _HELD_OUT = "#22252b", "#8a8f98", "#9db4d3", "#c8452f"
+_INK, _MUTED, _GRID = "#22252b", "#8a8f98", "#e6e8eb"
+_TRAINING, _SMOOTHED, _HELD_OUT = "#9db4d3", "#2f5d9b", "#c8452f"
 
 
 class LossCurve:
@@ -33,7 +36,7 @@ class LossCurve:
         axes = figure.subplots()
         steps, losses = zip(*self._training, strict=True)
         axes.plot(steps, losses, color=_TRAINING, linewidth=0.8, alpha=0.6)
-        axes.plot(steps, _smoothed(losses), color="#2f5d9b", linewidth=1.8, label="training (smoothed)")
+        axes.plot(steps, _smoothed(losses), color=_SMOOTHED, linewidth=1.8, label="training (smoothed)")
         if self._held_out:
             at, values = zip(*self._held_out, strict=True)
             axes.plot(at, values, "o-", color=_HELD_OUT, linewidth=1.6, markersize=4.5, label="held-out")
@@ -49,7 +52,7 @@ class LossCurve:
         axes.set_title(self._title, loc="left", color=_INK, fontsize=12)
         axes.set_xlabel("update", color=_INK)
         axes.set_ylabel(f"loss (nats per {self._unit})", color=_INK)
-        axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+        axes.grid(axis="y", color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0, max(steps) * 1.03)
@@ -57,13 +60,11 @@ class LossCurve:
         figure.savefig(self.path)
 
 
-def _smoothed(values: tuple[float, ...]) -> list[float]:
-    """Exponential mean over about a fiftieth of the run, without the bias of its beginning."""
-    keep = 1.0 - 1.0 / max(1.0, len(values) / 50)
-    mean = weight = 0.0
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Mean over the neighbours on both sides, about a thirtieth of the run; what is not a number does not count."""
     smooth = []
-    for value in values:
-        if value == value:  # a loss that is not a number leaves the mean as it is
-            mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        smooth.append(mean / weight if weight else value)
+    for at in range(len(values)):
+        reach = min(len(values) // 60, at)
+        near = [value for value in values[at - reach : at + reach + 1] if math.isfinite(value)]
+        smooth.append(sum(near) / len(near) if near else math.nan)
     return smooth

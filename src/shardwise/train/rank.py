@@ -61,8 +61,14 @@ def run(config: RunConfig, channel: Channel, console: Console) -> None:
         for observer in reversed(observers):
             observer.close()
     prompt = held_out[0, : min(_PROMPT_TOKENS, corpus.sequence_length // 2)].tolist()
-    num_tokens = min(_SAMPLE_TOKENS, corpus.sequence_length - len(prompt))
-    sample = continued(model, prompt, num_tokens=num_tokens, device=channel.device, seed=train.seed)
+    sample = continued(
+        model,
+        prompt,
+        num_tokens=_SAMPLE_TOKENS,
+        context=corpus.sequence_length,
+        device=channel.device,
+        seed=train.seed,
+    )
     if channel.rank == 0:
         _draw(console, curve)
         _show_sample(console, corpus, prompt, sample)
@@ -110,8 +116,8 @@ def _announce(
     lines = [
         f"{config.name}: {type(model).__name__}, {count(_num_parameters(model))} parameters, mesh {plan.mesh}, "
         f"stage {plan.sharding.stage}, compute {plan.precision.compute or 'as the model is'}",
-        f"an update: {num_data_ranks} data ranks x {plan.merge.microbatches} microbatches x {train.microbatch} rows "
-        f"= {train.global_batch} rows of {corpus.sequence_length} tokens",
+        f"an update: {train.global_batch} rows of {corpus.sequence_length} tokens, as {num_data_ranks} (data ranks) x "
+        f"{plan.merge.microbatches} (microbatches) x {train.microbatch} (rows)",
         f"text: {count(len(corpus.training))} tokens to train on, of which {train.steps} updates read "
         f"{count(train.steps * train.global_batch * corpus.sequence_length)}; {count(corpus.held_out.size)} held out, "
         f"of which an evaluation reads {count(held_out.size)}",

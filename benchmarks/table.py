@@ -1,0 +1,108 @@
+"""From outcomes to one table, and to files that say how they were made."""
+
+import json
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from benchmarks.asked import Pair, pairs
+from benchmarks.rank import Outcome
+from benchmarks.sides import side_named
+
+_HEADER = ("k", "tokens", "ours", "against", "ours ms", "its ms", "ratio", "quartiles", "asked", "met", "held MB")
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Return a markdown table with a row for each pair of sides that were measured together."""
+    rows: list[tuple[str, ...]] = [_HEADER]
+    for outcome in outcomes:
+        listed = pairs(outcome.cell.shape, outcome.cell.num_microbatches)
+        rows += [_row(outcome, pair) for pair in listed if {pair.ours, pair.against} <= outcome.seconds.keys()]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADER))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def medians(outcome: Outcome) -> str:
+    """Return one line per side, for subsets without any pair."""
+    return "\n".join(
+        f"k={outcome.cell.num_microbatches} {outcome.cell.shape} {name:18} {_milliseconds(seconds)} ms"
+        for name, seconds in outcome.seconds.items()
+    )
+
+
+def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) -> None:
+    """Write `name.md` (the table, what the sides are) and `name.json` (every round)."""
+    made = {
+        "command": command,
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": _processor(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(
+        json.dumps({"made": made, "outcomes": [asdict(outcome) for outcome in outcomes]}, indent=1) + "\n"
+    )
+    notes = [
+        f"Made by `{command}` on {made['date']}: {made['processor']}, Python {made['python']}, torch {made['torch']}; "
+        "2 processes over gloo, 1 thread each.",
+        "Ratios are medians over rounds of (ours / its) within a round; the sides step in turns. Milliseconds are "
+        "medians of a step of the slower rank. Held: bytes of tensors between two steps, ours / its, without "
+        "activations (ours with the channel's buffers).",
+        *_predictions(outcomes),
+    ]
+    names = dict.fromkeys(name for outcome in outcomes for name in outcome.seconds)
+    sides = [f"- `{side}`: {side_named(side).about}" for side in names]
+    text = "\n\n".join(["# Step times", *notes, table(outcomes), "\n".join(sides)])
+    (folder / f"{name}.md").write_text(text + "\n")
+
+
+def _row(outcome: Outcome, pair: Pair) -> tuple[str, ...]:
+    ours, its = outcome.seconds[pair.ours], outcome.seconds[pair.against]
+    ratios = [mine / theirs for mine, theirs in zip(ours, its, strict=True)]
+    ratio = statistics.median(ratios)
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratio, ratio, ratio)
+    held = outcome.held_bytes
+    return (
+        str(outcome.cell.num_microbatches),
+        outcome.cell.shape,
+        pair.ours,
+        pair.against,
+        _milliseconds(ours),
+        _milliseconds(its),
+        f"{ratio:.3f}",
+        f"{low:.2f}-{high:.2f}",
+        str(pair.asked or ""),
+        "" if pair.asked is None else "yes" if pair.asked.is_met_by(ratio) else "NO",
+        f"{held[pair.ours] / 1e6:.0f} / {held[pair.against] / 1e6:.0f}",
+    )
+
+
+def _predictions(outcomes: Sequence[Outcome]) -> list[str]:
+    lines = [
+        f"{name} at k = {outcome.cell.num_microbatches}: {predicted / 1e6:.1f} MB by formula, "
+        f"{outcome.held_bytes[name] / 1e6:.1f} MB held."
+        for outcome in outcomes
+        for name, predicted in outcome.predicted_bytes.items()
+    ]
+    return [" ".join(dict.fromkeys(lines))] if lines else []
+
+
+def _milliseconds(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.1f}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} cores of {names[0]}" if names else platform.processor()

@@ -1,0 +1,38 @@
+"""Which of the ranks' words are told."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.verdicts import Verdict, weighed
+from shardwise.errors import ConfigError, DataError, MismatchError, PeerError, ShardwiseError
+
+
+def test_the_words_of_a_rank_that_failed_go_before_those_of_its_peers(tmp_path: Path) -> None:
+    assert weighed(tmp_path) is None
+    Verdict.of(PeerError("rank 2 stopped: ValueError", rank=2), rank=0).leave(tmp_path, 0)
+    assert weighed(tmp_path) == Verdict(paragraph="Error: rank 2 stopped: ValueError", exit_code=1, is_about_peer=True)
+    for rank in (10, 2):
+        Verdict.of(ValueError("seven"), rank=rank).leave(tmp_path, rank)
+    assert weighed(tmp_path) == Verdict(paragraph="Error: rank 2: ValueError: seven", exit_code=1, is_about_peer=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (DataError("x"), 2),
+        (MismatchError("x"), 1),
+        (PeerError("x"), 1),
+        (ShardwiseError("x"), 1),
+        (OSError("disk full"), 1),
+    ],
+)
+def test_what_the_user_asked_for_wrongly_has_exit_code_2_and_the_rest_1(error: Exception, code: int) -> None:
+    assert Verdict.of(error, rank=None).exit_code == code
+
+
+def test_notes_of_an_error_are_told_too() -> None:
+    error = ValueError("seven")
+    error.add_note("in microbatch 3 of 4")
+    assert Verdict.of(error, rank=None).paragraph == "Error: ValueError: seven\nin microbatch 3 of 4"

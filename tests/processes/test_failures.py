@@ -1,0 +1,256 @@
+"""What survivors see when a rank dies, stops moving or gives up: an error that names it, soon, and never a hang."""
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.processes.pool import SHARED_MEMORY, TCP, Pool, RankError, Transport
+
+from shardwise.comm import Channel
+from shardwise.comm.processes import processes
+from shardwise.errors import MismatchError, PeerError
+
+IMPATIENT = (Transport(timeout_seconds=2.0), Transport(timeout_seconds=2.0, without_shared_memory=None))
+either = pytest.mark.parametrize("transport", [SHARED_MEMORY, TCP], ids=["shared", "tcp"])
+either_impatient = pytest.mark.parametrize("transport", IMPATIENT, ids=["shared", "tcp"])
+
+LARGE = 24 << 18
+"""Elements (25 MB, for 2, 3 and 4 ranks): a rank that is killed leaves the transfer half done."""
+
+Told = tuple[str, int | None, str, str, float]
+
+
+def reduce(channel: Channel, num_elements: int, purpose: str) -> None:
+    output = torch.empty(num_elements // channel.size)
+    channel.reduce_scatter(output, torch.ones(len(output) * channel.size), purpose=purpose).wait()
+
+
+def told(channel: Channel, purpose: str, num_elements: int = 64) -> Told:
+    """What a survivor is told, and after how long."""
+    begin = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        for _ in range(100):
+            reduce(channel, num_elements, purpose)
+    first = caught.value
+    taken = time.monotonic() - begin
+    begin = time.monotonic()
+    with pytest.raises(PeerError) as again:
+        channel.exchange(b"", purpose="afterwards")
+    assert str(again.value) == str(first)
+    assert time.monotonic() - begin < 0.5
+    return str(first), first.rank, first.operation, first.purpose, taken
+
+
+def shared_names() -> set[str]:
+    return {
+        name for folder in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(folder) if "shardwise" in name.lower()
+    }
+
+
+def die_in_the_middle(channel: Channel, victim: int) -> Told:
+    reduce(channel, 64, "gradients bucket 1")
+    if channel.rank == victim:
+        output, own = torch.empty(LARGE // channel.size), torch.ones(LARGE)
+        channel.reduce_scatter(output, own, purpose="gradients bucket 2")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(channel, "gradients bucket 2", LARGE)
+
+
+@either
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named_to_every_survivor_at_once(pool: Pool, transport: Transport, victim: int) -> None:
+    before = shared_names()
+    results = pool.run(3, die_in_the_middle, victim, transport=transport, lost=[victim])
+    for rank in {0, 1, 2} - {victim}:
+        text, culprit, operation, purpose, taken = results[rank]
+        assert text == (
+            f"rank {victim} is gone (its process died), while rank {rank} was in reduce_scatter for 'gradients bucket 2'"
+        )
+        assert (culprit, operation, purpose) == (victim, "reduce_scatter", "gradients bucket 2")
+        assert taken < 10
+    assert shared_names() == before
+
+
+def maps_of_a_transfer(channel: Channel) -> list[str]:
+    reduce(channel, LARGE, "bulk")
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line or "memfd" in line]
+
+
+def test_shared_memory_has_no_name_that_could_stay_behind(pool: Pool) -> None:
+    for lines in pool.run(2, maps_of_a_transfer):
+        assert any("memfd:shardwise" in line and "(deleted)" in line for line in lines)
+        assert not any("/dev/shm" in line for line in lines)
+
+
+def stop_moving(channel: Channel) -> Told:
+    reduce(channel, 64, "gradients bucket 7")
+    if channel.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return told(channel, "gradients bucket 8")
+
+
+@either_impatient
+def test_a_rank_that_stops_moving_is_named_in_time_with_its_last_call(pool: Pool, transport: Transport) -> None:
+    results = pool.run(3, stop_moving, transport=transport, lost=[1])
+    for rank in (0, 2):
+        text, culprit, _, _, taken = results[rank]
+        assert text.startswith("rank 1 made no progress for 2 s (last seen in reduce_scatter for 'gradients bucket 7'")
+        assert f"while rank {rank} was in reduce_scatter for 'gradients bucket 8'" in text
+        assert culprit == 1
+        assert 1.5 < taken < 8
+
+
+def wait_in_a_chain(channel: Channel) -> Told:
+    """Rank 0 waits for rank 1, which waits for rank 2, which does nothing."""
+    channel.exchange(b"", purpose="start")
+    if channel.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        channel.receive(torch.empty(4), channel.rank + 1, purpose=f"activation {channel.rank}").wait()
+    error = caught.value
+    return str(error), error.rank, error.operation, error.purpose, time.monotonic() - begin
+
+
+@either_impatient
+def test_the_rank_at_the_end_of_a_chain_of_waiting_ranks_is_blamed(pool: Pool, transport: Transport) -> None:
+    results = pool.run(3, wait_in_a_chain, transport=transport, lost=[2])
+    for rank in (0, 1):
+        text, culprit, operation, purpose, _ = results[rank]
+        assert (culprit, operation, purpose) == (2, "receive", f"activation {rank}")
+        assert text.startswith("rank 2 made no progress for 2 s (last seen in exchange for 'start'")
+
+
+def wait_for_each_other(channel: Channel) -> str:
+    with pytest.raises(PeerError) as caught:
+        channel.receive(torch.empty(4), 1 - channel.rank, purpose=f"parcel {channel.rank}").wait()
+    return str(caught.value)
+
+
+@either_impatient
+def test_ranks_that_wait_for_each_other_learn_what_the_other_waits_for(pool: Pool, transport: Transport) -> None:
+    texts = pool.run(2, wait_for_each_other, transport=transport, poisons=True)
+    blamed = 1 if "rank 1 made no progress" in texts[0] else 0
+    for text in texts:
+        assert f"it waits for rank {1 - blamed} in receive for 'parcel {blamed}'" in text
+
+
+def give_up(channel: Channel) -> Told | None:
+    channel.exchange(b"", purpose="start")
+    if channel.rank == 1:
+        channel.receive(torch.empty(1), 0, purpose="rank 0 is about to block").wait()
+        channel.abort("ValueError: the loss is not a number")
+        return None
+    if channel.rank == 0:
+        channel.send(torch.empty(1), 1, purpose="rank 0 is about to block").wait()
+    return told(channel, "gradients bucket 3", LARGE)
+
+
+@either
+def test_the_reason_of_an_abort_reaches_ranks_that_are_blocked(pool: Pool, transport: Transport) -> None:
+    results = pool.run(3, give_up, transport=transport, poisons=True)
+    for rank in (0, 2):
+        text, culprit, operation, purpose, taken = results[rank]
+        assert text == (
+            "rank 1 stopped: ValueError: the loss is not a number, "
+            f"while rank {rank} was in reduce_scatter for 'gradients bucket 3'"
+        )
+        assert (culprit, operation, purpose) == (1, "reduce_scatter", "gradients bucket 3")
+        assert taken < 10
+
+
+def refuse_then_call_again(channel: Channel) -> list[str]:
+    texts = []
+    for _ in range(2):
+        with pytest.raises(MismatchError) as caught:
+            purpose = "apples" if channel.rank else "pears"
+            channel.all_gather(torch.empty(2 * channel.size), torch.empty(2), purpose=purpose).wait()
+        texts.append(str(caught.value))
+    return texts
+
+
+@either
+def test_a_mismatch_shows_both_calls_and_stays(pool: Pool, transport: Transport) -> None:
+    for texts in pool.run(2, refuse_then_call_again, transport=transport, poisons=True):
+        assert texts == [
+            "calls that meet differ; make the same calls in the same order on every rank:\n"
+            "  - rank 0: all_gather for 'pears' of float32, counts (2, 2)\n"
+            "  - rank 1: all_gather for 'apples' of float32, counts (2, 2)"
+        ] * 2
+
+
+def close_early(channel: Channel) -> str:
+    if channel.rank == 1:
+        return ""
+    with pytest.raises(PeerError) as caught:
+        channel.exchange(b"", purpose="supper")
+    return str(caught.value)
+
+
+@either
+def test_a_rank_that_closed_its_channel_is_named(pool: Pool, transport: Transport) -> None:
+    texts = pool.run(2, close_early, transport=transport, poisons=True)
+    assert texts[0] == "rank 1 has closed its channel, while rank 0 was in exchange for 'supper'"
+
+
+def finish_without_the_aborted(channel: Channel) -> float:
+    """What rank 2 aborts after is complete on all ranks: those that wait for it get it."""
+    output = torch.empty(LARGE)
+    work = channel.all_gather(output, torch.full((LARGE // 2,), float(channel.rank)), purpose="done by all")
+    work.wait()
+    if channel.rank == 1:
+        channel.abort("enough")
+    return float(output.sum())
+
+
+@either
+def test_an_abort_does_not_take_back_what_was_given(pool: Pool, transport: Transport) -> None:
+    assert pool.run(2, finish_without_the_aborted, transport=transport, poisons=True) == [LARGE / 2] * 2
+
+
+def raise_here(channel: Channel) -> None:
+    if channel.rank == 1:
+        raise ValueError("no such thing as a free lunch")
+    channel.exchange(b"", purpose="lunch")
+
+
+def test_the_pool_puts_the_traceback_of_the_rank_that_caused_a_failure_on_top(pool: Pool) -> None:
+    with pytest.raises(RankError, match=r"(?s)^rank 1 raised:\nTraceback.*free lunch.*rank 0: PeerError: rank 1 stopped"):
+        pool.run(2, raise_here)
+    assert pool.run(2, rank_of) == [0, 1]
+
+
+def rank_of(channel: Channel) -> int:
+    return channel.rank
+
+
+def fall_back(channel: Channel) -> tuple[bool, float]:
+    """Rank 1 cannot open its local connections, although it believed so."""
+    from shardwise.comm import rendezvous
+
+    original = rendezvous._unix_connector
+
+    def refuse(rank: int, deadline: float) -> object:
+        raise ConnectionRefusedError("no local connections today")
+
+    if channel.rank == 1:
+        rendezvous._unix_connector = lambda own_rank, token: refuse  # type: ignore[assignment,return-value]
+    try:
+        fresh = processes(timeout_seconds=20)
+        output = torch.empty(4 * channel.size)
+        fresh.all_gather(output, torch.full((4,), float(channel.rank)), purpose="over TCP").wait()
+        local = [link.local for link in fresh._board._links.values()]  # type: ignore[attr-defined]
+        fresh.close()
+    finally:
+        rendezvous._unix_connector = original
+    return any(local), float(output.sum())
+
+
+def test_all_ranks_fall_back_to_tcp_together_when_one_local_connection_fails(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pool.run(2, fall_back) == [(False, 4.0)] * 2
