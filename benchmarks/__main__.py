@@ -29,11 +29,7 @@ def main() -> None:
         return
     whole = not (arguments.sides or arguments.shape or arguments.k)
     outcomes = [_measure(arguments, num_microbatches, shape) for num_microbatches, shape in _grid(arguments)]
-    printed = table.table(outcomes)
-    for outcome in outcomes:
-        if not any({pair.ours, pair.against} <= outcome.seconds.keys() for pair in _pairs(outcome)):
-            printed = table.medians(outcome)
-    print(printed)
+    print(table.table(outcomes) if whole else table.partial(outcomes))
     name = arguments.write or ("steps" if whole else None)
     if name:
         table.write(RESULTS, name, outcomes, shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]))
@@ -63,10 +59,6 @@ def _grid(arguments: argparse.Namespace) -> list[tuple[int, str]]:
     counts = [int(k) for k in arguments.k.split(",")] if arguments.k else NUM_MICROBATCHES
     shapes = arguments.shape.split(",") if arguments.shape else SHAPES
     return [(count, shape) for count in counts for shape in shapes]
-
-
-def _pairs(outcome: Outcome) -> list[asked.Pair]:
-    return asked.pairs(outcome.cell.shape, outcome.cell.num_microbatches)
 
 
 def _measure(arguments: argparse.Namespace, num_microbatches: int, shape: str) -> Outcome:

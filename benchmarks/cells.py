@@ -16,7 +16,6 @@ CHILD_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore::FutureWarning",
-    "LOCAL_SIZE": str(WORLD_SIZE),
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
 }

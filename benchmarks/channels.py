@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,14 @@ NUM_ROUNDS = 15
 EXCHANGE_CALLS = 100
 
 Side = Callable[[], object]
+
+
+def scatter_over(channel: Channel, output: torch.Tensor, input: torch.Tensor) -> None:
+    channel.reduce_scatter(output, input, purpose="benchmark").wait()
+
+
+def gather_over(channel: Channel, output: torch.Tensor, input: torch.Tensor) -> None:
+    channel.all_gather(output, input, purpose="benchmark").wait()
 
 
 def sides(channels: dict[str, Channel]) -> dict[str, Side]:
@@ -70,7 +79,7 @@ def sides(channels: dict[str, Channel]) -> dict[str, Side]:
     timed["reduce_scatter, gloo pairs, float32 sum"] = pairs_scatter
     timed["reduce_scatter, gloo native"] = lambda: scatter(part, whole)
     for name, channel in channels.items():
-        timed[f"all_gather, {name}"] = lambda c=channel: c.all_gather(other, part, purpose="c").wait()
+        timed[f"all_gather, {name}"] = partial(gather_over, channel, other, part)
     timed["all_gather, gloo pairs"] = pairs_gather
     timed["all_gather, gloo native"] = lambda: gather(other, part)
     return timed
@@ -112,7 +121,7 @@ def measure() -> None:
 
 
 if __name__ == "__main__":
-    if dist.is_torchelastic_launched() or len(sys.argv) > 1 and sys.argv[1] == "rank":
+    if dist.is_torchelastic_launched() or (len(sys.argv) > 1 and sys.argv[1] == "rank"):
         measure()
     else:
         num_ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2

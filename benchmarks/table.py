@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.asked import Pair, pairs
+from benchmarks.asked import Pair, pairs, sides_of
 from benchmarks.rank import Outcome
 from benchmarks.sides import side_named
 
@@ -21,8 +21,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """Return a markdown table with a row for each pair of sides that were measured together."""
     rows: list[tuple[str, ...]] = [_HEADER]
     for outcome in outcomes:
-        listed = pairs(outcome.cell.shape, outcome.cell.num_microbatches)
-        rows += [_row(outcome, pair) for pair in listed if {pair.ours, pair.against} <= outcome.seconds.keys()]
+        rows += [_row(outcome, pair) for pair in _measured_pairs(outcome)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADER))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
@@ -31,12 +30,18 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def medians(outcome: Outcome) -> str:
-    """Return one line per side, for subsets without any pair."""
-    return "\n".join(
-        f"k={outcome.cell.num_microbatches} {outcome.cell.shape} {name:18} {_milliseconds(seconds)} ms"
-        for name, seconds in outcome.seconds.items()
-    )
+def partial(outcomes: Sequence[Outcome]) -> str:
+    """Return the table, and a line for each side that is in none of its rows."""
+    lines = [table(outcomes)]
+    for outcome in outcomes:
+        compared = sides_of(_measured_pairs(outcome))
+        cell = f"k = {outcome.cell.num_microbatches}, {outcome.cell.shape}"
+        lines += [
+            f"{cell}: {name} {_milliseconds(seconds)} ms"
+            for name, seconds in outcome.seconds.items()
+            if name not in compared
+        ]
+    return "\n".join(lines)
 
 
 def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) -> None:
@@ -64,6 +69,11 @@ def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) ->
     sides = [f"- `{side}`: {side_named(side).about}" for side in names]
     text = "\n\n".join(["# Step times", *notes, table(outcomes), "\n".join(sides)])
     (folder / f"{name}.md").write_text(text + "\n")
+
+
+def _measured_pairs(outcome: Outcome) -> list[Pair]:
+    listed = pairs(outcome.cell.shape, outcome.cell.num_microbatches)
+    return [pair for pair in listed if {pair.ours, pair.against} <= outcome.seconds.keys()]
 
 
 def _row(outcome: Outcome, pair: Pair) -> tuple[str, ...]:

@@ -7,8 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.comm import Channel, Recorded, processes, simulate
-    from shardwise.engine import Engine, EvaluationReport, StepReport, parallelize
+    # From their modules: type checkers take `room.parallelize` for the module of that name.
+    from shardwise.comm import Channel, Recorded, simulate
+    from shardwise.comm.processes import processes
+    from shardwise.engine import Engine, EvaluationReport, StepReport
+    from shardwise.engine.parallelize import parallelize
     from shardwise.errors import ShardwiseError
     from shardwise.plan import Merge, Plan, Precision, Sharding
     from shardwise.space import Mesh, Piece

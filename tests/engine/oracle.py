@@ -7,6 +7,7 @@ rounds where ranks round; it is what the engine must equal to the bit.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -189,7 +190,8 @@ class RankOrder:
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.num_ranks > 1:
             squares = math.fsum(float(each.double().square().sum()) for each in gradients)
-            norm = torch.tensor(math.sqrt(squares), dtype=torch.float32)
+            widest = reduce(torch.promote_types, [each.dtype for each in gradients], torch.float32)
+            norm = torch.tensor(math.sqrt(squares), dtype=widest)
         if self.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(masters, self.clip, norm)
         return float(norm)

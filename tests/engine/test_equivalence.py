@@ -103,10 +103,11 @@ def test_ranks_train_as_one_process(optimizer: Optimizers, clip: float | None, k
 @pytest.mark.parametrize(("ranks", "k"), [(2, 4), (3, 3), (8, 1)])
 def test_stages_partitions_and_buckets_change_no_bit(optimizer: Optimizers, ranks: int, k: int) -> None:
     mesh = sw.Mesh(dp_shard=ranks)
+    cuts: list[tuple[Partition, int]] = [("slice", 1), ("slice", 1 << 20), ("whole", 1), ("whole", 700)]
     layouts = [
         sw.Sharding(stage=stage, partition=partition, bucket_bytes=bucket_bytes)
         for stage in (0, 1)
-        for partition, bucket_bytes in (("slice", 1), ("slice", 1 << 20), ("whole", 1), ("whole", 700))
+        for partition, bucket_bytes in cuts
     ]
     first, *others = [ours(plan_of(mesh, layout, k=k, clip=0.3), optimizer) for layout in layouts]
     for other in others:
@@ -164,15 +165,14 @@ def test_one_update_differs_from_the_plain_sum_by_its_rounding_at_most(ranks: in
 
 @pytest.mark.parametrize("partition", ["slice", "whole"])
 def test_ranks_that_own_nothing_take_part(partition: Partition) -> None:
-    """49 elements on 8 ranks: parameters smaller than the number of ranks, and ranks without any."""
+    """41 elements on 8 ranks: parameters smaller than the number of ranks, and ranks without any."""
     sharding = sw.Sharding(partition=partition)
     plan = plan_of(sw.Mesh(dp_shard=8), sharding, k=2, clip=0.1)
     batches = [curve_batch(seed, 32) for seed in range(3)]
 
     def owned_elements(channel: sw.Channel) -> int:
-        return (
-            sw.parallelize(curve(), plan, optimizer=adamw, loss=curve_loss, channel=channel).footprint().owned_elements
-        )
+        engine = sw.parallelize(curve(), plan, optimizer=adamw, loss=curve_loss, channel=channel)
+        return engine.footprint().owned_elements
 
     owned = sw.simulate(8, owned_elements)
     assert sum(owned) == 41
@@ -190,7 +190,7 @@ def test_ranks_that_own_nothing_take_part(partition: Partition) -> None:
 
 
 def test_a_parameter_cut_over_several_ranks_is_put_together_again() -> None:
-    """296 elements of one matrix in one bucket of 864 over 8 ranks: 112 each."""
+    """A matrix of 296 elements, in one bucket over 8 ranks."""
 
     def pieces(channel: sw.Channel) -> list[tuple[int, int]]:
         model = words()

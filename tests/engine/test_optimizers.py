@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine.optimizers import check_elementwise
 from tests.engine.models import (
     Batch,
     curve,
@@ -168,8 +169,7 @@ def test_variants_of_optimizers_run_on_slices(variant: str, ranks: int) -> None:
 
 
 class Lion(torch.optim.Optimizer):
-    """What a user brings along (Chen et al., 2023, arXiv:2302.06675): element by element, with a setting that is a
-    function."""
+    """What a user brings along (Chen et al., 2023, arXiv:2302.06675): element by element; one setting is a function."""
 
     def __init__(self, params: Iterable[Any], lr: float) -> None:
         def shape(values: torch.Tensor) -> torch.Tensor:
@@ -236,8 +236,6 @@ def test_the_trial_leaves_no_trace_in_the_optimizer() -> None:
 
     def run(channel: sw.Channel) -> None:
         sw.parallelize(model, plan_of(1, LAYOUTS["slice"]), optimizer=optimizer, loss=word_loss, channel=channel)
-
-    from shardwise.engine.optimizers import check_elementwise
 
     check_elementwise([optimizer], torch.device("cpu"))
     sw.simulate(1, run)

@@ -45,7 +45,9 @@ class Mixed(nn.Module):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.frozen(self.first(x.to(self.scalar.dtype)))[:, self.order] @ self.cube.sum(0).view(3, 3).repeat(3, 3)
+        hidden = self.frozen(self.first(x.to(self.scalar.dtype)))[:, self.order] @ self.cube.sum(0).view(3, 3).repeat(
+            3, 3
+        )
         y: torch.Tensor = self.out(torch.tanh(hidden) * self.scalar + self.again(x.to(self.scalar.dtype)))
         return y.float()
 
@@ -92,7 +94,9 @@ def whole_tensors(states: list[State]) -> dict[str, torch.Tensor]:
 
 @SHARDINGS
 @pytest.mark.parametrize("compute", [None, "bfloat16"])
-@pytest.mark.parametrize(("optimizer", "keys"), [(adamw, ("exp_avg", "exp_avg_sq", "step")), (sgd, ("momentum_buffer",))])
+@pytest.mark.parametrize(
+    ("optimizer", "keys"), [(adamw, ("exp_avg", "exp_avg_sq", "step")), (sgd, ("momentum_buffer",))]
+)
 def test_the_pieces_of_all_ranks_cover_every_tensor_exactly_once(
     sharding: sw.Sharding, compute: str | None, optimizer: Optimizers, keys: tuple[str, ...]
 ) -> None:

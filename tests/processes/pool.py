@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
-import sys
 import tempfile
 import time
 import traceback
@@ -182,7 +181,7 @@ def _serve(connection: Connection, rank: int, size: int, rendezvous: str) -> Non
     with contextlib.suppress(EOFError):
         while True:
             function, arguments, transport, poisons, patience_seconds = connection.recv()
-            faulthandler.dump_traceback_later(patience_seconds, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(patience_seconds, file=2)
             connection.send(
                 _result_of(lambda channel: function(channel, *arguments), transport, channels, rank, poisons=poisons)
             )

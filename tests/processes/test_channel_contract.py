@@ -1,11 +1,11 @@
 """The contract of `Channel` over real processes, through shared memory, through TCP, and through both at once."""
 
 import pytest
+
+from shardwise.comm import Channel
 from tests.contracts.channel_cases import CASES
 from tests.contracts.channel_oracles import Case
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
-
-from shardwise.comm import Channel
 
 MIXED = Transport(without_shared_memory=(0,))
 

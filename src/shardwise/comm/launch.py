@@ -50,7 +50,8 @@ class _Rank:
 
     def _read(self) -> None:
         if self._process.stdout is not None:
-            self.lines.extend(self._process.stdout)
+            with self._process.stdout as lines:
+                self.lines.extend(lines)
 
     def report_end(self, ended: "queue.Queue[tuple[_Rank, int]]") -> None:
         """Put the rank and its return code into the queue once it has ended."""

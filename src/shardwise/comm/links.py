@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.comm.frames import FORMAT, HEADER_BYTES, Header, Kind, Status, frame
+from shardwise.comm.frames import FORMAT, HEADER_BYTES, Header, Kind, frame
 from shardwise.comm.shared_memory import SLOT_BYTES, Segment, map_segment
+from shardwise.comm.verdicts import Status
 
 READ_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 8

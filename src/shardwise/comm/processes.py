@@ -16,12 +16,12 @@ from shardwise.comm.calls import (
     reduce_scatter_signature,
 )
 from shardwise.comm.channel import Channel, Work
-from shardwise.comm.frames import Verdict
 from shardwise.comm.messages import Inbound, Outbound, as_bytes
 from shardwise.comm.nccl import NcclChannel
 from shardwise.comm.rendezvous import connect, meet
 from shardwise.comm.switchboard import Switchboard
 from shardwise.comm.transfers import Collecting, Filling, Summing
+from shardwise.comm.verdicts import Verdict
 
 
 def processes(

@@ -1,6 +1,7 @@
 """All connections of this process, and the loop that moves every message while somebody waits for one.
 
-There is no thread: progress is made inside calls, which costs the training step nothing while it computes.
+Progress is made inside calls, which costs the training step nothing while it computes; only what did not fit into a
+socket is written by a thread between the calls.
 """
 
 import collections
@@ -14,11 +15,13 @@ from typing import NoReturn
 import torch
 
 from shardwise.comm.calls import Signature
-from shardwise.comm.frames import ASKS, IN_SLOT, Header, Kind, Status, Verdict, frame
+from shardwise.comm.flusher import Flusher
+from shardwise.comm.frames import ASKS, IN_SLOT, Header, Kind, frame
 from shardwise.comm.links import Link, Payload
 from shardwise.comm.messages import INLINE_BYTES, Chunk, Inbound, Outbound, Stamp
 from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
 from shardwise.comm.transfers import Intake, Transfer
+from shardwise.comm.verdicts import Status, Verdict, different, gone, stuck
 from shardwise.errors import MismatchError, PeerError
 
 _NUMBERS = 1 << 32
@@ -61,6 +64,7 @@ class Switchboard:
         self._raised: tuple[str, str, str] | None = None
         self.lock: AbstractContextManager[bool] = threading.RLock()
         """Held during every call, so that threads take turns."""
+        self._flusher = Flusher(self.lock, links.values())
 
     # Building transfers. Messages of one lane between two ranks are matched in order; lanes do not affect each other.
 
@@ -116,6 +120,7 @@ class Switchboard:
         if not transfer.is_done:
             self._active.append(transfer)
         self._flush()
+        self._leave()
         return transfer
 
     def check(self, signature: Signature) -> None:
@@ -146,6 +151,7 @@ class Switchboard:
         with self.lock:
             if not transfer.is_done:
                 self._wait(transfer)
+                self._leave()
 
     def _wait(self, transfer: Transfer) -> None:
         last_movement = time.monotonic()
@@ -200,6 +206,11 @@ class Switchboard:
             if link.wants_to_write != (descriptor in self._writers) and not link.ended:
                 self._writers ^= {descriptor}
                 self._poll.modify(descriptor, select.POLLIN | (select.POLLOUT if link.wants_to_write else 0))
+
+    def _leave(self) -> None:
+        """The call ends; what did not fit into the sockets is the flusher's."""
+        if self._writers:
+            self._flusher.wake()
 
     def _release_idle(self) -> None:
         for number in self._pool.release_idle():
@@ -297,13 +308,8 @@ class Switchboard:
             return
         if inbound.expected.digest != inbound.digest:
             inbound.refuse()
-            texts = {
-                self.rank: inbound.expected.text,
-                inbound.source: self._links[inbound.source].texts[inbound.digest],
-            }
-            lines = [f"  - rank {rank}: {texts[rank]}" for rank in sorted(texts)]
-            heading = "calls that meet differ; make the same calls in the same order on every rank:"
-            self.fail(Verdict(fact="\n".join([heading, *lines]), culprit=None))
+            theirs = self._links[inbound.source].texts[inbound.digest]
+            self.fail(different({self.rank: inbound.expected.text, inbound.source: theirs}))
         elif inbound in self._asking:
             self._asking.remove(inbound)
             self._links[inbound.source].put(frame(Kind.ANSWER, lane=inbound.lane, number=inbound.number))
@@ -334,7 +340,7 @@ class Switchboard:
     def _note_ended(self) -> None:
         for link in self._links.values():
             if link.ended and not (link.said_bye or link.has_failed) and self.verdict is None:
-                self.verdict = Verdict(fact=f"rank {link.rank} is gone (its process died)", culprit=link.rank)
+                self.verdict = gone(link.rank)
 
     def _is_hopeless(self, transfer: Transfer) -> bool:
         """Whether the transfer waits for a rank that will not go on."""
@@ -347,30 +353,7 @@ class Switchboard:
         return False
 
     def _judge_stuck(self, transfer: Transfer) -> None:
-        """Blame the rank at the end of the chain of ranks that wait for each other."""
-        culprit = transfer.awaited[0]
-        chain = []
-        passed = {self.rank}
-        while (status := self._links[culprit].status) is not None:
-            passed.add(culprit)
-            following = [rank for rank in status.awaited if rank not in passed]
-            if not following:
-                break
-            chain.append(f"rank {culprit} waits for rank {following[0]} in {status.operation} for {status.purpose!r}")
-            culprit = following[0]
-        fact = (
-            f"rank {culprit} made no progress for {self.timeout_seconds:g} s ({self._last_seen(self._links[culprit])}"
-        )
-        self.fail(Verdict(fact="; ".join([fact, *chain]) + ")", culprit=culprit))
-
-    @staticmethod
-    def _last_seen(link: Link) -> str:
-        if link.status is not None:
-            awaited = ", ".join(map(str, link.status.awaited))
-            return f"it waits for rank {awaited} in {link.status.operation} for {link.status.purpose!r}"
-        if link.last_digest is None:
-            return "it has made no call yet"
-        return f"last seen in {link.texts[link.last_digest]}, {time.monotonic() - link.last_heard:.0f} s ago"
+        self.fail(stuck(transfer.awaited[0], self._links, own_rank=self.rank, timeout_seconds=self.timeout_seconds))
 
     def _tell_status(self, transfer: Transfer) -> None:
         signature = transfer.signature
@@ -392,6 +375,7 @@ class Switchboard:
             self._flush_within(_LAST_WORDS_SECONDS)
             self.verdict = self.verdict or Verdict(fact=f"rank {self.rank} has closed this channel", culprit=self.rank)
             self._has_ended = True
+            self._flusher.stop()
             self.drop()
 
     def drop(self) -> None:

@@ -26,12 +26,11 @@ def agree(channel: Channel, error: ShardwiseError | None, *, purpose: str, value
 
 def compare(channel: Channel, lines: Sequence[str], *, subject: str, hint: str) -> None:
     """Raise MismatchError on every rank unless all have the same lines; it names who differs, and where."""
-    digest = xxhash.xxh3_128_digest("\n".join(lines).encode())
-    if len(set(channel.exchange(digest, purpose=f"digest of {subject}"))) == 1:
+    mine = json.dumps(list(lines)).encode()
+    digests = channel.exchange(xxhash.xxh3_128_digest(mine), purpose=f"digest of {subject}")
+    if len(set(digests)) == 1:
         return
-    texts = [
-        json.loads(each) for each in channel.exchange(json.dumps(list(lines)).encode(), purpose=f"lines of {subject}")
-    ]
+    texts = [json.loads(each) for each in channel.exchange(mine, purpose=f"lines of {subject}")]
     different = [rank for rank, text in enumerate(texts) if text != texts[0]]
     position, rank = min((_first_difference(texts[0], texts[rank]), rank) for rank in different)
     listed = f"rank {rank}" if len(different) == 1 else "ranks " + ", ".join(map(str, different))

@@ -101,7 +101,9 @@ def _named_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Pa
 
 def _refuse_without_values(what: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
-        raise ModelError(f"{what} has no shape before the first forward; run the model once on a sample before parallelize")
+        raise ModelError(
+            f"{what} has no shape before the first forward; run the model once on a sample before parallelize"
+        )
     if tensor.is_meta:
         raise ModelError(
             f"{what} is on the meta device and has no values; load or initialise the model before parallelize"

@@ -1,0 +1,88 @@
+"""Why a channel has ended, in words, and how ranks tell each other."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.comm.links import Link
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """Where a rank has been waiting for a while."""
+
+    operation: str
+    purpose: str
+    awaited: tuple[int, ...]
+    """The world ranks it waits for."""
+
+    def packed(self) -> bytes:
+        """As the payload of a STATUS frame."""
+        return json.dumps([self.operation, self.purpose, self.awaited]).encode()
+
+    @classmethod
+    def parsed(cls, payload: bytes) -> "Status":
+        """From the payload of a STATUS frame."""
+        operation, purpose, awaited = json.loads(payload)
+        return cls(operation=operation, purpose=purpose, awaited=tuple(awaited))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Why a channel has ended. The first one holds; ranks pass it on, so that all name the same culprit."""
+
+    fact: str
+    """A sentence about the culprit, without what this rank was doing."""
+
+    culprit: int | None
+    """World rank; None for a mismatch, which names its ranks in the fact."""
+
+    def packed(self) -> bytes:
+        """As the payload of a FAILED frame."""
+        return json.dumps([self.fact, self.culprit]).encode()
+
+    @classmethod
+    def parsed(cls, payload: bytes) -> "Verdict":
+        """From the payload of a FAILED frame."""
+        fact, culprit = json.loads(payload)
+        return cls(fact=fact, culprit=culprit)
+
+
+def gone(rank: int) -> Verdict:
+    """The verdict on a rank whose connection ended without a goodbye."""
+    return Verdict(fact=f"rank {rank} is gone (its process died)", culprit=rank)
+
+
+def different(texts: Mapping[int, str]) -> Verdict:
+    """The verdict on calls that meet and do not fit, by world rank."""
+    lines = [f"  - rank {rank}: {texts[rank]}" for rank in sorted(texts)]
+    heading = "calls that meet differ; make the same calls in the same order on every rank:"
+    return Verdict(fact="\n".join([heading, *lines]), culprit=None)
+
+
+def stuck(awaited: int, links: Mapping[int, "Link"], *, own_rank: int, timeout_seconds: float) -> Verdict:
+    """The verdict on the rank at the end of the chain of waiting ranks that begins with `awaited`."""
+    culprit = awaited
+    chain = []
+    passed = {own_rank}
+    while (status := links[culprit].status) is not None:
+        passed.add(culprit)
+        following = [rank for rank in status.awaited if rank not in passed]
+        if not following:
+            break
+        chain.append(f"rank {culprit} waits for rank {following[0]} in {status.operation} for {status.purpose!r}")
+        culprit = following[0]
+    seen = "; ".join([_last_seen(links[culprit]), *chain])
+    return Verdict(fact=f"rank {culprit} made no progress for {timeout_seconds:g} s ({seen})", culprit=culprit)
+
+
+def _last_seen(link: "Link") -> str:
+    if link.status is not None:
+        awaited = ", ".join(map(str, link.status.awaited))
+        return f"it waits for rank {awaited} in {link.status.operation} for {link.status.purpose!r}"
+    if link.last_digest is None:
+        return "it has made no call yet"
+    return f"last seen in {link.texts[link.last_digest]}, {time.monotonic() - link.last_heard:.0f} s ago"

@@ -1,0 +1,109 @@
+"""What the process channel does beyond its contract: buffered sends, bounded staging, liveness between calls."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from shardwise.comm.processes import ProcessChannel
+from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SLOT_BYTES
+from shardwise.errors import PeerError
+from tests.comm.boards import boards, on_threads
+
+kinds = pytest.mark.parametrize("remote", [(), (0, 1)], ids=["shared", "bytes"])
+LARGE = 40 << 20
+"""Bytes: more than all slots and all socket buffers."""
+
+
+@kinds
+def test_two_ranks_may_both_wait_for_their_sends_before_they_receive(remote: tuple[int, ...]) -> None:
+    def swap(channel: ProcessChannel) -> None:
+        peer = 1 - channel.rank
+        mine = torch.full((LARGE,), channel.rank, dtype=torch.uint8)
+        got = torch.empty_like(mine)
+        channel.send(mine, peer, purpose="swap").wait()
+        mine.fill_(9)
+        channel.receive(got, peer, purpose="swap").wait()
+        assert bool((got == peer).all())
+
+    on_threads(2, swap, remote=remote)
+
+
+@kinds
+def test_a_message_arrives_while_its_sender_makes_no_call(remote: tuple[int, ...]) -> None:
+    received = threading.Event()
+
+    def body(channel: ProcessChannel) -> None:
+        small, large = torch.full((8,), 1, dtype=torch.uint8), torch.full((LARGE,), 3, dtype=torch.uint8)
+        for tensor, purpose in ((small, "warm up"), (large, "large")):
+            if channel.rank == 0:
+                channel.send(tensor, 1, purpose=purpose)
+            else:
+                got = torch.empty_like(tensor)
+                channel.receive(got, 0, purpose=purpose).wait()
+                assert torch.equal(got, tensor)
+        if channel.rank == 0:
+            assert received.wait(30)
+        else:
+            received.set()
+
+    on_threads(2, body, remote=remote)
+
+
+def test_staging_of_collectives_stays_within_the_first_slots_and_that_of_sends_is_given_back() -> None:
+    def body(channel: ProcessChannel) -> None:
+        pool = channel._board._pool
+        output = torch.empty(2 * LARGE, dtype=torch.uint8)
+        for _ in range(2):
+            channel.all_gather(output, output[:LARGE].clone(), purpose="bulk").wait()
+            channel.reduce_scatter(output[:LARGE].clone(), output, purpose="bulk").wait()
+        assert pool.num_slots == BASE_SLOTS
+        if channel.rank == 0:
+            work = channel.send(output, 1, purpose="bulk")
+            assert pool.num_slots >= 2 * LARGE // SLOT_BYTES
+            work.wait()
+        else:
+            channel.receive(output, 0, purpose="bulk").wait()
+        channel.exchange(b"", purpose="done")
+        channel.exchange(b"", purpose="noticed")
+        assert pool.num_slots <= BASE_SLOTS + RETAINED_SLOTS
+
+    on_threads(2, body)
+
+
+@kinds
+def test_no_descriptor_of_memory_or_thread_is_kept_by_a_closed_channel(remote: tuple[int, ...]) -> None:
+    def body(channel: ProcessChannel) -> None:
+        output = torch.empty(LARGE, dtype=torch.uint8)
+        channel.all_gather(output, output[: LARGE // 2].clone(), purpose="bulk").wait()
+
+    on_threads(2, body, remote=remote)
+    deadline = time.monotonic() + 10
+    while any(thread.name == "shardwise flusher" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+
+
+def test_closing_twice_is_harmless_and_calls_after_it_are_refused() -> None:
+    def body(channel: ProcessChannel) -> None:
+        channel.exchange(b"", purpose="before")
+
+    on_threads(2, body)  # closes every channel, after which nobody waits
+    one, other = (ProcessChannel(board, (0, 1), owns_board=True) for board in boards(2))
+    one.over([0]).close()  # a part holds nothing
+    one.send(torch.zeros(1), 1, purpose="still open")
+    for channel in (one, one, other):
+        channel.close()
+    with pytest.raises(PeerError, match="rank 0 has closed this channel"):
+        one.send(torch.zeros(1), 1, purpose="too late")
+
+
+def test_the_same_ranks_have_one_channel_wherever_it_was_asked_for() -> None:
+    def body(channel: ProcessChannel) -> None:
+        reversed_all = channel.over([2, 1, 0])
+        assert channel.over([0, 1, 2]) is channel
+        assert reversed_all.over([2, 1, 0]) is channel
+        assert reversed_all is channel.over([2, 1, 0])
+        assert reversed_all.rank == 2 - channel.rank
+
+    on_threads(3, body)

@@ -1,0 +1,144 @@
+"""Frames over real sockets: whole on arrival however they were cut, in order, with their descriptors, or dropped whole."""
+
+import contextlib
+import os
+import socket
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.comm.frames import HEADER_BYTES, Header, Kind, frame
+from shardwise.comm.links import READ_BYTES, Link
+from shardwise.comm.shared_memory import Segment
+
+Arrived = list[tuple[int, int, bytes]]
+
+
+def pair() -> tuple[Link, Link]:
+    one, other = socket.socketpair()
+    return Link(one, rank=1, local=True), Link(other, rank=0, local=True)
+
+
+def shared_descriptors() -> list[str]:
+    """The descriptors of this process that keep shared memory alive."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [link for link in links if "memfd:shardwise" in link]
+
+
+def drain(sender: Link, receiver: Link) -> Arrived:
+    arrived: Arrived = []
+
+    def take(link: Link, header: Header, payload: bytes | memoryview) -> None:
+        arrived.append((header[0], header[8], bytes(payload)))
+
+    quiet = 0
+    while quiet < 2 and not receiver.ended:
+        before = len(arrived), receiver._num_filled
+        sender.flush()
+        receiver.receive(take)
+        quiet = 0 if (len(arrived), receiver._num_filled) != before or sender.wants_to_write else quiet + 1
+    return arrived
+
+
+lengths = st.lists(st.sampled_from([0, 1, 47, 48, 4000, READ_BYTES - HEADER_BYTES, READ_BYTES, 300_000]), max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, st.data())
+def test_frames_arrive_whole_and_in_order_whatever_their_lengths(sizes: list[int], data: st.DataObject) -> None:
+    sender, receiver = pair()
+    expected: Arrived = []
+    sent: list[int] = []
+    for number, size in enumerate(sizes):
+        payload = bytes([number + 1]) * size
+        if data.draw(st.booleans()):
+            sender.put(frame(Kind.CHUNK, number=number, payload=payload))
+        else:
+            sender.put(frame(Kind.CHUNK, number=number, length=size))
+            sender.put(memoryview(payload), whole=False, on_sent=partial(sent.append, number))
+        expected.append((Kind.CHUNK, number, payload))
+    assert drain(sender, receiver) == expected
+    assert not sender.wants_to_write
+    assert sent == sorted(sent)
+    sender.close()
+    receiver.close()
+
+
+def test_segments_are_mapped_by_the_reader_and_announced_once() -> None:
+    sender, receiver = pair()
+    segments = [Segment(number, 1) for number in range(3)]
+    for segment in segments:
+        segment.memory.fill_(segment.number + 5)
+        sender.put(frame(Kind.BYE, payload=b"x" * 100))
+        sender.tell_segment(segment)
+        sender.tell_segment(segment)
+
+    def take(link: Link, header: Header, payload: bytes | memoryview) -> None:
+        if header[0] == Kind.SEGMENT:
+            link.map_announced(header[2], header[7])
+
+    while sender.wants_to_write:
+        sender.flush()
+        receiver.receive(take)
+    for _ in range(6):
+        receiver.receive(take)
+    for segment in segments:
+        assert torch.equal(
+            receiver.in_slot(segment.number, 0, 7), torch.full((7,), segment.number + 5, dtype=torch.uint8)
+        )
+        segment.close()
+    receiver.unmap(1)
+    with pytest.raises(KeyError):
+        receiver.in_slot(1, 0, 1)
+    sender.close()
+    receiver.close()
+
+
+def test_last_words_overtake_what_has_not_begun_but_never_cut_a_frame() -> None:
+    sender, receiver = pair()
+    large = bytes(3_000_000)
+    sender.put(frame(Kind.CHUNK, number=0, length=len(large)))
+    sender.put(memoryview(large), whole=False)
+    sender.put(frame(Kind.CHUNK, number=1, length=len(large)))
+    sender.put(memoryview(large), whole=False)
+    sender.flush()  # the first has begun: the socket does not take 3 MB
+    sender.put_last(frame(Kind.FAILED, payload=b"words"))
+    sender.put(frame(Kind.CHUNK, number=2))
+    assert drain(sender, receiver) == [(Kind.CHUNK, 0, large), (Kind.FAILED, 0, b"words")]
+    sender.close()
+    receiver.close()
+
+
+def test_a_closed_link_is_noticed_after_what_was_sent_before() -> None:
+    sender, receiver = pair()
+    sender.put(frame(Kind.BYE))
+    sender.flush()
+    sender.close()
+    assert drain(sender, receiver) == [(Kind.BYE, 0, b"")]
+    receiver.receive(lambda link, header, payload: None)
+    assert receiver.ended
+    receiver.put(frame(Kind.BYE))  # to nobody
+    assert not receiver.wants_to_write
+    receiver.close()
+
+
+def test_links_give_back_every_descriptor_and_every_mapping() -> None:
+    sender, receiver = pair()
+    segment = Segment(0, 2)
+    sender.tell_segment(segment)
+    sender.flush()
+    receiver.receive(lambda link, header, payload: None)  # received, never mapped
+    segment.number = 1
+    sender.tell_segment(segment)  # queued, never sent
+    assert len(shared_descriptors()) == 4  # the segment's own, its mapping's, and the two on their way
+    for link in (sender, receiver):
+        link.close()
+    segment.close()
+    del segment
+    assert shared_descriptors() == []

@@ -1,0 +1,67 @@
+"""The slot pool: hot slots first, growth only when asked for, and idle segments given back."""
+
+from pathlib import Path
+
+from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SlotPool
+
+
+def test_the_first_segment_is_made_when_first_needed() -> None:
+    pool = SlotPool()
+    assert pool.num_slots == 0
+    slot = pool.take(grow=0)
+    assert slot is not None
+    assert pool.num_slots == BASE_SLOTS
+    pool.give_back(slot)
+    pool.close()
+
+
+def test_the_slot_given_back_last_is_taken_first() -> None:
+    pool = SlotPool()
+    slots = [pool.take(grow=0) for _ in range(4)]
+    for slot in (slots[2], slots[0], slots[3]):
+        assert slot is not None
+        pool.give_back(slot)
+    assert [pool.take(grow=0) for _ in range(3)] == [slots[3], slots[0], slots[2]]
+    pool.close()
+
+
+def test_a_pool_grows_only_when_asked_and_by_what_was_asked() -> None:
+    pool = SlotPool()
+    taken = [pool.take(grow=0) for _ in range(BASE_SLOTS)]
+    assert None not in taken
+    assert pool.take(grow=0) is None
+    assert pool.take(grow=3) is not None
+    assert pool.num_slots == BASE_SLOTS + 3
+    assert [pool.take(grow=0) is None for _ in range(3)] == [False, False, True]
+    pool.close()
+
+
+def test_idle_segments_beyond_the_retained_are_given_back_and_slots_in_use_stay() -> None:
+    pool = SlotPool()
+    for _ in range(BASE_SLOTS):
+        pool.take(grow=0)
+    used = pool.take(grow=RETAINED_SLOTS)
+    idle = [pool.take(grow=8) for _ in range(RETAINED_SLOTS)]
+    assert used is not None
+    for slot in idle:
+        assert slot is not None
+        pool.give_back(slot)
+    released = pool.release_idle()
+    assert released
+    assert used.segment.number not in released
+    assert pool.num_slots <= BASE_SLOTS + RETAINED_SLOTS + 8
+    assert pool.find(used.segment.number, used.index) is used
+    assert pool.release_idle() == ()
+    pool.close()
+
+
+def test_slots_lie_in_memory_without_a_name() -> None:
+    pool = SlotPool()
+    slot = pool.take(grow=0)
+    assert slot is not None
+    slot.memory.fill_(1)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "shardwise" in line]
+    assert mapped
+    assert all("/memfd:shardwise-0 (deleted)" in line for line in mapped)
+    del slot
+    pool.close()
