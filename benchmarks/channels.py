@@ -69,13 +69,9 @@ def sides(channels: dict[str, Channel]) -> dict[str, Side]:
 
     timed: dict[str, Side] = {"copy of 32 MB": lambda: other.copy_(whole)}
     for name, channel in channels.items():
-        timed[f"reduce_scatter, {name}, float32 sum"] = lambda c=channel: c.reduce_scatter(
-            wide, whole, purpose="a"
-        ).wait()
+        timed[f"reduce_scatter, {name}, float32 sum"] = partial(scatter_over, channel, wide, whole)
     for name, channel in channels.items():
-        timed[f"reduce_scatter, {name}, bfloat16 sum"] = lambda c=channel: c.reduce_scatter(
-            part, whole, purpose="b"
-        ).wait()
+        timed[f"reduce_scatter, {name}, bfloat16 sum"] = partial(scatter_over, channel, part, whole)
     timed["reduce_scatter, gloo pairs, float32 sum"] = pairs_scatter
     timed["reduce_scatter, gloo native"] = lambda: scatter(part, whole)
     for name, channel in channels.items():

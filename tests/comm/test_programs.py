@@ -23,7 +23,7 @@ Step = tuple[int, str, tuple[int, ...], list[int], torch.dtype]
 
 
 class Program:
-    """The same steps on every rank; each rank begins and waits for them in an order of its own where that is allowed."""
+    """The same steps on every rank; each begins and waits for them in an order of its own where it may."""
 
     def __init__(self, seed: int) -> None:
         chance = random.Random(seed)

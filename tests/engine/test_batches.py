@@ -1,4 +1,4 @@
-"""From a batch to losses: what is split how, what a model is called with, and what is refused in the same words by all."""
+"""From a batch to losses: what is split how, what a model is called with, and what all ranks refuse."""
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -137,7 +137,7 @@ def _first_of(value: Any) -> Any:
     return value["loss"] if isinstance(value, dict) and "loss" in value else value
 
 
-def linear() -> nn.Module:
+def linear() -> nn.Linear:
     return seeded(lambda: nn.Linear(4, 1))()
 
 
@@ -198,10 +198,10 @@ def test_a_batch_that_is_none_is_refused_on_all_ranks(batch: Any, message: str, 
 
 def test_fewer_rows_than_microbatches_are_refused_with_both_numbers() -> None:
     message = (
-        "a batch of 2 rows cannot be split into 3 microbatches; give at least 3 rows, or set merge.microbatches to"
+        "a batch of 2 rows cannot be split into 3 microbatches; give at least 3 rows, or set merge.microbatches"
     )
     assert_refused_and_usable({0: points(0, 2), 1: points(1, 2)}, message)
-    assert_refused_and_usable({0: points(0, 2)}, f"rank 0: {message} at most 2")
+    assert_refused_and_usable({0: points(0, 2)}, f"rank 0: {message} to at most 2")
 
 
 def test_different_numbers_of_microbatches_are_refused() -> None:

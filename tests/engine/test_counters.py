@@ -1,5 +1,8 @@
 """What travels and what is cast, counted: bytes equal the plan's, once per update whatever is merged."""
 
+from functools import partial
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ from shardwise.engine.counters import Counters
 from tests.engine.expected import adamw, points, seeded, square_loss
 
 WIDTHS = (4, 40, 9, 30, 1)
-NUM_ELEMENTS = sum((one + 1) * two for one, two in zip(WIDTHS, WIDTHS[1:], strict=False))
+NUM_ELEMENTS = sum((one + 1) * two for one, two in pairwise(WIDTHS))
 
 
 class Tower(nn.Module):
@@ -18,7 +21,7 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(one, two) for one, two in zip(WIDTHS, WIDTHS[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(one, two) for one, two in pairwise(WIDTHS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -148,7 +151,7 @@ def test_the_bytes_of_a_step_do_not_depend_on_how_much_is_merged() -> None:
     sent = []
     for k in (2, 7):
         plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), merge=sw.Merge(microbatches=k), precision=PRECISIONS["bf16"])
-        found = sw.simulate(2, lambda channel, plan=plan: Run(channel, plan))
+        found = sw.simulate(2, partial(Run, plan=plan))
         sent.append([{key: run.bytes_sent(1)[key] for key in ("reduce_scatter", "all_gather")} for run in found])
     assert sent[0] == sent[1]
 

@@ -385,3 +385,11 @@ def test_the_state_of_a_slice_is_all_that_a_rank_holds() -> None:
     used = [each for name, each in words().named_parameters() if not name.startswith("unused")]
     assert sum(held) == sum(each.numel() for each in used)
     assert max(held) < sum(held) / 2
+
+
+def test_an_optimizer_that_looks_at_other_parameters_is_refused_on_owners_of_whole_ones() -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return Normed(parameters, lr=0.01, of_all=True)
+
+    with pytest.raises(sw.ShardwiseError, match=r"Normed cannot update parameters apart.*stage=0"):
+        train_on_ranks(words, plan_of(2, LAYOUTS["whole"]), BATCHES, optimizer=optimizer, loss=word_loss)

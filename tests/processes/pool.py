@@ -1,7 +1,6 @@
 """Real processes for tests: started once per number of ranks, each call a function of the channel on every rank.
 
-Workers are forked from a server that has imported torch, so that a poisoned group is replaced in a fraction of a second.
-They meet through a file, never through a port. The channel is kept from call to call until something fails.
+Workers are forked from a server that has imported torch, so that a poisoned group is replaced quickly. They meet through a file, never through a port. The channel is kept from call to call until something fails.
 """
 
 import contextlib
@@ -118,8 +117,8 @@ class Pool:
     ) -> list[Any]:
         """Call `function(channel, *arguments)` on every rank and return the results in rank order.
 
-        `function` is importable by its name; with `poisons` the channel is not used again. Ranks in `lost` are expected to die or stop for good; they give None, and
-        the group is replaced. Raises `RankError` when a rank raises, dies or has no result after `patience_seconds`.
+        `function` is importable by its name; with `poisons` the channel is not used again. Ranks in `lost` are expected
+        to die or to stop for good; they give None, and the group is replaced. Raises `RankError` when a rank raises, dies or has no result after `patience_seconds`.
         """
         if world_size not in self._groups:
             self._groups[world_size] = _Workers(world_size)
@@ -182,9 +181,7 @@ def _serve(connection: Connection, rank: int, size: int, rendezvous: str) -> Non
         while True:
             function, arguments, transport, poisons, patience_seconds = connection.recv()
             faulthandler.dump_traceback_later(patience_seconds, file=2)
-            connection.send(
-                _result_of(lambda channel: function(channel, *arguments), transport, channels, rank, poisons=poisons)
-            )
+            connection.send(_result_of(function, arguments, transport, channels, rank, poisons=poisons))
             faulthandler.cancel_dump_traceback_later()
     for channel in channels.values():
         channel.close()
@@ -193,7 +190,8 @@ def _serve(connection: Connection, rank: int, size: int, rendezvous: str) -> Non
 
 
 def _result_of(
-    function: Callable[[Channel], Any],
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
     transport: Transport,
     channels: dict[Transport, Channel],
     rank: int,
@@ -204,7 +202,7 @@ def _result_of(
         if transport not in channels:
             channels[transport] = transport.channel(rank)
         channel = channels[transport]
-        result = function(channel)
+        result = function(channel, *arguments)
         if poisons:
             channels.pop(transport).close()
         else:

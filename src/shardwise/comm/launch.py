@@ -73,7 +73,7 @@ def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, 
     """Run `python -m module arguments` (`python arguments` without a module) as ranks 0 to `num_processes` - 1 here.
 
     Rank 0 has the terminal. What the others print is shown only if they fail first. When a rank fails, the others have
-    `grace_seconds` to report themselves; then they are terminated. Ctrl-C goes once to every rank, which then has as long.
+    `grace_seconds` to report themselves; then they are terminated. Ctrl-C goes once to each rank; they have as long.
 
     Returns the exit code: 0, or that of the first rank to fail (1 if a signal killed it), or 130 after Ctrl-C.
     """

@@ -5,6 +5,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shardwise.comm import Channel
 from shardwise.engine.norm import norm_of
 
@@ -22,7 +24,13 @@ class Closing:
 
 
 def exchange_closing(
-    channel: Channel, *, loss: float, squares: float, touched: Sequence[bool], changed_buffers: Sequence[bool]
+    channel: Channel,
+    *,
+    loss: float,
+    squares: float,
+    norm_dtype: torch.dtype,
+    touched: Sequence[bool],
+    changed_buffers: Sequence[bool],
 ) -> Closing:
     """Exchange this rank's share of the loss and of the squared norm, and what it touched."""
     flags = [*touched, *changed_buffers]
@@ -35,7 +43,7 @@ def exchange_closing(
     anywhere = [bool(union >> at & 1) for at in range(len(flags))]
     return Closing(
         loss=_sum([share for share, _ in shares]),
-        grad_norm=norm_of([share for _, share in shares]),
+        grad_norm=norm_of([share for _, share in shares], norm_dtype),
         touched=anywhere[: len(touched)],
         changed_buffers=anywhere[len(touched) :],
     )

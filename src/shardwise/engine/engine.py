@@ -25,9 +25,9 @@ from shardwise.engine.buffers import FlatBuffers, Owned
 from shardwise.engine.closing import Closing, exchange_closing, exchange_sum
 from shardwise.engine.counters import Counters
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.inventory import Inventory
+from shardwise.engine.inventory import Inventory, torch_dtype
 from shardwise.engine.model_buffers import ModelBuffers
-from shardwise.engine.norm import clip, norm_in_one_process, sum_of_squares
+from shardwise.engine.norm import clip, norm_dtype, norm_in_one_process, sum_of_squares
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.state import state_of
 from shardwise.engine.weights import Weighting, agree_on_weights, weigh
@@ -78,6 +78,7 @@ class Engine:
         self._buffers = buffers
         self._gradients = gradients
         self._model_buffers = model_buffers
+        self._norm_dtype = norm_dtype(torch_dtype(spec.master) for spec in inventory.specs if spec.trainable)
         self._names = [spec.name for spec in inventory.specs if spec.trainable]
 
     @property
@@ -232,6 +233,7 @@ class Engine:
             everyone,
             loss=self._share_of_loss(losses, weighting),
             squares=sum_of_squares(owned.values(), everyone.device) if counts and everyone.size > 1 else 0.0,
+            norm_dtype=self._norm_dtype,
             touched=[name in touched for name in self._names],
             changed_buffers=self._model_buffers.changed(),
         )
@@ -262,7 +264,7 @@ class Engine:
             owned.parameter.grad = self._gradient_of(owned) if owned.segment.name in with_gradient else None
         if self.plan.clip_grad_norm is not None:
             masters = [owned.parameter for owned in self._buffers.owned if owned.parameter.grad is not None]
-            clip(masters, norm=closing.grad_norm, max_norm=self.plan.clip_grad_norm)
+            clip(masters, norm=closing.grad_norm, max_norm=self.plan.clip_grad_norm, dtype=self._norm_dtype)
         for optimizer in self.optimizers:
             optimizer.step()
         self.counters.updates += 1

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 from torch import nn
@@ -22,13 +23,18 @@ def sum_of_squares(gradients: Iterable[torch.Tensor], device: torch.device) -> f
     return float(total)
 
 
-def norm_of(squares: Sequence[float]) -> float:
-    """The 2-norm from the ranks' sums of squares, as a float32: the same on every rank, for every partition.
+def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype in which torch takes their norm in one process: the widest, real, float32 at least."""
+    return reduce(torch.promote_types, (each.to_real() for each in gradients), torch.float32)
+
+
+def norm_of(squares: Sequence[float], dtype: torch.dtype) -> float:
+    """The 2-norm from the ranks' sums of squares, rounded to `dtype`: the same on every rank, for every partition.
 
     The sum is exact up to float64 rounding of each rank's share, some 1e-16 of it, far below half a float32 step.
     """
     total = math.fsum(squares) if all(math.isfinite(each) for each in squares) else math.nan
-    return float(torch.tensor(math.sqrt(total), dtype=torch.float32)) if math.isfinite(total) else math.nan
+    return float(torch.tensor(math.sqrt(total), dtype=dtype)) if math.isfinite(total) else math.nan
 
 
 def norm_in_one_process(gradients: Sequence[torch.Tensor]) -> float:
@@ -37,8 +43,8 @@ def norm_in_one_process(gradients: Sequence[torch.Tensor]) -> float:
     return norm if math.isfinite(norm) else math.nan
 
 
-def clip(parameters: Sequence[nn.Parameter], *, norm: float, max_norm: float) -> None:
+def clip(parameters: Sequence[nn.Parameter], *, norm: float, max_norm: float, dtype: torch.dtype) -> None:
     """Scale the gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
     if parameters:
-        total = torch.tensor(norm, dtype=torch.float32, device=parameters[0].device)
+        total = torch.tensor(norm, dtype=dtype, device=parameters[0].device)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)

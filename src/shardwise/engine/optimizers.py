@@ -191,6 +191,25 @@ def _why_not_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]
     return ""
 
 
+def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+    """Raise OptimizerError for an optimizer whose update of one parameter depends on the others."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator)) for _ in range(2)]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                try:
+                    together = _trial(optimizer, group, matrices, device)
+                    apart = torch.cat([_trial(optimizer, group, [each], device) for each in matrices])
+                except Exception:  # it wants other shapes than these: nothing can be told
+                    continue
+            if not _same(together, apart):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} cannot update parameters apart: what it does to one depends on the "
+                    "others. Use sw.Sharding(stage=0), where each rank updates everything"
+                )
+
+
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-6, atol=1e-12)
 

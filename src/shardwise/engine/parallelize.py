@@ -17,6 +17,7 @@ from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizers import (
     OptimizerSource,
     build,
+    check_apart,
     check_coverage,
     check_elementwise,
     describe_settings,
@@ -117,8 +118,9 @@ def _inspect(
         inventory = take_inventory(model, plan.precision)
         optimizers = build(source, list(model.parameters()))
         check_coverage(optimizers, inventory)
-        if plan.sharding.partition == "slice" and _num_owners(plan) > 1:
-            check_elementwise(optimizers, channel.device)
+        if _num_owners(plan) > 1:
+            check = check_elementwise if plan.sharding.partition == "slice" else check_apart
+            check(optimizers, channel.device)
     except ShardwiseError as error:
         refusal = error
     agree(channel, refusal, purpose="verdict on the model and the optimizer")

@@ -1,0 +1,57 @@
+"""What every refusal must show: one error on all ranks, after which they can talk."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from tests.engine.expected import adamw, seeded, square_loss
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ShardwiseError
+
+PLAN = sw.Plan(mesh=sw.Mesh(dp_shard=3))
+
+
+def two_layers(width: int = 5) -> nn.Sequential:
+    """A small model, the same for every caller."""
+    return seeded(lambda: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1)))()
+
+
+def same_error_everywhere(world_size: int, fn: Callable[[sw.Channel], object]) -> ShardwiseError:
+    """The error that `fn` raises on every rank; the ranks can talk afterwards."""
+    errors: list[ShardwiseError] = []
+
+    def run(channel: sw.Channel) -> None:
+        with pytest.raises(ShardwiseError) as caught:
+            fn(channel)
+        errors.append(caught.value)
+        channel.exchange(b"", purpose="still there")
+
+    sw.simulate(world_size, run)
+    assert len(errors) == world_size
+    assert len({(type(error), str(error)) for error in errors}) == 1
+    return errors[0]
+
+
+def refusal(
+    *,
+    models: Mapping[int, Callable[[], nn.Module]] = {},
+    plans: Mapping[int, sw.Plan] = {},
+    optimizers: Mapping[int, Any] = {},
+    plan: sw.Plan = PLAN,
+) -> ShardwiseError:
+    """The error of `parallelize` on three ranks, some of which are given something else."""
+
+    def run(channel: sw.Channel) -> None:
+        sw.parallelize(
+            models.get(channel.rank, two_layers)(),
+            plans.get(channel.rank, plan),
+            optimizer=optimizers.get(channel.rank, adamw),
+            loss=square_loss,
+            channel=channel,
+        )
+
+    return same_error_everywhere(3, run)
+
+
