@@ -49,7 +49,8 @@ def points(seed: int, rows: int, width: int = 4) -> dict[str, torch.Tensor]:
 
 def square_loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Mean squared error."""
-    return (output - batch["y"]).square().mean()
+    loss: torch.Tensor = (output - batch["y"]).square().mean()
+    return loss
 
 
 def assert_ranks_train_as_one_process(

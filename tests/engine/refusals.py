@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from tests.engine.expected import adamw, seeded, square_loss
 from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
+from tests.engine.expected import adamw, seeded, square_loss
 
 PLAN = sw.Plan(mesh=sw.Mesh(dp_shard=3))
 
@@ -53,5 +53,3 @@ def refusal(
         )
 
     return same_error_everywhere(3, run)
-
-

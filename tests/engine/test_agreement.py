@@ -1,7 +1,6 @@
 """Ranks compare before they act: what differs between them is named, in the same words on every rank."""
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.agreement import agree, compare, digest_of_values
-from shardwise.errors import BatchError, MismatchError, ModelError, OptimizerError, PlanError, ShardwiseError
+from shardwise.errors import BatchError, MismatchError, ModelError, PlanError
 from tests.engine.refusals import PLAN, refusal, same_error_everywhere, two_layers
+
 
 def test_other_shapes_are_named_with_the_ranks_and_the_first_difference() -> None:
     error = refusal(models={1: lambda: two_layers(6), 2: lambda: two_layers(6)})
@@ -36,14 +36,13 @@ def one_buffer_more() -> nn.Module:
 
 def tied() -> nn.Module:
     model = two_layers()
-    model[1].register_parameter("bias", nn.Parameter(torch.zeros(1)))
-    model[1].register_parameter("again", model[1].bias)
+    model[1].register_parameter("again", model.get_parameter("1.bias"))
     return model
 
 
 def frozen() -> nn.Module:
     model = two_layers()
-    model[1].bias.requires_grad_(False)
+    model.get_parameter("1.bias").requires_grad_(False)
     return model
 
 
@@ -98,7 +97,9 @@ def test_the_first_of_several_differences_is_named() -> None:
 def test_other_plans_are_named_with_the_setting() -> None:
     error = refusal(plans={1: replace(PLAN, clip_grad_norm=1.0), 2: PLAN})
     assert isinstance(error, MismatchError)
-    assert "rank 1 and rank 0 were given different plans; first difference: rank 0 has mesh.pp = 1, rank 1" in str(error)
+    assert "rank 1 and rank 0 were given different plans; first difference: rank 0 has mesh.pp = 1, rank 1" in str(
+        error
+    )
     error = refusal(plans={0: replace(PLAN, merge=sw.Merge(microbatches=2))})
     assert "first difference: rank 0 has merge.microbatches = 2, rank 1 has merge.microbatches = 1" in str(error)
 
@@ -130,10 +131,8 @@ def test_a_mesh_that_is_wrong_on_one_rank_is_refused_on_all() -> None:
 def test_other_settings_of_the_optimizer_are_named(optimizer: Any) -> None:
     error = refusal(optimizers={1: optimizer})
     assert isinstance(error, MismatchError)
-    assert (
-        "rank 1 and rank 0 were given different models or optimizers; first difference: rank 0 has optimizer AdamW"
-        in (str(error))
-    )
+    assert "rank 1 and rank 0 were given different models" in str(error)
+    assert "first difference: rank 0 has optimizer AdamW {" in str(error)
 
 
 def test_values_are_given_in_rank_order_when_nobody_refuses() -> None:

@@ -197,9 +197,7 @@ def test_a_batch_that_is_none_is_refused_on_all_ranks(batch: Any, message: str, 
 
 
 def test_fewer_rows_than_microbatches_are_refused_with_both_numbers() -> None:
-    message = (
-        "a batch of 2 rows cannot be split into 3 microbatches; give at least 3 rows, or set merge.microbatches"
-    )
+    message = "a batch of 2 rows cannot be split into 3 microbatches; give at least 3 rows, or set merge.microbatches"
     assert_refused_and_usable({0: points(0, 2), 1: points(1, 2)}, message)
     assert_refused_and_usable({0: points(0, 2)}, f"rank 0: {message} to at most 2")
 

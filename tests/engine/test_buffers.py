@@ -43,7 +43,7 @@ class Writing(nn.Module):
         self.register_buffer("last", torch.zeros(4), persistent=False)
         self.register_buffer("unset", None)
         self.also_mean = nn.Module()
-        self.also_mean.register_buffer("mean", self.mean)
+        self.also_mean.register_buffer("mean", self.get_buffer("mean"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -217,6 +217,9 @@ def test_buffers_that_are_not_kept_in_state_dicts_are_not_in_the_state() -> None
 
 class Growing(nn.Module):
     """A buffer that comes and goes."""
+
+    cache: torch.Tensor | None
+    late: torch.Tensor | None
 
     def __init__(self) -> None:
         super().__init__()

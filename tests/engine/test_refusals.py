@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.expected import adamw, points, square_loss
-from tests.engine.refusals import PLAN, refusal, two_layers
 from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError, OptimizerError, PlanError
+from tests.engine.expected import adamw, points, square_loss
+from tests.engine.refusals import PLAN, refusal, two_layers
+
 
 def test_names_to_keep_that_mean_nothing_are_refused_with_the_nearest_name() -> None:
     error = refusal(plan=replace(PLAN, precision=sw.Precision(keep=("*norm*", "0.weihgt", "1"))))
@@ -159,5 +160,3 @@ def test_a_refused_model_is_as_it_was() -> None:
         engine.step(points(channel.rank, 2))
 
     sw.simulate(3, run)
-
-

@@ -45,10 +45,9 @@ class Mixed(nn.Module):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.frozen(self.first(x.to(self.scalar.dtype)))[:, self.order] @ self.cube.sum(0).view(3, 3).repeat(
-            3, 3
-        )
-        y: torch.Tensor = self.out(torch.tanh(hidden) * self.scalar + self.again(x.to(self.scalar.dtype)))
+        x = x.to(self.scalar.dtype)
+        hidden = self.frozen(self.first(x))[:, self.order] @ self.cube.sum(0).view(3, 3).repeat(3, 3)
+        y: torch.Tensor = self.out(torch.tanh(hidden) * self.scalar + self.again(x))
         return y.float()
 
 

@@ -1,6 +1,7 @@
 """Real processes for tests: started once per number of ranks, each call a function of the channel on every rank.
 
-Workers are forked from a server that has imported torch, so that a poisoned group is replaced quickly. They meet through a file, never through a port. The channel is kept from call to call until something fails.
+Workers are forked from a server that has imported torch, so that a poisoned group is replaced quickly. They meet
+through a file, never through a port. The channel is kept from call to call until something fails.
 """
 
 import contextlib
@@ -118,7 +119,8 @@ class Pool:
         """Call `function(channel, *arguments)` on every rank and return the results in rank order.
 
         `function` is importable by its name; with `poisons` the channel is not used again. Ranks in `lost` are expected
-        to die or to stop for good; they give None, and the group is replaced. Raises `RankError` when a rank raises, dies or has no result after `patience_seconds`.
+        to die or to stop for good; they give None, and the group is replaced. Raises `RankError` when a rank raises,
+        dies or has no result after `patience_seconds`.
         """
         if world_size not in self._groups:
             self._groups[world_size] = _Workers(world_size)

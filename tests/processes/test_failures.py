@@ -17,8 +17,8 @@ IMPATIENT = (Transport(timeout_seconds=2.0), Transport(timeout_seconds=2.0, with
 either = pytest.mark.parametrize("transport", [SHARED_MEMORY, TCP], ids=["shared", "tcp"])
 either_impatient = pytest.mark.parametrize("transport", IMPATIENT, ids=["shared", "tcp"])
 
-LARGE = 24 << 18
-"""Elements (25 MB, for 2, 3 and 4 ranks): a rank that is killed leaves the transfer half done."""
+LARGE = 12 << 20
+"""Elements (50 MB, for 2, 3 and 4 ranks): what a rank publishes at once is only a part of its share."""
 
 Told = tuple[str, int | None, str, str, float]
 

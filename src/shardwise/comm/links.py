@@ -2,8 +2,11 @@
 
 import array
 import collections
+import contextlib
+import fcntl
 import os
 import socket
+import termios
 import time
 from collections.abc import Callable
 
@@ -17,6 +20,7 @@ READ_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 8
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 _MAX_BUFFERS = 32
+_LINGER_LOOK_UP_SECONDS = 0.01
 
 Payload = bytes | memoryview
 Taker = Callable[["Link", Header, Payload], None]
@@ -243,6 +247,26 @@ class Link:
         """The bytes that the other side has put in a slot."""
         start = slot * SLOT_BYTES
         return self._mapped[segment][start : start + num_bytes]
+
+    def linger(self, deadline: float) -> None:
+        """Let the other host take what was written; closing TCP over unread input would throw it away."""
+        if self.local or self.ended:
+            return
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+            self._connection.settimeout(_LINGER_LOOK_UP_SECONDS)
+            while self._num_unacknowledged_bytes() and time.monotonic() < deadline:
+                with contextlib.suppress(TimeoutError):
+                    if not self._connection.recv(READ_BYTES):
+                        return
+            self._connection.setblocking(False)
+            while self._connection.recv(READ_BYTES):
+                pass
+
+    def _num_unacknowledged_bytes(self) -> int:
+        count = array.array("i", [0])
+        fcntl.ioctl(self._connection, termios.TIOCOUTQ, count)
+        return count[0]
 
     def close(self) -> None:
         """Close the connection and unmap the other side's memory."""

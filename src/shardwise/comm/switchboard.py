@@ -323,7 +323,7 @@ class Switchboard:
             self._has_ended = True
             for link in self._links.values():
                 link.put_last(frame(Kind.FAILED, payload=self.verdict.packed()))
-            self._flush_within(_LAST_WORDS_SECONDS)
+            self._flush_until(time.monotonic() + _LAST_WORDS_SECONDS)
 
     def _raise(self, signature: Signature) -> NoReturn:
         assert self.verdict is not None
@@ -372,7 +372,10 @@ class Switchboard:
                 self._turn(min(1.0, self.timeout_seconds))
             for link in self._links.values():
                 link.put(frame(Kind.BYE))
-            self._flush_within(_LAST_WORDS_SECONDS)
+            deadline = time.monotonic() + _LAST_WORDS_SECONDS
+            self._flush_until(deadline)
+            for link in self._links.values():
+                link.linger(deadline)
             self.verdict = self.verdict or Verdict(fact=f"rank {self.rank} has closed this channel", culprit=self.rank)
             self._has_ended = True
             self._flusher.stop()
@@ -389,13 +392,16 @@ class Switchboard:
         credited = any(not self._links[rank].ended for rank, _, _ in self._credited)
         return credited or any(link.wants_to_write for link in self._links.values())
 
-    def _flush_within(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+    def _flush_until(self, deadline: float) -> None:
         while True:
-            writers = [link for link in self._links.values() if link.wants_to_write]
-            for link in writers:
+            poll = select.poll()
+            num_writers = 0
+            for link in self._links.values():
                 link.flush()
+                if link.wants_to_write:
+                    poll.register(link.fileno(), select.POLLOUT)
+                    num_writers += 1
             left = deadline - time.monotonic()
-            if left <= 0 or not any(link.wants_to_write for link in writers):
+            if left <= 0 or not num_writers:
                 return
-            select.select([], [link.fileno() for link in writers if link.wants_to_write], [], left)
+            poll.poll(left * 1000)

@@ -1,9 +1,8 @@
 """Any torch optimizer, unchanged, on the masters that this rank owns."""
 
 import inspect
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -100,12 +99,7 @@ def _plain(value: Any) -> Any:
 
 
 @torch.no_grad()
-def swap(
-    optimizers: Sequence[torch.optim.Optimizer],
-    inventory: Inventory,
-    shapes: Mapping[str, torch.Size],
-    owned: Sequence[Owned],
-) -> None:
+def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owned: Sequence[Owned]) -> None:
     """Put the owned masters in the place of the model's parameters: same groups, same settings, state cut along.
 
     The groups stay the same objects, so that schedulers which hold them go on working.
@@ -113,7 +107,7 @@ def swap(
     owned_of = {each.segment.name: each for each in owned}
     for optimizer in optimizers:
         state = dict(optimizer.state)
-        not_along = _keys_not_along(state)
+        not_along = keys_not_along(state)
         optimizer.state.clear()
         for group in optimizer.param_groups:
             names = list(dict.fromkeys(inventory.name_of[parameter] for parameter in group["params"]))
@@ -124,10 +118,11 @@ def swap(
                 group["param_names"] = mine
             for name in mine:
                 if old[name]:
-                    optimizer.state[owned_of[name].parameter] = _cut(old[name], not_along, owned_of[name], shapes[name])
+                    shape = inventory.parameters[name].shape
+                    optimizer.state[owned_of[name].parameter] = _cut(old[name], not_along, owned_of[name], shape)
 
 
-def _keys_not_along(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> frozenset[str]:
+def keys_not_along(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> frozenset[str]:
     """Keys whose tensors do not have a number for each element: of a scalar parameter alone that could not be told."""
     differ = {
         key
@@ -152,106 +147,6 @@ def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, shap
         return part.to(master.dtype) if part.is_floating_point() else part
 
     return {key: cut(key, value) for key, value in state.items()}
-
-
-def check_elementwise(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
-    """Raise OptimizerError for an optimizer that cannot update slices.
-
-    Found by trial on a small matrix: two optimizers that update a half each, as ranks do, must do what one does.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if reason := _why_not_elementwise(optimizer, group, device):
-                raise OptimizerError(f"{type(optimizer).__name__} cannot update slices of parameters: {reason}")
-
-
-def _why_not_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> str:
-    whole_partition = 'Use sw.Sharding(partition="whole"), which gives whole parameters to owners'
-    generator = torch.Generator().manual_seed(0)
-    # The parameter and its gradients. In float64, so that updates of any size are told from rounding.
-    matrix = list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator))
-    first, second = ([each.reshape(-1)[at : at + 12] for each in matrix] for at in (0, 12))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            whole = _trial(optimizer, group, [matrix], device)
-            together = _trial(optimizer, group, [first, second], device)
-            apart = torch.cat([_trial(optimizer, group, [half], device) for half in (first, second)])
-        except Exception as error:  # whatever an unknown optimizer raises is its reason
-            return (
-                f"tried on a 4 x 6 matrix and on its halves, it raised {type(error).__name__}: {error}. "
-                f"{whole_partition}"
-            )
-    if not _same(whole, together):
-        return f"a 4 x 6 matrix updated whole and updated as two halves gave different values. {whole_partition}"
-    if not _same(together, apart):
-        return (
-            "what it does to one half depends on the other, and ranks hold only their own. Use sw.Sharding(stage=0), "
-            "where each rank updates everything"
-        )
-    return ""
-
-
-def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
-    """Raise OptimizerError for an optimizer whose update of one parameter depends on the others."""
-    generator = torch.Generator().manual_seed(0)
-    matrices = [list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator)) for _ in range(2)]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                try:
-                    together = _trial(optimizer, group, matrices, device)
-                    apart = torch.cat([_trial(optimizer, group, [each], device) for each in matrices])
-                except Exception:  # it wants other shapes than these: nothing can be told
-                    continue
-            if not _same(together, apart):
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} cannot update parameters apart: what it does to one depends on the "
-                    "others. Use sw.Sharding(stage=0), where each rank updates everything"
-                )
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-6, atol=1e-12)
-
-
-def _trial(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    stretches: Sequence[Sequence[torch.Tensor]],
-    device: torch.device,
-) -> torch.Tensor:
-    """Run a double of `optimizer` with the settings of `group`; by how much it moved the values, flat.
-
-    `stretches`: for each parameter its values, and then its gradient at each step.
-    """
-    double = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
-            setattr(double, name, OrderedDict())  # hooks of the user are not for trials
-        elif name != "step":  # a scheduler's wrapper is bound to the original
-            setattr(double, name, copy(value) if isinstance(value, dict | list | set) else value)
-    parameters = [nn.Parameter(values.clone().to(device)) for values, *_ in stretches]
-    double.state = defaultdict(dict)
-    double.param_groups = [{**group, "params": parameters}]
-    if "lr" in group:  # a warm-up may start at 0, where every optimizer looks the same
-        double.param_groups[0]["lr"] = torch.full_like(group["lr"], 0.1) if torch.is_tensor(group["lr"]) else 0.1
-    if optimizer.state:
-        # An optimizer that makes its state when it is built (Adagrad) shows here what a fresh one looks like.
-        not_along = _keys_not_along(optimizer.state)
-        example = next(iter(optimizer.state.values()))
-        for parameter in parameters:
-            double.state[parameter] = {
-                key: torch.ones_like(parameter)
-                if isinstance(value, torch.Tensor) and key not in not_along
-                else deepcopy(value)
-                for key, value in example.items()
-            }
-    for gradients in zip(*(rest for _, *rest in stretches), strict=True):
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone().to(device)
-        double.step()
-    moves = [each.detach().cpu() - values for each, (values, *_) in zip(parameters, stretches, strict=True)]
-    return torch.cat([move.reshape(-1) for move in moves])
 
 
 def _listed(names: Sequence[str]) -> str:

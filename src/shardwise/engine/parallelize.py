@@ -17,13 +17,12 @@ from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizers import (
     OptimizerSource,
     build,
-    check_apart,
     check_coverage,
-    check_elementwise,
     describe_settings,
     swap,
 )
 from shardwise.engine.precision import let_inputs_follow
+from shardwise.engine.trials import check_apart, check_elementwise
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan, plan_ownership
 
@@ -76,7 +75,6 @@ def _parallelize(
     owners = channel.over(plan.mesh.peers(channel.rank, plan.sharding.owner_axes))
     replicas = channel.over(plan.mesh.peers(channel.rank, plan.sharding.replica_axes))
     ownership = plan_ownership(inventory.specs, plan.sharding, num_owners=owners.size, num_replicas=replicas.size)
-    shapes = {name: parameter.shape for name, parameter in inventory.parameters.items()}
     inventory.tie()
     model.to(channel.device)
     buffers = FlatBuffers(
@@ -85,7 +83,7 @@ def _parallelize(
         owners.rank,
         keep_shapes=plan.sharding.partition == "whole" or owners.size == 1,
     )
-    swap(optimizers, inventory, shapes, buffers.owned)
+    swap(optimizers, inventory, buffers.owned)
     let_inputs_follow(model, plan.precision)
     counters = Counters()
     gradients = Gradients(
