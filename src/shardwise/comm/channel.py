@@ -40,13 +40,17 @@ class Channel(Protocol):
 
     @property
     def progresses_alone(self) -> bool:
-        """Whether a transfer goes on while this rank computes, so that starting early pays."""
+        """Whether a transfer goes on while this rank computes, so that starting early pays.
+
+        Such a channel carries out its collectives in the order of the calls, so that one may write what an earlier
+        one reads.
+        """
 
     def over(self, ranks: Sequence[int]) -> "Channel":
         """The channel of these ranks, numbered in this order. Called by its members only, in the same order by each."""
 
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
-        """Give every rank's value (any length, may be empty) to every rank, in rank order. Blocking; for small things."""
+        """Give every rank's value (of any length) to every rank, in rank order. Blocking; for small things."""
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
