@@ -1,12 +1,14 @@
 """What the documentation says is true: its programs run, its tables are the code's."""
 
 import doctest
+import json
 import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from shardwise.train.tables import DataTable, ModelTable, Table, TrainTable
 from shardwise.words import VOCABULARY
 
 ROOT = Path(__file__).parents[1]
@@ -41,3 +43,19 @@ def test_the_examples_in_docstrings_hold(module: str) -> None:
     result = doctest.testmod(import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def settings_rows(table: str, model: type[Table]) -> list[str]:
+    """A row of docs/training.md for each setting of a table."""
+    rows = []
+    for name, field in model.model_fields.items():
+        default = "required" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`"
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        rows.append(f"| `{table}.{name}` | {default} | {meaning} |")
+    return rows
+
+
+@pytest.mark.parametrize(("table", "model"), [("model", ModelTable), ("data", DataTable), ("train", TrainTable)])
+def test_the_training_page_lists_every_setting_with_its_default(table: str, model: type[Table]) -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").splitlines()
+    assert [row for row in page if row.startswith(f"| `{table}.")] == settings_rows(table, model)

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
@@ -132,12 +132,10 @@ class Plan:
             if name == "clip_grad_norm":
                 arguments[name] = table
             elif name not in _STRATEGIES:
-                problems.append(_unknown(name, ["clip_grad_norm", *_STRATEGIES]))
-            elif not isinstance(table, dict):
-                problems.append(f"{name}: {table!r} is not a table of settings")
+                problems.append(unknown_setting(name, ["clip_grad_norm", *_STRATEGIES]))
             else:
                 try:
-                    arguments[name] = _strategy(name, table)
+                    arguments[name] = read_strategy(name, table)
                 except PlanError as error:
                     problems += error.problems
         try:
@@ -151,10 +149,18 @@ class Plan:
 _STRATEGIES: dict[str, type] = {"mesh": Mesh, "sharding": Sharding, "merge": Merge, "precision": Precision}
 
 
-def _strategy(name: str, table: dict[str, Any]) -> object:
+def read_strategy(name: str, table: object) -> Any:
+    """The strategy `name` ("mesh", "sharding", "merge", "precision") from a table of its settings, as TOML gives it.
+
+    Raises PlanError with every problem: unknown settings, with the nearest known one, and values that cannot hold.
+    """
+    if not isinstance(table, dict):
+        raise PlanError(f"{name}: {table!r} is not a table of settings; write [{name}]")
     kind = _STRATEGIES[name]
     known = [spec.name for spec in dataclasses.fields(kind)]
-    problems = [_unknown(f"{name}.{key}", [f"{name}.{each}" for each in known]) for key in table if key not in known]
+    problems = [
+        unknown_setting(f"{name}.{key}", [f"{name}.{each}" for each in known]) for key in table if key not in known
+    ]
     settings = {key: value for key, value in table.items() if key in known}
     if name == "precision" and isinstance(settings.get("keep"), list):
         settings["keep"] = tuple(settings["keep"])
@@ -185,7 +191,8 @@ def _toml(value: object) -> str:
     return repr(value)
 
 
-def _unknown(key: str, known: list[str]) -> str:
+def unknown_setting(key: str, known: Sequence[str]) -> str:
+    """The finding about a setting that nobody knows, with the nearest known one."""
     near = difflib.get_close_matches(key, known, n=1)
     return f"{key}: unknown setting" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 

@@ -1,7 +1,5 @@
 """From a TOML file and `--set` words to a checked configuration, before torch is imported or a process started."""
 
-import dataclasses
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +10,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan import Merge, Plan, Precision, Sharding
+from shardwise.plan import Merge, Plan
+from shardwise.plan.specs import read_strategy, unknown_setting
 from shardwise.space import Mesh
 from shardwise.train.tables import DataTable, ModelTable, Table, TrainTable, file_problems
 
 _TABLES: dict[str, type[Table]] = {"model": ModelTable, "data": DataTable, "train": TrainTable}
-_SPECS: dict[str, type] = {"mesh": Mesh, "sharding": Sharding, "precision": Precision}
-_KNOWN = [*_TABLES, *_SPECS]
+_KNOWN = [*_TABLES, "mesh", "sharding", "precision"]
 
 SomeTable = TypeVar("SomeTable", bound=Table)
 
@@ -58,7 +56,7 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     """
     problems: list[str] = []
     tables = _with_overrides(_read_toml(path), overrides, problems)
-    problems += [_unknown(name, _KNOWN) for name in tables if name not in _KNOWN]
+    problems += [unknown_setting(name, _KNOWN) for name in tables if name not in _KNOWN]
     model = _table(ModelTable, "model", tables, problems)
     data = _table(DataTable, "data", tables, problems)
     train = _table(TrainTable, "train", tables, problems)
@@ -124,7 +122,7 @@ def _table(kind: type[SomeTable], name: str, tables: Mapping[str, Any], problems
 def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
     key = ".".join([name, *map(str, detail["loc"])])
     if detail["type"] == "extra_forbidden":
-        return _unknown(key, [f"{name}.{each}" for each in kind.model_fields])
+        return unknown_setting(key, [f"{name}.{each}" for each in kind.model_fields])
     if detail["type"] == "missing":
         wanted = kind.model_fields[str(detail["loc"][0])].description or ""
         return f"{key}: missing; {' '.join(wanted.split())}"
@@ -137,26 +135,12 @@ def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
     return f"{key}: {detail['input']!r} given; it must be {needed}"
 
 
-def _unknown(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"{key}: unknown setting" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
-
-
 def _spec(name: str, tables: Mapping[str, Any], problems: list[str]) -> Any:
-    kind, given = _SPECS[name], tables.get(name, {})
-    if not isinstance(given, dict):
-        problems.append(f"{name}: {given!r} is not a table of settings; write [{name}]")
-        return None
-    known = [spec.name for spec in dataclasses.fields(kind)]
-    unknown = [_unknown(f"{name}.{key}", [f"{name}.{each}" for each in known]) for key in given if key not in known]
-    problems += unknown
-    settings = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items() if key in known}
     try:
-        value = kind(**settings)
+        return read_strategy(name, tables.get(name, {}))
     except PlanError as error:
         problems += error.problems
         return None
-    return None if unknown else value
 
 
 def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: int, problems: list[str]) -> Plan | None:
