@@ -235,7 +235,7 @@ def test_values_loaded_into_the_model_reach_the_masters(
 ) -> None:
     plan = sw.Plan(mesh=MESH, sharding=sharding, precision=sw.Precision(compute=compute))
 
-    def trained(channel: sw.Channel, *, afterwards: bool) -> dict[str, torch.Tensor]:
+    def trained(channel: sw.Channel, *, afterwards: bool) -> State:
         model = seeded(Mixed)()
         if not afterwards:
             load(model)
@@ -244,12 +244,13 @@ def test_values_loaded_into_the_model_reach_the_masters(
             load(model)
         for seed in range(2):
             engine.step(share_of(points(seed, 8), channel.rank, channel.size))
-        return {name: value.detach().clone() for name, value in model.named_parameters()}
+        return {piece: value.clone() for piece, value in engine.state().items()}
 
-    after = sw.simulate(4, lambda channel: trained(channel, afterwards=True))
-    before = sw.simulate(4, lambda channel: trained(channel, afterwards=False))
-    for of_rank in after:
-        assert all(torch.equal(value, before[0][name]) for name, value in of_rank.items())
+    after = whole_tensors(sw.simulate(4, lambda channel: trained(channel, afterwards=True)))
+    before = whole_tensors(sw.simulate(4, lambda channel: trained(channel, afterwards=False)))
+    assert after.keys() == before.keys()
+    for name, value in after.items():
+        assert torch.equal(value, before[name]), name
 
 
 def replace_data(model: nn.Module) -> None:

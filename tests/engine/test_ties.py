@@ -213,6 +213,38 @@ def test_parts_of_one_matrix_that_do_not_meet_are_two_parameters(
     )
 
 
+class Expanded(nn.Module):
+    """A parameter of four elements in the memory of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1).expand(4, 1))
+
+
+def test_a_parameter_that_was_expanded_is_refused_by_name() -> None:
+    assert "parameter 'weight' holds several of its elements in one place (it was expanded)" in refusal_of(Expanded)
+
+
+class Watched(nn.Module):
+    """A buffer that shows a part of a parameter."""
+
+    def __init__(self, *, trained: bool = True) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.ones(4))
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=trained)
+        self.register_buffer("last", self.weight.data[3:])
+
+
+def test_a_buffer_that_views_a_parameter_which_moves_is_refused_by_name() -> None:
+    assert "buffer 'last' and parameter 'weight' share a part of one storage" in refusal_of(Watched)
+
+
+def test_a_buffer_that_views_a_parameter_which_stays_goes_on_viewing_it() -> None:
+    model = Watched(trained=False)
+    sw.simulate(1, lambda channel: sw.parallelize(model, sw.Plan(), optimizer=adamw, loss=square_loss, channel=channel))
+    assert model.get_buffer("last").data_ptr() == model.weight[3:].data_ptr()
+
+
 def test_a_tie_of_which_one_name_only_is_trained_is_refused() -> None:
     def make() -> Chain:
         chain = tied_by_storage()

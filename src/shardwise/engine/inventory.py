@@ -1,6 +1,6 @@
 """What a model holds: its parameters by storage, its ties, its buffers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,11 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     ties: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner, attribute, name, parameter in _named_places(model):
         _refuse_without_values(f"parameter {name!r}", parameter)
+        if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise ModelError(
+                f"parameter {name!r} holds several of its elements in one place (it was expanded); make it a parameter "
+                f"of the shape that it has memory for, and expand it in forward"
+            )
         first = places.setdefault(_place(parameter), parameter)
         if first is not parameter:
             if first.requires_grad != parameter.requires_grad:
@@ -71,6 +76,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
         for parameter, each in names.items()
     )
     parameters = {each[0]: parameter for parameter, each in names.items()}
+    _refuse_buffers_in_parameters({spec.name: parameters[spec.name] for spec in specs if spec.fused}, buffers)
     return Inventory(
         parameters=parameters,
         specs=specs,
@@ -140,12 +146,27 @@ def _refuse_partial_sharing(names: dict[nn.Parameter, list[str]]) -> None:
         reaching.append((stop, index))
 
 
-def _last_byte(parameter: nn.Parameter) -> int:
+def _refuse_buffers_in_parameters(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Parameters move to flat buffers: what was a view of one would go on showing its first values."""
+    in_storage: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        if parameter.numel():
+            in_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(name)
+    for name, buffer in buffers.items():
+        for other in in_storage.get(buffer.untyped_storage().data_ptr(), ()) if buffer.numel() else ():
+            if _share_elements(parameters[other], buffer):
+                raise ModelError(
+                    f"buffer {name!r} and parameter {other!r} share a part of one storage, and the parameter's values "
+                    f"move; compute the buffer from the parameter in forward, or make it a copy"
+                )
+
+
+def _last_byte(parameter: torch.Tensor) -> int:
     extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
     return parameter.data_ptr() + extent * parameter.element_size()
 
 
-def _share_elements(first: nn.Parameter, second: nn.Parameter) -> bool:
+def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors whose spans overlap really share bytes (columns of one matrix interleave without sharing)."""
     start = min(first.data_ptr(), second.data_ptr())
     touched = torch.zeros(max(_last_byte(first), _last_byte(second)) - start, dtype=torch.bool)
