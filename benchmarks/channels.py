@@ -60,8 +60,9 @@ def sides(channels: dict[str, Channel]) -> dict[str, Side]:
     def pairs_scatter() -> None:
         own = whole.view(size, share)
         between_pairs(own, arrived)
-        arrived[rank].copy_(own[rank])
-        torch.sum(arrived, 0, dtype=torch.float32, out=wide)
+        for number in range(size):
+            term = own[rank] if number == rank else arrived[number]
+            wide.add_(term) if number else wide.copy_(term)
 
     def pairs_gather() -> None:
         between_pairs(part.expand(size, share), other.view(size, share))

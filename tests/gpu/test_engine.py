@@ -1,5 +1,7 @@
 """The engine on one GPU: the same arithmetic as plain PyTorch there."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(33, 65), nn.GELU(), nn.LayerNorm(65), nn.Linear(65, 7, bias=False))
 
 
-def loss_of(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def loss_of(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(output.float(), batch["label"])
 
 

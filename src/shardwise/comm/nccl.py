@@ -1,7 +1,6 @@
 """The channel between GPUs: NCCL moves the tensors, the connections of the CPU channel compare, exchange and fail."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,7 +14,7 @@ from shardwise.comm.calls import (
     reduce_scatter_signature,
 )
 from shardwise.comm.channel import Channel, Work
-from shardwise.errors import PeerError
+from shardwise.errors import PeerError, PlanError
 
 if TYPE_CHECKING:
     from shardwise.comm.processes import ProcessChannel
@@ -36,13 +35,19 @@ def _native(new_name: str, old_name: str) -> _Native:
 class _NcclWork:
     """Ends on the GPU: `wait` makes the current stream wait and keeps what the kernel reads until then."""
 
-    def __init__(self, work: dist.Work | None, signature: Signature, *kept: torch.Tensor) -> None:
+    def __init__(
+        self, work: dist.Work | None, signature: Signature, *kept: torch.Tensor, comparison: Work | None = None
+    ) -> None:
         self._work = work
         self._signature = signature
         self._kept = kept
+        self._comparison = comparison
 
     def wait(self) -> None:
         """See `Work.wait`."""
+        if self._comparison is not None:
+            self._comparison.wait()
+            self._comparison = None
         if self._work is not None:
             try:
                 self._work.wait()
@@ -59,8 +64,9 @@ class _NcclWork:
 class NcclChannel:
     """The channel of the ranks of `control` for tensors on `device`.
 
-    Each call is compared over `control`: a new signature before its tensors move, a known one while they do. A lost
-    peer is known at the next call; a kernel that waits for it on the GPU is ended by NCCL's own timeout.
+    Each call is compared over `control`. A collective with a new signature begins only when it is known to agree; of a
+    new message, which may meet its other side much later, the wait makes sure. A lost peer is known at the next call; a
+    kernel that waits for it on the GPU is ended by NCCL's own timeout.
     """
 
     progresses_alone = True
@@ -79,7 +85,14 @@ class NcclChannel:
         self._group, self._upward, self._downward = (self._new_group() for _ in range(3))
 
     def _new_group(self) -> dist.ProcessGroup:
-        group = dist.new_group(sorted(self._control.members), backend="nccl", use_local_synchronization=True)
+        members = sorted(self._control.members)
+        world = dist.group.WORLD
+        if world is not None and world.bound_device_id is not None and len(members) < dist.get_world_size():
+            raise PlanError(
+                f"a channel over ranks {members} was asked for, but the process group is bound to a device, and then "
+                "only all ranks together can make groups; call init_process_group without device_id"
+            )
+        group = dist.new_group(members, backend="nccl", use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -101,7 +114,7 @@ class NcclChannel:
     ) -> Work:
         """See `Channel.all_gather`."""
         signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
-        self._compare(signature, functools.partial(self._control.compare, signature))
+        self._compare(signature)
         if self._is_plain(signature):
             native = _native("all_gather_single", "all_gather_into_tensor")
             return _NcclWork(native(output, input, group=self._group, async_op=True), signature, output, input)
@@ -114,7 +127,7 @@ class NcclChannel:
     ) -> Work:
         """See `Channel.reduce_scatter`. NCCL sums in the dtype that travels, so a narrower input is widened first."""
         signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
-        self._compare(signature, functools.partial(self._control.compare, signature))
+        self._compare(signature)
         source = input.to(output.dtype)
         if self._is_plain(signature):
             native = _native("reduce_scatter_single", "reduce_scatter_tensor")
@@ -127,18 +140,18 @@ class NcclChannel:
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         """See `Channel.send`."""
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
-        self._compare(signature, functools.partial(self._control.compare_message, signature, destination))
+        comparison = self._control.compare_message(signature, destination)
         sender, receiver = self._control.members[self.rank], self._control.members[destination]
         work = dist.isend(tensor, group=self._direction(sender, receiver), dst=receiver)
-        return _NcclWork(work, signature, tensor)
+        return _NcclWork(work, signature, tensor, comparison=comparison)
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
         """See `Channel.receive`."""
         signature = message_signature(self, "receive", tensor, source, purpose=purpose)
-        self._compare(signature, functools.partial(self._control.compare_message, signature, source))
+        comparison = self._control.compare_message(signature, source)
         sender, receiver = self._control.members[source], self._control.members[self.rank]
         work = dist.irecv(tensor, group=self._direction(sender, receiver), src=sender)
-        return _NcclWork(work, signature, tensor)
+        return _NcclWork(work, signature, tensor, comparison=comparison)
 
     def abort(self, reason: str) -> None:
         """See `Channel.abort`. Peers learn it at their next call."""
@@ -155,9 +168,8 @@ class NcclChannel:
         """Whether all parts are equal and lie in the order of the group."""
         return len(set(signature.counts)) == 1 and self._by_world_rank == list(range(self.size))
 
-    def _compare(self, signature: Signature, begin: Callable[[], Work]) -> None:
-        work = begin()
-        if signature in self._known:
-            return
-        work.wait()
-        self._known.add(signature)
+    def _compare(self, signature: Signature) -> None:
+        work = self._control.compare(signature)
+        if signature not in self._known:
+            work.wait()
+            self._known.add(signature)

@@ -88,7 +88,8 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Meeting:
         if (torch.cuda.is_available() and dist.is_nccl_available()) if device is None else device.type == "cuda":
             own = device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(own)
-            dist.init_process_group("nccl", device_id=own)
+            # Not bound to the device: groups of a bound one can be made by all ranks only.
+            dist.init_process_group("nccl", timeout=timedelta(seconds=timeout_seconds))
     if dist.is_initialized():
         rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
     else:

@@ -55,7 +55,10 @@ def simulate(world_size: int, fn: Callable[[Channel], T], *, timeout_seconds: fl
     world = _World(world_size, callers_state)
     results: dict[int, T] = {}
 
+    num_threads = torch.get_num_threads()
+
     def body(channel: Channel) -> None:
+        torch.set_num_threads(num_threads)  # a new thread would take all cores
         results[channel.rank] = fn(channel)
 
     threads = [

@@ -23,7 +23,7 @@ def count_rows(batch: Batch) -> int:
         )
     rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
     if not rows:
-        raise BatchError(f"the batch has no tensor with a dim 0 to split on; its entries are {sorted(batch)}")
+        raise BatchError(f"the batch has no tensor with a dim 0 to split on; its entries are {sorted(batch, key=str)}")
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{name} has {count}" for name, count in rows.items())
         raise BatchError(f"all tensors of a batch have the same number of rows (dim 0), but {listed}")
@@ -35,7 +35,11 @@ def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> li
 
     Raises BatchError when a microbatch would have no rows.
     """
+    if type(num_microbatches) is not int or num_microbatches < 1:
+        raise BatchError(f"a batch is split into a whole number of microbatches, 1 or more, not {num_microbatches!r}")
     num_rows = count_rows(batch)
+    if not num_rows:
+        raise BatchError("the batch has no rows (dim 0 is 0); give each data rank rows, or leave the last batch out")
     if num_rows < num_microbatches:
         raise BatchError(
             f"a batch of {num_rows} rows cannot be split into {num_microbatches} microbatches; give at least "

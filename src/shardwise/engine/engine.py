@@ -134,6 +134,7 @@ class Engine:
 
     def state(self) -> dict[Piece, torch.Tensor]:
         """What this rank owns, as views: pieces of parameters, masters and optimizer state; the model's buffers."""
+        self._buffers.adopt_writes()
         return state_of(self._inventory, self.model, self._buffers, self.optimizers)
 
     def footprint(self, *, microbatches: int | None = None) -> Footprint:
@@ -173,6 +174,11 @@ class Engine:
         return parts, weighting
 
     def _check_model(self) -> None:
+        if replaced := self._inventory.replaced():
+            raise ModelError(
+                f"{len(replaced)} parameters were replaced, frozen or unfrozen after parallelize, among them "
+                f"{replaced[0]!r}; do that before parallelize, which decides who owns what"
+            )
         if moved := self._buffers.moved():
             raise ModelError(
                 f"{len(moved)} parameters were given other storage after parallelize, among them {moved[0]!r}; write "

@@ -10,6 +10,7 @@ the view of its bucket,
     progress alone.
 """
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -52,18 +53,16 @@ class Gradients:
         self._views: dict[str, torch.Tensor] = {}
         self._touched: set[str] = set()
         self._pending: list[set[str]] = []
+        self._is_collecting = False
         self._works: list[Work | None] = []
         self._num_complete = 0
         self._is_last = False
         self._bucket_of = {slot.name: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots}
-        self._hooks = [
-            parameters[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._bucket_of
-        ]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the arena."""
-        return self._arena.numel()
+        self._parameters = [parameters[name] for name in self._bucket_of]
+        # A model that is put under another plan keeps these hooks: they must neither act nor keep this object alive.
+        reference = weakref.ref(self)
+        for name in self._bucket_of:
+            parameters[name].register_post_accumulate_grad_hook(_collector(reference, name))
 
     def reduced_of(self, name: str) -> torch.Tensor:
         """The owned part of the bucket of a parameter, valid after `reduce`."""
@@ -80,6 +79,9 @@ class Gradients:
         if layout != self._layout:
             self._lay_out(layout, num_microbatches)
         self._touched.clear()
+        self._is_collecting = True
+        for parameter in self._parameters:
+            parameter.grad = None  # of a backward of the user's own, which this update does not count
         self._is_last = False
         self._works = []
         self._num_complete = 0
@@ -91,6 +93,7 @@ class Gradients:
 
     def reduce(self) -> None:
         """Sum the gradients over all data ranks and leave the owned parts in `reduced`."""
+        self._is_collecting = False
         if self._owners.progresses_alone:
             while len(self._works) < len(self._buckets):
                 self._launch()
@@ -99,38 +102,29 @@ class Gradients:
                 self._launch()
             self._complete(index)
 
-    def remove(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+    def collect(self, name: str, parameter: torch.Tensor) -> None:
+        """Take a finished gradient over from autograd; outside of an update it is the user's."""
+        if not self._is_collecting or parameter.grad is None:
+            return
         index = self._bucket_of[name]
-
-        def collect(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                return
-            if index < len(self._works):
-                raise ModelError(
-                    f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
-                    f"non-reentrant activation "
-                    "checkpointing (use_reentrant=False)"
-                )
-            with torch.no_grad():
-                dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-                if name in self._touched:
-                    self._views[name].add_(dense)
-                else:
-                    self._views[name].copy_(dense)
-                    self._touched.add(name)
-            if self._is_last and self._owners.progresses_alone:
-                self._pending[index].discard(name)
-                while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
-                    self._launch()
-                    self._counters.early_reductions += 1
-
-        return collect
+        gradient, parameter.grad = parameter.grad, None
+        if index < len(self._works):
+            raise ModelError(
+                f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
+                "non-reentrant activation checkpointing (use_reentrant=False)"
+            )
+        with torch.no_grad():
+            dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+            if name in self._touched:
+                self._views[name].add_(dense)
+            else:
+                self._views[name].copy_(dense)
+                self._touched.add(name)
+        if self._is_last and self._owners.progresses_alone:
+            self._pending[index].discard(name)
+            while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
+                self._launch()
+                self._counters.early_reductions += 1
 
     def _lay_out(self, layout: Arena, num_microbatches: int) -> None:
         self._layout = layout
@@ -177,16 +171,16 @@ class Gradients:
         )
 
     def _complete(self, index: int) -> None:
-        """Wait for a bucket.
+        """Wait for the buckets up to this one, in order, and finish what their owners do."""
+        for at in range(self._num_complete, index + 1):
+            if (work := self._works[at]) is not None:
+                work.wait()
+                self._works[at] = None
+            self._num_complete = at + 1
+            self._finish(at)
 
-        Where owners hold its part again (replicas), add up their sums; where it stayed here, change its dtype.
-        """
-        if index < self._num_complete:
-            return
-        self._num_complete = index + 1
-        if (work := self._works[index]) is not None:
-            work.wait()
-            self._works[index] = None
+    def _finish(self, index: int) -> None:
+        """Where owners hold a part again (replicas), add up their sums; where it stayed here, change its dtype."""
         reduced, buffer = self.reduced[index], self._buffers[index]
         if self._replicas.size == 1:
             if self._owners.size == 1 and reduced.dtype != buffer.dtype:
@@ -200,3 +194,11 @@ class Gradients:
         self._replicas.reduce_scatter(mine, source, purpose=purpose).wait()
         self._counters.all_gathers += 1
         self._replicas.all_gather(reduced, mine, purpose=purpose).wait()
+
+
+def _collector(reference: "weakref.ref[Gradients]", name: str) -> Callable[[torch.Tensor], None]:
+    def collect(parameter: torch.Tensor) -> None:
+        if (gradients := reference()) is not None:
+            gradients.collect(name, parameter)
+
+    return collect

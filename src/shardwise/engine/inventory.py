@@ -21,13 +21,24 @@ class Inventory:
     buffers: dict[str, torch.Tensor]
     name_of: dict[nn.Parameter, str]
     """The name of every parameter object that the model was built with."""
-    ties: tuple[tuple[nn.Module, str, nn.Parameter], ...]
-    """Places (module, attribute) whose own parameter object shares the storage of another one, and that one."""
+    places: tuple[tuple[nn.Module, str, str], ...]
+    """Every place that holds a parameter: (module, attribute, name of the parameter)."""
 
     def tie(self) -> None:
-        """Make every tie one parameter object."""
-        for module, attribute, parameter in self.ties:
-            module.register_parameter(attribute, parameter)
+        """Make every tie one parameter object, though the model was built with several that share a storage."""
+        for module, attribute, name in self.places:
+            if module._parameters[attribute] is not self.parameters[name]:
+                module.register_parameter(attribute, self.parameters[name])
+
+    def replaced(self) -> list[str]:
+        """Names of parameters in whose place the model now has another object, or none, or one (un)frozen since."""
+        trainable = {spec.name: spec.trainable for spec in self.specs}
+        return [
+            name
+            for module, attribute, name in self.places
+            if (held := module._parameters.get(attribute)) is not self.parameters[name]
+            or held.requires_grad != trainable[name]
+        ]
 
 
 def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
@@ -39,7 +50,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     names: dict[nn.Parameter, list[str]] = {}
     first_of: dict[nn.Parameter, nn.Parameter] = {}
     places: dict[tuple[object, ...], nn.Parameter] = {}
-    ties: list[tuple[nn.Module, str, nn.Parameter]] = []
+    held_by: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner, attribute, name, parameter in _named_places(model):
         _refuse_without_values(f"parameter {name!r}", parameter)
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
@@ -48,14 +59,12 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
                 f"of the shape that it has memory for, and expand it in forward"
             )
         first = places.setdefault(_place(parameter), parameter)
-        if first is not parameter:
-            if first.requires_grad != parameter.requires_grad:
-                raise ModelError(
-                    f"{names[first][0]!r} and {name!r} share one storage, and only one of them requires a gradient; "
-                    f"make them one "
-                    f"parameter: model.{name} = model.{names[first][0]}"
-                )
-            ties.append((owner, attribute, first))
+        if first.requires_grad != parameter.requires_grad:
+            raise ModelError(
+                f"{names[first][0]!r} and {name!r} share one storage, and only one of them requires a gradient; "
+                f"make them one parameter: model.{name} = model.{names[first][0]}"
+            )
+        held_by.append((owner, attribute, first))
         first_of[parameter] = first
         if name not in (known := names.setdefault(first, [])):  # a module reached twice yields its names once each
             known.append(name)
@@ -64,6 +73,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     for name, buffer in buffers.items():
         _refuse_without_values(f"buffer {name!r}", buffer)
     check_keep(precision, [name for each in names.values() for name in each])
+    beside_statistics = {first for owner, _, first in held_by if _has_statistics(owner)}
     specs = tuple(
         describe(
             name=each[0],
@@ -72,6 +82,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
             dtype=dtype_name(parameter.dtype),
             trainable=parameter.requires_grad,
             precision=precision,
+            beside_statistics=parameter in beside_statistics,
         )
         for parameter, each in names.items()
     )
@@ -82,7 +93,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
         specs=specs,
         buffers=buffers,
         name_of={each: names[first][0] for each, first in first_of.items()},
-        ties=tuple(ties),
+        places=tuple((owner, attribute, names[first][0]) for owner, attribute, first in held_by),
     )
 
 
@@ -103,6 +114,11 @@ def _named_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Pa
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield module, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether torch computes this module with float32 statistics, beside which it accepts no narrower parameters."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
 def _refuse_without_values(what: str, tensor: torch.Tensor) -> None:
@@ -139,9 +155,8 @@ def _refuse_partial_sharing(names: dict[nn.Parameter, list[str]]) -> None:
             if _share_elements(listed[other], listed[index]):
                 raise ModelError(
                     f"{names[listed[other]][0]!r} and {names[listed[index]][0]!r} share a part of one storage; "
-                    f"shardwise runs parameters "
-                    "that are the same tensor or apart: make one of them a copy, or compute it from the other in "
-                    "forward"
+                    "shardwise runs parameters that are the same tensor or apart: make one of them a copy, or compute "
+                    "it from the other in forward"
                 )
         reaching.append((stop, index))
 

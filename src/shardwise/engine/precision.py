@@ -17,7 +17,12 @@ def let_inputs_follow(model: nn.Module, precision: Precision) -> None:
     """Install the casts where parameters compute in another dtype than the one that activations may come in.
 
     Does nothing when the plan computes in each parameter's own dtype, or when all parameters share the master's dtype.
+    Casts that an earlier plan installed are taken off.
     """
+    for module in model.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, _InputsFollow):
+                hook.remove()
     if precision.compute is None:
         return
     compute = torch_dtype(precision.compute)
@@ -27,19 +32,33 @@ def let_inputs_follow(model: nn.Module, precision: Precision) -> None:
     for module in model.modules():
         own = {p.dtype for p in module.parameters(recurse=False) if p.dtype.is_floating_point}
         if len(own) == 1:
-            _follow(module, own.pop(), compute)
+            _InputsFollow(module, own.pop(), compute)
 
 
-def _follow(module: nn.Module, dtype: torch.dtype, compute: torch.dtype) -> None:
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return tuple(_cast(each, dtype) for each in args), {key: _cast(each, dtype) for key, each in kwargs.items()}
+class _InputsFollow:
+    """The hooks of one module."""
 
-    def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        return _cast(output, compute)
+    def __init__(self, module: nn.Module, dtype: torch.dtype, compute: torch.dtype) -> None:
+        self._dtype = dtype
+        self._compute = compute
+        self._handles = [module.register_forward_pre_hook(self, with_kwargs=True)]
+        if dtype != compute:
+            self._handles.append(module.register_forward_hook(self._give_back))
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    if dtype != compute:
-        module.register_forward_hook(after)
+    def __call__(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (
+            tuple(_cast(each, self._dtype) for each in args),
+            {key: _cast(each, self._dtype) for key, each in kwargs.items()},
+        )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _give_back(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        return _cast(output, self._compute)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

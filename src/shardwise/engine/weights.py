@@ -5,8 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from shardwise.comm import Channel
 from shardwise.engine.agreement import agree
 from shardwise.engine.batches import Batch, LossWeight, count_rows
@@ -47,7 +45,10 @@ def weigh(microbatches: Sequence[Batch], loss_weight: LossWeight | None) -> list
     weights = []
     for microbatch in microbatches:
         weight = count_rows(microbatch) if loss_weight is None else loss_weight(microbatch)
-        value = float(weight.item() if isinstance(weight, torch.Tensor) else weight)
+        try:
+            value = float(weight)
+        except (TypeError, ValueError, RuntimeError):
+            raise BatchError(f"loss_weight gave {weight!r} for a microbatch; a weight is one number") from None
         if not (math.isfinite(value) and value >= 0):
             raise BatchError(f"loss_weight gave {value} for a microbatch; a weight is a finite number of at least 0")
         weights.append(value)

@@ -37,19 +37,27 @@ class Parameter:
 
 
 def describe(
-    *, name: str, aliases: Sequence[str], shape: Sequence[int], dtype: str, trainable: bool, precision: Precision
+    *,
+    name: str,
+    aliases: Sequence[str],
+    shape: Sequence[int],
+    dtype: str,
+    trainable: bool,
+    precision: Precision,
+    beside_statistics: bool = False,
 ) -> Parameter:
     """The parameter with the dtypes that `precision` gives it.
 
     Working copies of real floating parameters take `precision.compute`, unless `keep` names them; other dtypes stay. A
-    master is never narrower than the working copy; a frozen parameter keeps its values as they were given.
+    master is never narrower than the working copy; a frozen parameter keeps its values as they were given. A parameter
+    that works `beside_statistics` (of a batch norm, which are never cast) is kept like those that `keep` names.
     """
     if dtype not in ITEMSIZE_BYTES:
         raise PlanError(f"parameter {name!r} has dtype {dtype}, which no plan can hold; convert it before parallelize")
     if dtype not in ("float16", "bfloat16", "float32", "float64") and not is_complex(dtype):
         working = master = dtype  # integers and the like: never trained, never cast
     else:
-        kept = any_matches(precision.keep, (name, *aliases))
+        kept = beside_statistics or any_matches(precision.keep, (name, *aliases))
         wanted = dtype if precision.compute is None or is_complex(dtype) else precision.compute
         working = promote(precision.master, wanted) if kept else wanted
         master = promote(precision.master, working) if trainable else promote(dtype, working)

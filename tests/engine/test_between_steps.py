@@ -1,0 +1,162 @@
+"""What users do to a model between updates, and the second life of a model under another plan."""
+
+import gc
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import Channel, alone
+from tests.engine.models import curve, curve_batch, curve_loss
+from tests.engine.oracle import share_of
+from tests.engine.ranks import assert_same_bits, train_on_ranks
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def engine_of(model: nn.Module, *, compute: str | None = None, k: int = 1) -> sw.Engine:
+    plan = sw.Plan(precision=sw.Precision(compute=compute), merge=sw.Merge(microbatches=k))
+    return sw.parallelize(model, plan, optimizer=sgd, loss=curve_loss, channel=alone())
+
+
+def test_a_backward_of_the_users_own_keeps_its_gradients_and_does_not_count_in_the_next_update() -> None:
+    torch.manual_seed(0)
+    disturbed, quiet = engine_of(curve()), engine_of(curve())
+    quiet.model.load_state_dict(disturbed.model.state_dict())
+    for _ in range(2):
+        batch = curve_batch(1, 6)
+        curve_loss(disturbed.model(batch["x"]), batch).backward()
+        assert all(parameter.grad is not None for parameter in disturbed.model.parameters())
+        assert disturbed.step(batch) == quiet.step(batch)
+    for ours, theirs in zip(disturbed.model.parameters(), quiet.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, 1.5, True, "2"])
+def test_a_number_of_microbatches_that_is_none_is_refused_and_the_engine_goes_on(microbatches: Any) -> None:
+    engine = engine_of(curve())
+    with pytest.raises(sw.ShardwiseError, match="whole number of microbatches, 1 or more, not"):
+        engine.step(curve_batch(1, 6), microbatches=microbatches)
+    assert engine.step(curve_batch(1, 6)).num_microbatches == 1
+
+
+@pytest.mark.parametrize("weight", [None, torch.ones(3), "many"])
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    engine = sw.parallelize(
+        curve(), sw.Plan(), optimizer=sgd, loss=curve_loss, loss_weight=lambda _: weight, channel=alone()
+    )
+    with pytest.raises(sw.ShardwiseError, match="a weight is one number"):
+        engine.step(curve_batch(1, 6))
+
+
+def test_an_empty_batch_is_refused_in_a_step() -> None:
+    with pytest.raises(sw.ShardwiseError, match="the batch has no rows"):
+        engine_of(curve()).step(curve_batch(1, 0))
+
+
+def test_a_parameter_replaced_after_parallelize_is_refused_on_all_ranks() -> None:
+    def fn(channel: Channel) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3))
+        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))
+        engine = sw.parallelize(model, plan, optimizer=sgd, loss=lambda output, _: output.sum(), channel=channel)
+        if channel.rank == 1:
+            model[0].weight = nn.Parameter(torch.ones(3, 3))
+        engine.step({"input": torch.ones(2, 3)})
+
+    with pytest.raises(sw.ShardwiseError, match=r"rank 1: 1 parameters were replaced.*'0\.weight'"):
+        sw.simulate(2, fn)
+
+
+def test_a_parameter_unfrozen_after_parallelize_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].bias.requires_grad_(False)
+    engine = sw.parallelize(model, sw.Plan(), optimizer=sgd, loss=lambda output, _: output.sum(), channel=alone())
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(sw.ShardwiseError, match=r"unfrozen after parallelize, among them '0\.bias'"):
+        engine.step({"input": torch.ones(2, 3)})
+
+
+def test_state_shows_values_that_were_loaded_since_the_last_update() -> None:
+    engine = engine_of(nn.Sequential(nn.Linear(3, 3)), compute="bfloat16")
+    engine.model.load_state_dict({"0.weight": torch.ones(3, 3), "0.bias": torch.full((3,), 2.0)})
+    masters = {piece.name: values for piece, values in engine.state().items()}
+    assert torch.equal(masters["optimizer/0.weight/master"], torch.ones(3, 3))
+    assert torch.equal(masters["optimizer/0.bias/master"], torch.full((3,), 2.0))
+
+
+def test_a_model_put_under_a_second_plan_trains_under_that_one_alone() -> None:
+    torch.manual_seed(0)
+    model = curve()
+    first = engine_of(model, compute="bfloat16", k=2)
+    first.step(curve_batch(1, 6))
+    second = engine_of(model, compute="float32")
+    fresh = engine_of(curve())
+    fresh.model.load_state_dict(model.state_dict())
+    for seed in range(2):
+        assert second.step(curve_batch(seed, 6)) == fresh.step(curve_batch(seed, 6))
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batch_norm_trains_in_bfloat16_without_being_named(ranks: int) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+    def loss(output: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+        return nn.functional.mse_loss(output.float(), batch["y"])
+
+    torch.manual_seed(1)
+    batches = [{"input": torch.randn(8, 4), "y": torch.randn(8, 2)} for _ in range(3)]
+
+    def trained(keep: tuple[str, ...]) -> Any:
+        plan = sw.Plan(
+            mesh=sw.Mesh(dp_shard=ranks), precision=sw.Precision(compute="bfloat16", keep=keep), clip_grad_norm=1.0
+        )
+        return train_on_ranks(build, plan, batches, optimizer=sgd, loss=loss)
+
+    assert_same_bits(trained(()), trained(("1",)))
+
+
+def test_reductions_of_mixed_precision_started_early_are_all_waited_for() -> None:
+    """A narrower bucket among others waits for all before it, not only for its neighbour."""
+
+    def fn(channel: Channel) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        plan = sw.Plan(
+            mesh=sw.Mesh(dp_shard=2),
+            sharding=sw.Sharding(bucket_bytes=600),
+            merge=sw.Merge(microbatches=2),
+            precision=sw.Precision(compute="bfloat16", reduce="bfloat16", keep=("2", "3")),
+        )
+        engine = sw.parallelize(
+            model, plan, optimizer=sgd, loss=lambda output, _: output.float().square().mean(), channel=Eager(channel)
+        )
+        batch = {"input": torch.randn(8, 16)}
+        reports = [engine.step(share_of(batch, channel.rank, 2)) for _ in range(3)]
+        assert engine.counters.early_reductions > 0
+        return [report.loss for report in reports]
+
+    class Eager(sw.Recorded):
+        """A channel of which the engine believes that it progresses alone."""
+
+        progresses_alone = True
+
+        def over(self, ranks: Sequence[int]) -> sw.Recorded:
+            channel = super().over(ranks)
+            return channel if channel.size == 1 else self
+
+    first, second = sw.simulate(2, fn)
+    assert first == second
+    assert first[-1] < first[0]
