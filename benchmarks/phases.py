@@ -106,6 +106,9 @@ class ClockedChannel:
     def over(self, ranks: Sequence[int]) -> Channel:
         return ClockedChannel(channel=self.channel.over(ranks), clock=self.clock)
 
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return self.channel.allocate(num_bytes)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         with self.clock.during(f"exchange: {purpose}"):
             return self.channel.exchange(value, purpose=purpose)

@@ -35,6 +35,10 @@ class Silence:
         """Fewer ranks, as silent."""
         return Silence(rank=list(ranks).index(self.rank), size=len(ranks))
 
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """Return the own value `size` times."""
         return [value] * self.size

@@ -12,13 +12,22 @@ from shardwise.comm.switchboard import Switchboard
 T = TypeVar("T")
 
 
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    for end in (one, other):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return one, other
+
+
 def boards(size: int, *, remote: Collection[int] = (), timeout_seconds: float = 20.0) -> list[Switchboard]:
     """Connected switchboards; ranks in `remote` share no memory with the others."""
     links: list[dict[int, Link]] = [{} for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
-            ends = socket.socketpair()
             local = not {low, high} & set(remote)
+            ends = socket.socketpair() if local else _tcp_pair()
             links[low][high] = Link(ends[0], rank=high, local=local)
             links[high][low] = Link(ends[1], rank=low, local=local)
     return [Switchboard(rank, links[rank], timeout_seconds=timeout_seconds) for rank in range(size)]

@@ -51,14 +51,14 @@ def test_a_message_arrives_while_its_sender_makes_no_call(remote: tuple[int, ...
     on_threads(2, body, remote=remote)
 
 
-def test_staging_of_collectives_stays_within_the_first_slots_and_that_of_sends_is_given_back() -> None:
+def test_staging_of_collectives_is_bounded_and_that_of_sends_is_given_back() -> None:
     def body(channel: ProcessChannel) -> None:
         pool = channel._board._pool
         output = torch.empty(2 * LARGE, dtype=torch.uint8)
         for _ in range(2):
             channel.all_gather(output, output[:LARGE].clone(), purpose="bulk").wait()
             channel.reduce_scatter(output[:LARGE].clone(), output, purpose="bulk").wait()
-        assert pool.num_slots == BASE_SLOTS
+        assert pool.num_slots <= BASE_SLOTS + RETAINED_SLOTS
         if channel.rank == 0:
             work = channel.send(output, 1, purpose="bulk")
             assert pool.num_slots >= 2 * LARGE // SLOT_BYTES

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm.frames import HEADER_BYTES, Header, Kind, frame
 from shardwise.comm.links import READ_BYTES, Link
-from shardwise.comm.shared_memory import Segment
+from shardwise.comm.shared_memory import Segment, map_segment
 
 Arrived = list[tuple[int, int, bytes]]
 
@@ -72,9 +72,9 @@ def test_frames_arrive_whole_and_in_order_whatever_their_lengths(frames: list[tu
 
 def test_segments_are_mapped_by_the_reader_and_announced_once() -> None:
     sender, receiver = pair()
-    segments = [Segment(number, 1) for number in range(3)]
+    segments = [Segment(number, 64) for number in range(3)]
     for segment in segments:
-        segment.memory.fill_(segment.number + 5)
+        map_segment(os.dup(segment.descriptor), 64).fill_(segment.number + 5)
         sender.put(frame(Kind.BYE, payload=b"x" * 100))
         sender.tell_segment(segment)
         sender.tell_segment(segment)
@@ -90,12 +90,12 @@ def test_segments_are_mapped_by_the_reader_and_announced_once() -> None:
         receiver.receive(take)
     for segment in segments:
         assert torch.equal(
-            receiver.in_slot(segment.number, 0, 7), torch.full((7,), segment.number + 5, dtype=torch.uint8)
+            receiver.shared(segment.number, 0, 7), torch.full((7,), segment.number + 5, dtype=torch.uint8)
         )
         segment.close()
     receiver.unmap(1)
     with pytest.raises(KeyError):
-        receiver.in_slot(1, 0, 1)
+        receiver.shared(1, 0, 1)
     sender.close()
     receiver.close()
 
@@ -136,7 +136,7 @@ def test_links_give_back_every_descriptor_and_every_mapping() -> None:
     receiver.receive(lambda link, header, payload: None)  # received, never mapped
     segment.number = 1
     sender.tell_segment(segment)  # queued, never sent
-    assert len(shared_descriptors()) == 4  # the segment's own, its mapping's, and the two on their way
+    assert len(shared_descriptors()) == 3  # the own of the segment, and the two on their way
     for link in (sender, receiver):
         link.close()
     segment.close()

@@ -28,6 +28,9 @@ class GoesOnAlone:
     def over(self, ranks: Sequence[int]) -> sw.Channel:
         return GoesOnAlone(self._channel.over(ranks))
 
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return self._channel.allocate(num_bytes)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         return self._channel.exchange(value, purpose=purpose)
 

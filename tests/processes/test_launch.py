@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -131,6 +132,15 @@ sys.exit(5)
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
+@pytest.fixture
+def heard_interrupts() -> Iterator[None]:
+    """Ctrl-C interrupts, also where the tests run in the background of a shell, which ignores it."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 def test_ctrl_c_reaches_every_rank_once(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)

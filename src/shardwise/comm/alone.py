@@ -37,6 +37,10 @@ class _Alone:
         member_ranks(self, ranks)
         return self
 
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """See `Channel.allocate`."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         return [value]
 

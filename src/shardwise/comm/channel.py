@@ -49,6 +49,9 @@ class Channel(Protocol):
     def over(self, ranks: Sequence[int]) -> "Channel":
         """The channel of these ranks, numbered in this order. Called by its members only, in the same order by each."""
 
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed bytes (uint8) on `device`, in the memory out of which this channel moves tensors fastest."""
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """Give every rank's value (of any length) to every rank, in rank order. Blocking; for small things."""
 

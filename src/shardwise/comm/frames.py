@@ -12,6 +12,12 @@ Header = tuple[int, int, int, int, int, int, int, int, int, int]
 IN_SLOT = 1
 """Flag of a chunk: its bytes lie in a slot of the sender's shared memory instead of following the header."""
 
+IN_PLACE = 4
+"""Flag of a chunk: its bytes lie where the payload says (`PLACE`) in memory that the sender has lent to its tensors."""
+
+PLACE = struct.Struct("<Q")
+"""Where a chunk begins in its segment."""
+
 ASKS = 2
 """Flag of a chunk: the sender waits for an ANSWER, given once the message is matched or cannot be matched yet."""
 
@@ -22,7 +28,7 @@ class Kind(enum.IntEnum):
     CHUNK = 1  # a part of a message: lane, number, digest, offset, total, and a slot or the bytes themselves
     SIGNATURE = 2  # the text that belongs to a digest, before its first use
     CONSUMED = 3  # a slot may be written again
-    CREDIT = 4  # one chunk of the message (lane, number) sent as bytes was consumed
+    CREDIT = 4  # one chunk of the message (lane, number), sent as bytes or read in place, was consumed
     ANSWER = 5  # the message (lane, number) that asked was matched, or waits while its receiver waits elsewhere
     SEGMENT = 6  # a shared memory segment of `total` bytes; its descriptor travels with the frame
     RELEASE = 7  # a segment is gone; unmap it

@@ -5,15 +5,16 @@ import collections
 import contextlib
 import fcntl
 import os
+import select
 import socket
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
 from shardwise.comm.frames import FORMAT, HEADER_BYTES, Header, Kind, frame
-from shardwise.comm.shared_memory import SLOT_BYTES, Segment, map_segment
+from shardwise.comm.shared_memory import Segment, map_segment
 from shardwise.comm.verdicts import Status
 
 READ_BYTES = 64 << 10
@@ -243,9 +244,8 @@ class Link:
         """Forget a segment of the other side."""
         self._mapped.pop(number, None)
 
-    def in_slot(self, segment: int, slot: int, num_bytes: int) -> torch.Tensor:
-        """The bytes that the other side has put in a slot."""
-        start = slot * SLOT_BYTES
+    def shared(self, segment: int, start: int, num_bytes: int) -> torch.Tensor:
+        """Bytes in a segment of the other side."""
         return self._mapped[segment][start : start + num_bytes]
 
     def linger(self, deadline: float) -> None:
@@ -276,3 +276,19 @@ class Link:
         while self._descriptors:
             os.close(self._descriptors.popleft())
         self._mapped.clear()
+
+
+def flush_until(deadline: float, links: Collection[Link]) -> None:
+    """Write until every queue is empty or the deadline has passed."""
+    while True:
+        poll = select.poll()
+        is_empty = True
+        for link in links:
+            link.flush()
+            if link.wants_to_write:
+                poll.register(link.fileno(), select.POLLOUT)
+                is_empty = False
+        left = deadline - time.monotonic()
+        if is_empty or left <= 0:
+            return
+        poll.poll(left * 1000)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.calls import Signature
-from shardwise.comm.frames import ASKS, IN_SLOT, Kind, frame
+from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, Kind, frame
 from shardwise.comm.links import Link, Payload
 from shardwise.comm.shared_memory import SLOT_BYTES, SlotPool
 
@@ -138,6 +138,7 @@ class Outbound:
         """Chunks published and not yet consumed."""
         self.answered = True
         """False until the receiver of a first message of its signature has matched it, or waits elsewhere."""
+        self.total = len(source)
         self._source = source
         self._digest = stamp.digest
         self._pool = pool
@@ -150,22 +151,37 @@ class Outbound:
             if link.tell_signature(stamp.digest, stamp.text) and buffered:
                 self.answered = False
         self._flags = 0 if self.answered else ASKS
-        self._copy: Callable[[], bool] = self._put_in_slot if targets[0][0].local else self._put_as_bytes
-
-    @property
-    def total(self) -> int:
-        """Bytes of the message."""
-        return len(self._source)
+        is_local = targets[0][0].local
+        self._place = pool.locate(source) if is_local and not buffered and self.total > INLINE_BYTES else None
+        self.is_credited = self.total > INLINE_BYTES and (self._place is not None or not is_local)
+        """Whether readers acknowledge by the message, not by the slot."""
+        self._num_unread = dict.fromkeys((link.rank for link, _ in targets), 0)
+        """Chunks in place that a reader has not consumed yet."""
+        self._copy: Callable[[], bool] = self._put_as_bytes
+        if is_local:
+            self._copy = self._put_in_slot if self._place is None else self._put_in_place
 
     @property
     def is_published(self) -> bool:
         """Whether the source tensor is not needed any more; a buffered message has its own."""
-        return self._begun and self._num_published == self.total and (self._buffered or not self._num_unsent)
+        is_out = self._begun and self._num_published == self.total and (self._buffered or not self._num_unsent)
+        return is_out and not (self._place is not None and any(self._num_unread.values()))
 
     @property
     def awaited(self) -> list[int]:
         """The ranks whose reading or answer this message waits for."""
-        return [] if self.is_published and self.answered else [link.rank for link, _ in self.targets]
+        if self.is_published and self.answered:
+            return []
+        unread = [rank for rank, num_chunks in self._num_unread.items() if num_chunks]
+        return unread or [link.rank for link, _ in self.targets]
+
+    def credit(self, rank: int) -> bool:
+        """A reader has consumed a chunk; whether this was its last."""
+        self.num_on_the_way -= 1
+        if self._place is None:
+            return self.is_published and not self.num_on_the_way
+        self._num_unread[rank] -= 1
+        return self._num_published == self.total and not self._num_unread[rank]
 
     def advance(self) -> bool:
         """Publish as many chunks as there is room for; whether there were any."""
@@ -224,6 +240,18 @@ class Outbound:
         self._advanced(num_bytes)
         return True
 
+    def _put_in_place(self) -> bool:
+        assert self._place is not None
+        segment, start = self._place
+        num_bytes = min(SLOT_BYTES, self.total - self._num_published)
+        for link, number in self.targets:
+            link.tell_segment(segment)
+            place = PLACE.pack(start + self._num_published)
+            link.put(self._header(number, flags=IN_PLACE, segment=segment.number, length=len(place)) + place)
+            self._num_unread[link.rank] += 1
+        self._advanced(num_bytes, num_chunks=len(self.targets))
+        return True
+
     def _put_as_bytes(self) -> bool:
         if not self._buffered and self.num_on_the_way >= self._window:
             return False
@@ -236,10 +264,12 @@ class Outbound:
         self._advanced(num_bytes)
         return True
 
-    def _advanced(self, num_bytes: int) -> None:
+    def _advanced(self, num_bytes: int, *, num_chunks: int = 1) -> None:
         self._begun = True
         self._num_published += num_bytes
-        self.num_on_the_way += 1
+        self.num_on_the_way += num_chunks
+        if self._num_published == self.total:
+            self._source = torch.empty(0, dtype=torch.uint8)  # let go of the caller's memory
 
     def _sent(self) -> None:
         self._num_unsent -= 1

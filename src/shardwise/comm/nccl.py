@@ -105,6 +105,10 @@ class NcclChannel:
             self._channels[members] = channel
         return self._channels[members]
 
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """See `Channel.allocate`."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """See `Channel.exchange`. Between the CPUs."""
         return self._control.exchange(value, purpose=purpose)

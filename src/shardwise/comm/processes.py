@@ -92,6 +92,12 @@ class ProcessChannel:
             self._channels[members] = channel
         return self._channels[members]
 
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """See `Channel.allocate`: memory that ranks on this host read where it lies."""
+        if num_bytes == 0 or not self._board.shares_memory_with(self._peers):
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+        return self._board.lend(num_bytes)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """See `Channel.exchange`."""
         signature = Signature(operation="exchange", purpose=purpose)

@@ -79,6 +79,10 @@ class Recorded:
             self._family[id(inner)] = part
         return self._family[id(inner)]
 
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """See `Channel.allocate`."""
+        return self._channel.allocate(num_bytes)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """See `Channel.exchange`."""
         values = self._channel.exchange(value, purpose=purpose)

@@ -2,12 +2,14 @@
 
 A sender owns a pool of equal slots in one or more segments. It copies a chunk into a slot and tells its readers; the
 last reader that has consumed the chunk gives the slot back. Segments beyond the first exist only as long as messages
-need them.
+need them. Memory that was lent to tensors is read by the peers where it lies, without that copy.
 """
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -35,30 +37,44 @@ class Slot:
 
     __slots__ = ("index", "memory", "outbound", "readers", "segment")
 
-    def __init__(self, segment: "Segment", index: int) -> None:
+    def __init__(self, segment: "Segment", index: int, memory: torch.Tensor) -> None:
         self.segment = segment
         self.index = index
-        self.memory = segment.memory[index * SLOT_BYTES : (index + 1) * SLOT_BYTES]
+        self.memory = memory
         self.readers = 0
         self.outbound: object = None
 
 
 class Segment:
-    """One stretch of anonymous shared memory, cut into slots, that this rank writes and its peers read."""
+    """One stretch of anonymous shared memory that this rank writes and its peers read."""
 
-    def __init__(self, number: int, num_slots: int) -> None:
+    def __init__(self, number: int, num_bytes: int) -> None:
         self.number = number
-        self.num_bytes = num_slots * SLOT_BYTES
+        self.num_bytes = num_bytes
         self.descriptor = os.memfd_create(f"shardwise-{number}")
-        os.ftruncate(self.descriptor, self.num_bytes)
-        self.memory = map_segment(os.dup(self.descriptor), self.num_bytes)
-        self.slots = [Slot(self, index) for index in range(num_slots)]
+        os.ftruncate(self.descriptor, num_bytes)
+        self.slots: list[Slot] = []
         self.num_used = 0
+
+    def cut(self) -> None:
+        """Make slots of it."""
+        memory = map_segment(os.dup(self.descriptor), self.num_bytes)
+        self.slots = [Slot(self, index, part) for index, part in enumerate(memory.split(SLOT_BYTES))]
 
     def close(self) -> None:
         """Give the memory back; it lives on until its readers have unmapped it too."""
         os.close(self.descriptor)
         self.slots = []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lent:
+    """A segment that is the memory of tensors, for as long as one of them lives."""
+
+    segment: Segment
+    start: int
+    """The address of its first byte here."""
+    mapping: "weakref.ref[mmap.mmap]"
 
 
 class SlotPool:
@@ -67,6 +83,7 @@ class SlotPool:
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
         self._free: list[Slot] = []
+        self._lent: dict[int, Lent] = {}
         self._next_number = 0
 
     @property
@@ -84,13 +101,34 @@ class SlotPool:
         slot.segment.num_used += 1
         return slot
 
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed bytes that the peers can read where they lie; given back when no tensor views them any more."""
+        segment = Segment(self._number(), num_bytes)
+        mapping = mmap.mmap(segment.descriptor, num_bytes)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._lent[segment.number] = Lent(segment=segment, start=memory.data_ptr(), mapping=weakref.ref(mapping))
+        return memory
+
+    def locate(self, source: torch.Tensor) -> tuple[Segment, int] | None:
+        """The lent segment in which flat bytes lie, and where in it they begin."""
+        address = source.data_ptr()
+        for lent in self._lent.values():
+            if lent.start <= address and address + len(source) <= lent.start + lent.segment.num_bytes:
+                return lent.segment, address - lent.start
+        return None
+
     def _add_segment(self, num_slots: int) -> None:
-        segment = Segment(self._next_number, num_slots)
-        self._next_number = (self._next_number + 1) & 0xFFFF
-        while self._next_number in self._segments:
-            self._next_number = (self._next_number + 1) & 0xFFFF
+        segment = Segment(self._number(), num_slots * SLOT_BYTES)
+        segment.cut()
         self._segments[segment.number] = segment
         self._free.extend(reversed(segment.slots))
+
+    def _number(self) -> int:
+        """A number that no segment has, and as long as possible none had: readers may still hear of its end."""
+        while (number := self._next_number) in self._segments or number in self._lent:
+            self._next_number = (number + 1) & 0xFFFF
+        self._next_number = (number + 1) & 0xFFFF
+        return number
 
     def find(self, segment: int, index: int) -> Slot:
         """The slot that a peer names."""
@@ -103,11 +141,16 @@ class SlotPool:
         self._free.append(slot)
 
     def release_idle(self) -> Sequence[int]:
-        """Drop wholly free segments beyond the first and the retained; return their numbers for the readers."""
-        spare = self.num_slots - BASE_SLOTS - RETAINED_SLOTS
-        if spare <= 0:
-            return ()
+        """Drop wholly free segments beyond the first and the retained, and lent ones whose tensors are gone.
+
+        Returns their numbers for the readers.
+        """
         released = []
+        for number, lent in list(self._lent.items()):
+            if lent.mapping() is None:
+                released.append(number)
+                self._lent.pop(number).segment.close()
+        spare = self.num_slots - BASE_SLOTS - RETAINED_SLOTS
         for segment in list(self._segments.values())[1:]:
             if spare > 0 and not segment.num_used:
                 spare -= len(segment.slots)
@@ -115,11 +158,12 @@ class SlotPool:
                 self._free = [slot for slot in self._free if slot.segment is not segment]
                 del self._segments[segment.number]
                 segment.close()
-        return released
+        return tuple(released)
 
     def close(self) -> None:
         """Give all memory back."""
-        for segment in self._segments.values():
+        for segment in (*self._segments.values(), *(lent.segment for lent in self._lent.values())):
             segment.close()
         self._segments.clear()
+        self._lent.clear()
         self._free.clear()

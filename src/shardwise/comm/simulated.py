@@ -240,9 +240,9 @@ class _World:
 
     def watch(self, timeout_seconds: float) -> None:
         """Let the ranks run and return when all have ended; raises `PeerError` when nothing moves for too long."""
-        self._give_baton(self.ranks[0])
         patience = timeout_seconds
         try:
+            self._give_baton(self.ranks[0])  # from here on an interrupt may come, and must stop the ranks
             while not self._all_ended.acquire(timeout=min(patience, threading.TIMEOUT_MAX)):
                 patience = self._last_movement + timeout_seconds - time.monotonic()
                 if patience <= 0:
@@ -304,6 +304,10 @@ class _SimulatedChannel:
     def over(self, ranks: Sequence[int]) -> Channel:
         members = tuple(self._group.ranks[rank] for rank in member_ranks(self, ranks))
         return self._world.channel(self._world_rank, members)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """See `Channel.allocate`."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         signature = Signature(operation="exchange", purpose=purpose)

@@ -16,8 +16,8 @@ import torch
 
 from shardwise.comm.calls import Signature
 from shardwise.comm.flusher import Flusher
-from shardwise.comm.frames import ASKS, IN_SLOT, Header, Kind, frame
-from shardwise.comm.links import Link, Payload
+from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, Header, Kind, frame
+from shardwise.comm.links import Link, Payload, flush_until
 from shardwise.comm.messages import INLINE_BYTES, Chunk, Inbound, Outbound, Stamp
 from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
 from shardwise.comm.transfers import Intake, Transfer
@@ -56,7 +56,7 @@ class Switchboard:
         self._inbounds: dict[tuple[int, int, int], Inbound] = {}
         self._unanswered: dict[tuple[int, int, int], Outbound] = {}
         self._credited: dict[tuple[int, int, int], Outbound] = {}
-        """Messages sent as bytes whose chunks have not all been consumed."""
+        """Messages sent as bytes or read in place whose chunks have not all been consumed."""
         self._asking: list[Inbound] = []
         self._active: list[Transfer] = []
         self._has_ended = False
@@ -99,8 +99,8 @@ class Switchboard:
             key = (group[0][0].rank, lane, group[0][1])
             if not outbound.answered:
                 self._unanswered[key] = outbound
-            if remote and not small:
-                self._credited[key] = outbound
+            if outbound.is_credited:
+                self._credited |= {(link.rank, lane, number): outbound for link, number in group}
             outbounds.append(outbound)
         return outbounds
 
@@ -122,6 +122,14 @@ class Switchboard:
         self._flush()
         self._leave()
         return transfer
+
+    def shares_memory_with(self, ranks: Sequence[int]) -> bool:
+        """Whether one of these world ranks can read the memory of this one."""
+        return any(self._links[rank].local for rank in ranks)
+
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed bytes that peers on this host read where they lie."""
+        return self._pool.lend(num_bytes)
 
     def check(self, signature: Signature) -> None:
         """Take in what has come; raise if the board has ended. Every call begins with it."""
@@ -265,10 +273,15 @@ class Switchboard:
             self._match(inbound)
         if inbound.is_refused:
             return
-        num_bytes = min(SLOT_BYTES, total - offset) if flags & IN_SLOT else length
+        num_bytes = min(SLOT_BYTES, total - offset) if flags & (IN_SLOT | IN_PLACE) else length
+        content: torch.Tensor | Payload
         if flags & IN_SLOT:
-            content: torch.Tensor | Payload = link.in_slot(segment, slot, num_bytes)
+            content = link.shared(segment, slot * SLOT_BYTES, num_bytes)
             reply = frame(Kind.CONSUMED, segment=segment, slot=slot)
+        elif flags & IN_PLACE:
+            (start,) = PLACE.unpack(payload)
+            content = link.shared(segment, start, num_bytes)
+            reply = frame(Kind.CREDIT, lane=lane, number=number)
         else:
             content = payload
             reply = frame(Kind.CREDIT, lane=lane, number=number) if total > INLINE_BYTES else b""
@@ -288,9 +301,7 @@ class Switchboard:
             self._pool.give_back(slot)
 
     def _take_credit(self, rank: int, lane: int, number: int) -> None:
-        outbound = self._credited[rank, lane, number]
-        outbound.num_on_the_way -= 1
-        if outbound.is_published and not outbound.num_on_the_way:
+        if self._credited[rank, lane, number].credit(rank):
             del self._credited[rank, lane, number]
 
     def _inbound(self, source: int, lane: int, number: int) -> Inbound:
@@ -323,7 +334,7 @@ class Switchboard:
             self._has_ended = True
             for link in self._links.values():
                 link.put_last(frame(Kind.FAILED, payload=self.verdict.packed()))
-            self._flush_until(time.monotonic() + _LAST_WORDS_SECONDS)
+            flush_until(time.monotonic() + _LAST_WORDS_SECONDS, self._links.values())
 
     def _raise(self, signature: Signature) -> NoReturn:
         assert self.verdict is not None
@@ -373,7 +384,7 @@ class Switchboard:
             for link in self._links.values():
                 link.put(frame(Kind.BYE))
             deadline = time.monotonic() + _LAST_WORDS_SECONDS
-            self._flush_until(deadline)
+            flush_until(deadline, self._links.values())
             for link in self._links.values():
                 link.linger(deadline)
             self.verdict = self.verdict or Verdict(fact=f"rank {self.rank} has closed this channel", culprit=self.rank)
@@ -391,17 +402,3 @@ class Switchboard:
         """Whether another rank still needs this one to read what it was sent."""
         credited = any(not self._links[rank].ended for rank, _, _ in self._credited)
         return credited or any(link.wants_to_write for link in self._links.values())
-
-    def _flush_until(self, deadline: float) -> None:
-        while True:
-            poll = select.poll()
-            num_writers = 0
-            for link in self._links.values():
-                link.flush()
-                if link.wants_to_write:
-                    poll.register(link.fileno(), select.POLLOUT)
-                    num_writers += 1
-            left = deadline - time.monotonic()
-            if left <= 0 or not num_writers:
-                return
-            poll.poll(left * 1000)

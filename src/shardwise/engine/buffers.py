@@ -27,9 +27,10 @@ class Owned:
 class FlatBuffers:
     """Working copies and masters, bucket by bucket. Where both have one dtype the master is a view: no second copy."""
 
-    def __init__(self, inventory: Inventory, ownership: Ownership, owner: int, *, keep_shapes: bool) -> None:
+    def __init__(self, inventory: Inventory, ownership: Ownership, owners: Channel, *, keep_shapes: bool) -> None:
         self.ownership = ownership
-        self.owner = owner
+        self.owner = owners.rank
+        self._owners = owners
         self.working: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
         self.owned: list[Owned] = []
@@ -40,7 +41,7 @@ class FlatBuffers:
         for index, bucket in enumerate(ownership.buckets):
             self._fill(index, bucket, keep_shapes=keep_shapes)
         self._owned_elements = [
-            sum(segment.run.num_elements for segment in bucket.segments(owner)) for bucket in ownership.buckets
+            sum(segment.run.num_elements for segment in bucket.segments(self.owner)) for bucket in ownership.buckets
         ]
         self._placed = {name: (each.data_ptr(), each._version) for name, each in self._parameters.items()}
 
@@ -72,7 +73,7 @@ class FlatBuffers:
         self._placed |= {name: (self._placed[name][0], self._parameters[name]._version) for name in written}
 
     @torch.no_grad()
-    def publish(self, owners: Channel, counters: Counters) -> None:
+    def publish(self, counters: Counters) -> None:
         """Cast the updated masters into the working copy, once per owned element, and give them to all ranks."""
         works = []
         for index, bucket in enumerate(self.ownership.buckets):
@@ -82,22 +83,22 @@ class FlatBuffers:
             if self.has_masters(index):
                 part.copy_(self.masters[index])
                 counters.cast_elements += self._owned_elements[index]
-            if owners.size > 1:
+            if self._owners.size > 1:
                 counters.all_gathers += 1
                 purpose = f"parameters of bucket {index}"
-                works.append(owners.all_gather(self.working[index], part, counts=bucket.counts, purpose=purpose))
+                works.append(self._owners.all_gather(self.working[index], part, counts=bucket.counts, purpose=purpose))
         for work in works:
             work.wait()
 
     @torch.no_grad()
     def _fill(self, index: int, bucket: Bucket, *, keep_shapes: bool) -> None:
-        device = next(iter(self._parameters.values())).device
-        working = torch.zeros(bucket.num_elements, dtype=torch_dtype(bucket.working), device=device)
+        dtype = torch_dtype(bucket.working)
+        working = self._owners.allocate(bucket.num_elements * dtype.itemsize).view(dtype)
         self.working.append(working)
         part = self.part(index)
         master = part
         if self.has_masters(index):
-            master = torch.zeros(bucket.counts[self.owner], dtype=torch_dtype(bucket.master), device=device)
+            master = torch.zeros(bucket.counts[self.owner], dtype=torch_dtype(bucket.master), device=working.device)
         self.masters.append(master)
         segments = {segment.name: segment for segment in bucket.segments(self.owner)}
         for slot in bucket.slots:

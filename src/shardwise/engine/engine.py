@@ -12,7 +12,7 @@ One update on one rank (numbers as in docs/life-of-a-parameter.md):
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,7 @@ from shardwise.engine.counters import Counters
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.inventory import Inventory, torch_dtype
 from shardwise.engine.model_buffers import ModelBuffers
-from shardwise.engine.norm import clip, norm_dtype, norm_in_one_process, sum_of_squares
+from shardwise.engine.norm import clip, divide_and_square, norm_dtype, norm_in_one_process
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.state import state_of
 from shardwise.engine.weights import Weighting, agree_on_weights, weigh
@@ -100,13 +100,13 @@ class Engine:
         with self._stopping_peers("a step"):
             self._gradients.begin(num_microbatches)
             losses = self._accumulate(parts, weighting)
-            self._reduce(weighting)
-            closing = self._close(losses, weighting)
+            gradients = self._reduce()
+            closing = self._close(losses, weighting, gradients)
             skipped = not math.isfinite(closing.grad_norm)
             if skipped:
                 self.counters.skipped += 1
             else:
-                self._update(closing)
+                self._update(closing, gradients)
             self._model_buffers.synchronise(self._channels.everyone, closing.changed_buffers, self.counters)
         return StepReport(
             loss=closing.loss,
@@ -217,36 +217,37 @@ class Engine:
 
     # [3] ------------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _reduce(self, weighting: Weighting) -> None:
-        """Sum over data ranks; divide by the number of microbatches (where they are summed, by that of ranks)."""
+    def _reduce(self) -> dict[str, torch.Tensor]:
+        """Sum over all data ranks; the owned gradients by name, in the order of the model's parameters."""
         self._gradients.reduce()
-        divisor = weighting.num_microbatches if self.plan.merge.average else self._channels.everyone.size
-        if divisor > 1:
-            for reduced in self._gradients.reduced:
-                reduced.div_(divisor)
+        owned = {each.segment.name: self._gradient_of(each) for each in self._buffers.owned}
+        return {name: owned[name] for name in self._names if name in owned}
 
     # [4] ------------------------------------------------------------------------------------------------------------
 
-    def _close(self, losses: Sequence[torch.Tensor], weighting: Weighting) -> Closing:
-        """Exchange what every rank has to know before any of them updates."""
+    @torch.no_grad()
+    def _close(
+        self, losses: Sequence[torch.Tensor], weighting: Weighting, gradients: Mapping[str, torch.Tensor]
+    ) -> Closing:
+        """Take the mean of the gradients, and exchange what every rank has to know before any of them updates."""
         everyone = self._channels.everyone
         touched = self._gradients.touched
-        owned = {each.segment.name: self._gradient_of(each) for each in self._buffers.owned}
+        divisor = weighting.num_microbatches if self.plan.merge.average else everyone.size
+        squares = divide_and_square(gradients.values(), divisor, everyone.device)
         counts = self._channels.replicas.rank == 0  # replicas hold the same elements: one of them counts
         self.counters.exchanges += 1
         closing = exchange_closing(
             everyone,
             loss=self._share_of_loss(losses, weighting),
-            squares=sum_of_squares(owned.values(), everyone.device) if counts and everyone.size > 1 else 0.0,
+            squares=squares if counts else 0.0,
             norm_dtype=self._norm_dtype,
             touched=[name in touched for name in self._names],
             changed_buffers=self._model_buffers.changed(),
         )
         if everyone.size > 1:
             return closing
-        in_order = [owned[name] for name in self._names if name in touched and name in owned]
-        return replace(closing, grad_norm=norm_in_one_process(in_order))
+        used = [gradient for name, gradient in gradients.items() if name in touched]
+        return replace(closing, grad_norm=norm_in_one_process(used))
 
     def _share_of_loss(self, losses: Sequence[torch.Tensor], weighting: Weighting) -> float:
         """This rank's part of the weighted mean."""
@@ -261,20 +262,20 @@ class Engine:
 
     # [5], [6] -------------------------------------------------------------------------------------------------------
 
-    def _update(self, closing: Closing) -> None:
+    def _update(self, closing: Closing, gradients: Mapping[str, torch.Tensor]) -> None:
         """Clip, step the optimizers on the owned masters, cast once, gather the working copies."""
-        with_gradient = {name for name, touched in zip(self._names, closing.touched, strict=True) if touched}
+        touched = {name for name, flag in zip(self._names, closing.touched, strict=True) if flag}
         for owned in self._buffers.owned:
-            # Like in one process: a parameter that no microbatch used has no gradient, and the optimizer leaves it
-            # alone.
-            owned.parameter.grad = self._gradient_of(owned) if owned.segment.name in with_gradient else None
+            # Like in one process: what no microbatch used has no gradient, and the optimizer leaves it alone.
+            name = owned.segment.name
+            owned.parameter.grad = gradients[name] if name in touched else None
         if self.plan.clip_grad_norm is not None:
             masters = [owned.parameter for owned in self._buffers.owned if owned.parameter.grad is not None]
             clip(masters, norm=closing.grad_norm, max_norm=self.plan.clip_grad_norm, dtype=self._norm_dtype)
         for optimizer in self.optimizers:
             optimizer.step()
         self.counters.updates += 1
-        self._buffers.publish(self._channels.owners, self.counters)
+        self._buffers.publish(self.counters)
 
     @contextmanager
     def _stopping_peers(self, doing: str) -> Iterator[None]:

@@ -41,6 +41,7 @@ class Gradients:
         self._ownership = ownership
         self._precision = precision
         self._owners = owners
+        self._memory = owners if owners.size > 1 else replicas
         self._replicas = replicas
         self._counters = counters
         self._arena = torch.empty(0, dtype=torch.uint8, device=owners.device)
@@ -130,7 +131,7 @@ class Gradients:
         self._layout = layout
         self._views, self._buffers, self.reduced = {}, [], []
         self._arena = torch.empty(0, dtype=torch.uint8, device=self._owners.device)  # free before taking the new one
-        self._arena = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._owners.device)
+        self._arena = self._memory.allocate(layout.num_bytes)
         for bucket, region in zip(self._buckets, layout.regions, strict=True):
             dtype = torch_dtype(region.gradient_dtype)
             buffer = self._typed(region.gradient_start_bytes, bucket.num_elements, dtype)

@@ -80,7 +80,7 @@ def _parallelize(
     buffers = FlatBuffers(
         inventory,
         ownership,
-        owners.rank,
+        owners,
         keep_shapes=plan.sharding.partition == "whole" or owners.size == 1,
     )
     swap(optimizers, inventory, buffers.owned)
