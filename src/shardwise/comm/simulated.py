@@ -35,6 +35,9 @@ from shardwise.errors import PeerError, PlanError, ShardwiseError
 
 T = TypeVar("T")
 
+_INTERRUPT_SECONDS = 0.1
+"""How soon, at the latest, an interrupt of the caller is noticed."""
+
 
 def simulate(world_size: int, fn: Callable[[Channel], T], *, timeout_seconds: float = 60.0) -> list[T]:
     """Run `fn(channel)` on `world_size` simulated ranks in this process and return their results in rank order.
@@ -240,14 +243,15 @@ class _World:
 
     def watch(self, timeout_seconds: float) -> None:
         """Let the ranks run and return when all have ended; raises `PeerError` when nothing moves for too long."""
-        patience = timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
         try:
             self._give_baton(self.ranks[0])  # from here on an interrupt may come, and must stop the ranks
-            while not self._all_ended.acquire(timeout=min(patience, threading.TIMEOUT_MAX)):
-                patience = self._last_movement + timeout_seconds - time.monotonic()
-                if patience <= 0:
-                    self._raise_if_others_wait(timeout_seconds)
-                    patience = timeout_seconds
+            # A signal that comes just before the lock blocks is handled when it returns: wait in small portions.
+            while not self._all_ended.acquire(timeout=_INTERRUPT_SECONDS):
+                if time.monotonic() < max(deadline, self._last_movement + timeout_seconds):
+                    continue
+                self._raise_if_others_wait(timeout_seconds)
+                deadline = time.monotonic() + timeout_seconds
         except BaseException as error:
             self.stop(None, f"the caller of simulate stopped with {type(error).__name__}: {error}")
             raise
