@@ -54,6 +54,41 @@ def all_gather_takes_its_input_from_its_output(channel: Channel) -> None:
 
 
 @case
+def memory_that_a_channel_allocates_is_zeroed_and_its_own(channel: Channel) -> None:
+    for num_bytes in (0, 1, 3_000_000):
+        memory = channel.allocate(num_bytes)
+        assert memory.dtype == torch.uint8
+        assert memory.device == channel.device
+        assert len(memory) == num_bytes
+        assert not memory.any()
+        memory.fill_(channel.rank + 1)
+        channel.exchange(b"", purpose="everybody has written")
+        assert bool((memory == channel.rank + 1).all())
+
+
+@case
+def collectives_in_memory_that_the_channel_allocated_are_those_in_any_other(channel: Channel) -> None:
+    counts = [count * 100_003 for count in uneven(channel)]  # of odd numbers of chunks, and not at their borders
+    for turn in range(3):  # the second and third write again what peers have read
+        inputs = [values(rank + turn, sum(counts), torch.bfloat16) for rank in range(channel.size)]
+        gradients = channel.allocate(2 * sum(counts)).view(torch.bfloat16)
+        gradients.copy_(inputs[channel.rank])
+        reduced = full(channel, counts[channel.rank], torch.float32)
+        work = channel.reduce_scatter(reduced, gradients, purpose="sum of allocated", counts=counts)
+        parameters = channel.allocate(4 * sum(counts)).view(torch.float32)
+        own = part_of(parameters, counts, channel.rank)
+        own.copy_(values(channel.rank + turn, len(own), torch.float32))
+        other = channel.all_gather(parameters, own, purpose="parts of allocated", counts=counts)
+        other.wait()
+        work.wait()
+        gradients.zero_()  # free again: every peer has read it
+        assert_sum(channel, reduced, inputs, counts)
+        expected = [values(rank + turn, count, torch.float32) for rank, count in enumerate(counts)]
+        assert_same_bits(parameters, torch.cat(expected))
+        own.zero_()
+
+
+@case
 def all_gather_leaves_its_input_alone(channel: Channel) -> None:
     own = given(channel, 9, torch.float32)
     channel.all_gather(full(channel, 9 * channel.size, torch.float32), own, purpose="input stays").wait()
