@@ -59,10 +59,11 @@ def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) ->
     )
     notes = [
         f"Made by `{command}` on {made['date']}: {made['processor']}, Python {made['python']}, torch {made['torch']}; "
-        "2 processes over gloo, 1 thread each.",
+        "2 processes, 1 thread each; the peers over gloo.",
         "Ratios are medians over rounds of (ours / its) within a round; the sides step in turns. Milliseconds are "
         "medians of a step of the slower rank. Held: bytes of tensors between two steps, ours / its, without "
-        "activations (ours with the channel's buffers).",
+        "activations. Over shared memory ours counts the other rank's gradients and working copies too: it has them "
+        "mapped, but they are the other's memory.",
         *_predictions(outcomes),
     ]
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.seconds)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.alone import alone
 from shardwise.comm.calls import (
     Signature,
     all_gather_signature,
@@ -77,7 +78,7 @@ class NcclChannel:
         self.device = device
         self._control = control
         self._known: set[Signature] = set()
-        self._channels: dict[tuple[int, ...], NcclChannel] = {control.members: self}
+        self._channels: dict[tuple[int, ...], Channel] = {control.members: self}
         # Groups number their ranks by world rank, whatever the order of the members.
         self._by_world_rank = sorted(range(self.size), key=control.members.__getitem__)
         # NCCL runs the operations of a communicator in order, so two ranks that both send first would wait for ever on
@@ -100,9 +101,12 @@ class NcclChannel:
         """See `Channel.over`."""
         members = tuple(self._control.members[rank] for rank in member_ranks(self, ranks))
         if members not in self._channels:
-            channel = NcclChannel(self._control.subset(ranks), self.device)
-            channel._channels = self._channels
-            self._channels[members] = channel
+            if len(members) == 1:
+                self._channels[members] = alone(self.device)  # NCCL needs no group for it
+            else:
+                channel = NcclChannel(self._control.subset(ranks), self.device)
+                channel._channels = self._channels
+                self._channels[members] = channel
         return self._channels[members]
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
