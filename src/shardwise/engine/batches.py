@@ -43,8 +43,7 @@ def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> li
     if num_rows < num_microbatches:
         raise BatchError(
             f"a batch of {num_rows} rows cannot be split into {num_microbatches} microbatches; give at least "
-            f"{num_microbatches} rows, or "
-            f"set merge.microbatches to at most {num_rows}"
+            f"{num_microbatches} rows, or set merge.microbatches to at most {num_rows}"
         )
     moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     return [
@@ -92,8 +91,7 @@ class LossOfModel:
             return self._model(next(iter(microbatch.values())))
         raise ModelError(
             f"the model's forward takes {', '.join(self._named) or 'no named arguments'}, and the batch has "
-            f"{', '.join(microbatch)}; name the "
-            "batch's entries as forward does"
+            f"{', '.join(microbatch)}; name the batch's entries as forward does"
         )
 
 

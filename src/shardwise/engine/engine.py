@@ -2,8 +2,7 @@
 
 One update on one rank (numbers as in docs/life-of-a-parameter.md):
 
-    [1] agree       split the batch, weigh the microbatches, exchange the weights; a bad batch is refused by all ranks
-    here
+    [1] agree       split the batch, weigh the microbatches, exchange the weights; here all ranks refuse a bad batch
     [2] compute     forward and backward of k microbatches; gradients go into the arena as they appear
     [3] reduce      one reduce-scatter per bucket
     [4] agree       exchange losses, sums of squares, which parameters have a gradient, which buffers changed
@@ -125,9 +124,8 @@ class Engine:
         own = weighting.by_rank[self._channels.everyone.rank]
         with self._stopping_peers("an evaluation"):
             with torch.no_grad(), _evaluating(self.model):
-                losses = [
-                    self._loss(part) if weight else torch.zeros(()) for part, weight in zip(parts, own, strict=True)
-                ]
+                nothing = torch.zeros((), device=self._channels.everyone.device)
+                losses = [self._loss(part) if weight else nothing for part, weight in zip(parts, own, strict=True)]
             self.counters.exchanges += 1
             loss = exchange_sum(self._channels.everyone, self._share_of_loss(losses, weighting), purpose="loss")
         return EvaluationReport(loss=loss, weight=weighting.total)
@@ -182,8 +180,7 @@ class Engine:
         if moved := self._buffers.moved():
             raise ModelError(
                 f"{len(moved)} parameters were given other storage after parallelize, among them {moved[0]!r}; write "
-                f"values in place "
-                "(load_state_dict, copy_), and move or convert the model before parallelize"
+                "values in place (load_state_dict, copy_), and move or convert the model before parallelize"
             )
         self._buffers.adopt_writes()
 
@@ -195,9 +192,8 @@ class Engine:
         factors = weighting.factors(self._channels.everyone.rank)
         last = max((at for at, factor in enumerate(factors) if factor), default=-1)
         for at, (part, factor) in enumerate(zip(parts, factors, strict=True)):
-            if (
-                not factor
-            ):  # a mean over nothing is nan in many models; a microbatch that does not count is not computed
+            if not factor:
+                # It does not count, and is not computed: a mean over nothing is nan in many models.
                 losses.append(torch.zeros((), device=self._channels.everyone.device))
                 continue
             try:
@@ -274,6 +270,8 @@ class Engine:
             clip(masters, norm=closing.grad_norm, max_norm=self.plan.clip_grad_norm, dtype=self._norm_dtype)
         for optimizer in self.optimizers:
             optimizer.step()
+        for owned in self._buffers.owned:
+            owned.parameter.grad = None  # a view of the arena, which the next update may lay out anew
         self.counters.updates += 1
         self._buffers.publish(self.counters)
 

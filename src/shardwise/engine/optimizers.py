@@ -61,13 +61,12 @@ def check_coverage(optimizers: Sequence[torch.optim.Optimizer], inventory: Inven
     if lost := [spec.name for spec in inventory.specs if spec.trainable and spec.name not in times]:
         problems.append(
             f"{len(lost)} of the model's trainable parameters are in no group: {_listed(lost)}; give them to the "
-            f"optimizer, or freeze them "
-            "(requires_grad_(False)) before parallelize"
+            "optimizer, or freeze them (requires_grad_(False)) before parallelize"
         )
     if num_foreign:
         problems.append(
             f"{num_foreign} of its parameters are not the model's; build it over the parameters of the model that is "
-            f"parallelized"
+            "parallelized"
         )
     if twice := [name for name, places in times.items() if len(places) > 1]:
         problems.append(
