@@ -209,6 +209,18 @@ def test_a_parameter_cut_over_several_ranks_is_put_together_again() -> None:
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_plan_equals_one_process_in_the_order_of_its_ranks(data: st.DataObject) -> None:
+    check_any_plan(data)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1800)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_very_many_plans_equal_one_process_in_the_order_of_their_ranks(data: st.DataObject) -> None:
+    check_any_plan(data)
+
+
+def check_any_plan(data: st.DataObject) -> None:
     replicate, shard = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (1, 5), (3, 2), (2, 4)]))
     sharding = sw.Sharding(
         stage=data.draw(st.sampled_from([0, 1])),
