@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # From their modules: type checkers take `room.parallelize` for the module of that name.
-    from shardwise.comm import Channel, Recorded, simulate
+    from shardwise.comm import Channel, Recorded, default_channel, simulate
     from shardwise.comm.processes import processes
     from shardwise.engine import Engine, EvaluationReport, StepReport
     from shardwise.engine.parallelize import parallelize
@@ -31,6 +31,7 @@ _ROOM_OF = {
     "Sharding": "plan",
     "ShardwiseError": "errors",
     "StepReport": "engine",
+    "default_channel": "comm",
     "parallelize": "engine",
     "processes": "comm",
     "simulate": "comm",
@@ -50,6 +51,7 @@ __all__ = [
     "ShardwiseError",
     "StepReport",
     "__version__",
+    "default_channel",
     "parallelize",
     "processes",
     "simulate",

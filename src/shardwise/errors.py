@@ -44,6 +44,10 @@ class DataError(ShardwiseError):
     """Training data that is missing, empty or too short."""
 
 
+class DivergedError(ShardwiseError):
+    """Training whose gradient has not been finite for many updates in a row: nothing is learnt any more."""
+
+
 class MismatchError(ShardwiseError):
     """Ranks were given different models, plans, calls or tensors. Names the ranks and the first difference."""
 

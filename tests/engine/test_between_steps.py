@@ -160,3 +160,37 @@ def test_reductions_of_mixed_precision_started_early_are_all_waited_for() -> Non
     first, second = sw.simulate(2, fn)
     assert first == second
     assert first[-1] < first[0]
+
+
+@pytest.mark.parametrize("nested", [[torch.ones(3), torch.ones(3)], {"deep": (1, torch.ones(3))}, (torch.ones(3),)])
+def test_a_batch_with_tensors_inside_an_entry_is_refused(nested: Any) -> None:
+    with pytest.raises(sw.ShardwiseError, match=r"entry 'more' is a (list|dict|tuple) that holds tensors"):
+        engine_of(curve()).step({**curve_batch(1, 6), "more": nested})
+
+
+def test_entries_that_hold_no_tensors_go_to_every_microbatch() -> None:
+    seen: list[Any] = []
+
+    class Listens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, input: torch.Tensor, names: list[str]) -> Any:
+            seen.append(names)
+            return self.inner(input)
+
+    plan = sw.Plan(merge=sw.Merge(microbatches=2))
+    engine = sw.parallelize(Listens(), plan, optimizer=sgd, loss=lambda output, _: output.sum(), channel=alone())
+    engine.step({"input": torch.ones(4, 3), "names": ["a", "b"]})
+    assert seen == [["a", "b"], ["a", "b"]]
+
+
+def test_a_compiled_model_gets_the_entries_that_its_own_forward_names() -> None:
+    torch.manual_seed(0)
+    plain, inner = curve(), curve()
+    inner.load_state_dict(plain.state_dict())
+    compiled = torch.compile(inner, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    batch = {**curve_batch(1, 6), "not_for_the_model": torch.ones(6)}
+    assert engine_of(compiled, k=2).step(batch) == engine_of(plain, k=2).step(batch)

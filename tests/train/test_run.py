@@ -10,7 +10,15 @@ import torch
 from rich.console import Console
 
 from shardwise.comm import simulate
-from shardwise.errors import DataError, MismatchError, ModelError, OptimizerError, ShardwiseError
+from shardwise.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    MismatchError,
+    ModelError,
+    OptimizerError,
+    ShardwiseError,
+)
 from shardwise.train import RunConfig
 from shardwise.train.corpus import Corpus, evaluation_rows, read_corpus
 from shardwise.train.rank import run
@@ -171,6 +179,32 @@ def test_what_is_wrong_before_the_first_update_is_raised_by_every_rank(
             finished(config)
         assert "rank" not in str(getattr(caught.value, "__notes__", ""))
         assert not config.output.exists()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_that_learns_nothing_any_more_ends_and_says_since_when(tmp_path: Path, num_processes: int) -> None:
+    overrides = ["train.learning_rate=1e30", "train.warmup_steps=0", "train.steps=60", "train.evaluate_every=60"]
+    with pytest.raises(DivergedError, match=r"not been finite since step 2: 20 updates in a row.*learning_rate"):
+        finished(small_run(tmp_path, *overrides, num_processes=num_processes))
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 20
+
+
+def test_a_run_that_ends_without_finite_outputs_ends_without_a_sample(tmp_path: Path) -> None:
+    done = finished(small_run(tmp_path, "train.learning_rate=1e30", "train.warmup_steps=0"))
+    assert "gives no finite logits" in done.printed
+    assert done.printed.splitlines()[-1].startswith("held-out loss nan")
+
+
+def test_an_output_that_is_no_folder_is_refused_by_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(ConfigError, match=r"train\.output: the folder .*out cannot be written to \(File exists\)"):
+        finished(small_run(tmp_path))
+
+
+def test_a_factory_that_exits_is_an_error_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text("def exits(**_):\n    raise SystemExit(7)\n")
+    with pytest.raises(ModelError, match=r"exits\.py:exits raised SystemExit: 7"):
+        finished(small_run(tmp_path, "model.factory=exits.py:exits"))
 
 
 def test_a_factory_that_fails_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import ctypes
 import os
 import queue
 import signal
@@ -28,6 +29,16 @@ class _Stopped(BaseException):
         self.number = number
 
 
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_launcher() -> None:
+    """In the child, before it becomes a rank: a launcher that is killed outright leaves no ranks behind (Linux)."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class _Rank:
     """One process. All but rank 0 speak into a pipe, of which the last lines are kept."""
 
@@ -42,6 +53,7 @@ class _Rank:
             stdout=None if rank == 0 else subprocess.PIPE,
             stderr=None if rank == 0 else subprocess.STDOUT,
             process_group=0,
+            preexec_fn=_die_with_launcher,
             text=True,
             errors="replace",
         )

@@ -21,6 +21,14 @@ def count_rows(batch: Batch) -> int:
         raise BatchError(
             f"a batch is a dict of tensors, not a {type(batch).__name__}; wrap it: {{'input_ids': tensor, ...}}"
         )
+    if nested := [
+        name for name, value in batch.items() if not isinstance(value, torch.Tensor) and _holds_tensor(value)
+    ]:
+        raise BatchError(
+            f"the batch's entry {nested[0]!r} is a {type(batch[nested[0]]).__name__} that holds tensors, and cannot be "
+            "split into microbatches; a batch is a dict of tensors with rows in dim 0: stack it into a tensor, or name "
+            "its tensors as entries of their own"
+        )
     rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
     if not rows:
         raise BatchError(f"the batch has no tensor with a dim 0 to split on; its entries are {sorted(batch, key=str)}")
@@ -28,6 +36,12 @@ def count_rows(batch: Batch) -> int:
         listed = ", ".join(f"{name} has {count}" for name, count in rows.items())
         raise BatchError(f"all tensors of a batch have the same number of rows (dim 0), but {listed}")
     return next(iter(rows.values()))
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return _holds_tensor(list(value.values()))
+    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_holds_tensor, value)))
 
 
 def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> list[dict[str, Any]]:
@@ -66,7 +80,10 @@ class LossOfModel:
     def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
         self._model = model
         self._loss = loss
-        parameters = inspect.signature(model.forward).parameters.values()
+        inner = model
+        while (wrapped := inner._modules.get("_orig_mod")) is not None:  # torch.compile's wrapper names no arguments
+            inner = wrapped
+        parameters = inspect.signature(inner.forward).parameters.values()
         self._takes_any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters)
         self._named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
         self._required = [

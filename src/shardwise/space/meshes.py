@@ -98,8 +98,8 @@ class Mesh:
         others = self.size // self.dp_shard
         hint = f", or set dp_shard={world_size // others}" if world_size > 0 and world_size % others == 0 else ""
         raise PlanError(
-            f"mesh {self} asks for {self.size} ranks, but the world has {world_size}; "
-            f"start {self.size} processes{hint}, so that the sizes multiply to the world"
+            f"mesh {self} asks for {_counted(self.size, 'rank', 's')}, but the world has {world_size}; "
+            f"start {_counted(self.size, 'process', 'es')}{hint}, so that the sizes multiply to the world"
         )
 
     def __str__(self) -> str:
@@ -132,3 +132,7 @@ class Mesh:
 def _unknown_axis(axis: str) -> str:
     near = get_close_matches(axis, AXES, n=1)
     return f"{axis!r} is no mesh axis; the axes are {', '.join(AXES)}" + (f" (did you mean {near[0]}?)" if near else "")
+
+
+def _counted(count: int, noun: str, ending: str) -> str:
+    return f"{count} {noun}{ending if count != 1 else ''}"

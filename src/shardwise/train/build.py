@@ -28,7 +28,7 @@ def build_model(config: RunConfig) -> nn.Module:
     try:
         given = config.model.config
         model = factory(**given) if config_class is None else factory(config_class(**given))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a factory that calls exit() would end the rank without a word
         raise ModelError(f"model.factory: {reference} raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.factory: {reference} gave a {type(model).__name__}, not a torch.nn.Module")

@@ -16,7 +16,7 @@ def continued(
     seed: int,
     temperature: float = 0.7,
 ) -> list[int] | None:
-    """`num_tokens` tokens drawn after `prompt`; None when the model gives no logits [1, tokens, vocabulary].
+    """`num_tokens` tokens drawn after `prompt`; None when the model gives no finite logits [1, tokens, vocabulary].
 
     The model sees the last `context` tokens: what it has been trained on.
     Runs the model's plain forward, on every rank alike: ranks with equal parameters draw equal tokens.
@@ -33,7 +33,10 @@ def continued(
                 logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
                 if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != seen.shape:
                     return None
-                chances = torch.softmax(logits[0, -1].float().cpu() / temperature, dim=-1)
+                last = logits[0, -1].float().cpu()
+                if not bool(last.isfinite().all()):
+                    return None
+                chances = torch.softmax(last / temperature, dim=-1)
                 tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     finally:
         model.train(was_training)

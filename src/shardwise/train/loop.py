@@ -10,11 +10,15 @@ import numpy.typing as npt
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardwise.errors import DivergedError
 from shardwise.train.corpus import Corpus
 from shardwise.train.metrics import Observer, StepMetrics
 from shardwise.train.sampling import rank_samples
 from shardwise.train.schedule import Schedule
 from shardwise.train.tables import TrainTable
+
+PATIENCE_UPDATES = 20
+"""So many updates in a row whose gradient is not finite end a run."""
 
 
 class Evaluated(Protocol):
@@ -86,6 +90,7 @@ def fit(
     tokens_per_update = train.global_batch * corpus.sequence_length
     began_s = now_s()
     held_out_loss = float("nan")
+    num_skipped = 0  # in a row
     for update in range(train.steps):
         update_began_s = now_s()
         samples = rank_samples(
@@ -96,6 +101,12 @@ def fit(
         )
         learning_rate = float(schedulers[0].get_last_lr()[0])
         report = engine.step(as_batch(corpus.rows(samples, seed=train.seed)))
+        num_skipped = num_skipped + 1 if report.skipped else 0
+        if num_skipped == PATIENCE_UPDATES:
+            raise DivergedError(
+                f"the gradient has not been finite since step {update + 2 - num_skipped}: {num_skipped} updates in a "
+                "row were skipped; lower train.learning_rate, lengthen train.warmup_steps, or set train.clip_grad_norm"
+            )
         if not report.skipped:
             for scheduler in schedulers:
                 scheduler.step()

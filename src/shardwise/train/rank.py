@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.engine import parallelize
 from shardwise.engine.agreement import agree
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.build import build_loss, build_model, optimizer_factory
 from shardwise.train.config import RunConfig
 from shardwise.train.continuation import continued
@@ -127,8 +127,13 @@ def _announce(
 
 
 def _files(config: RunConfig) -> list[Observer]:
-    config.output.mkdir(parents=True, exist_ok=True)
-    files: list[Observer] = [MetricsFile(config.output / "metrics.jsonl")]
+    try:
+        config.output.mkdir(parents=True, exist_ok=True)
+        files: list[Observer] = [MetricsFile(config.output / "metrics.jsonl")]
+    except OSError as error:
+        raise ConfigError(
+            f"train.output: the folder {config.output} cannot be written to ({error.strerror}); name another one"
+        ) from error
     if tensorboard_installed():
         files.append(TensorBoard(config.output / "tensorboard"))
     return files
@@ -145,7 +150,7 @@ def _draw(console: Console, curve: LossCurve) -> None:
 
 def _show_sample(console: Console, corpus: Corpus, prompt: Sequence[int], sample: Sequence[int] | None) -> None:
     if sample is None:
-        console.print("no sample: the model called on tokens gives no logits [rows, tokens, vocabulary]")
+        console.print("no sample: the model called on tokens gives no finite logits [rows, tokens, vocabulary]")
         return
     for title, tokens, style in (("held-out text:", prompt, "dim"), ("the model goes on:", sample, "bold")):
         console.print(title)
