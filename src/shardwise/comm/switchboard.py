@@ -26,6 +26,9 @@ from shardwise.errors import MismatchError, PeerError
 
 _NUMBERS = 1 << 32
 _MIN_WINDOW = 2
+_INTERRUPT_SECONDS = 0.5
+"""How soon a Ctrl-C is noticed that comes just before the poll blocks: Python handles it when the poll returns."""
+
 _LAST_WORDS_SECONDS = 1.0
 """How long a rank that ends tries to tell peers that do not read."""
 
@@ -171,7 +174,7 @@ class Switchboard:
             self._answer_asking()
             idle = time.monotonic() - last_movement
             limit = self.timeout_seconds if has_told else notice_after
-            moved = self._turn(max(0.0, limit - idle))
+            moved = self._turn(min(max(0.0, limit - idle), _INTERRUPT_SECONDS))
             if transfer.is_done:
                 return
             self._note_ended()
