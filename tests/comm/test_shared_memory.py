@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SlotPool
 
 
@@ -65,3 +67,26 @@ def test_slots_lie_in_memory_without_a_name() -> None:
     assert all("/memfd:shardwise-0 (deleted)" in line for line in mapped)
     del slot
     pool.close()
+
+
+def test_lent_memory_is_located_by_its_views_and_given_back_with_the_last_one() -> None:
+    pool = SlotPool()
+    first, second = pool.lend(1000), pool.lend(5000)
+    assert not first.any()
+    located = pool.locate(second[128:256])
+    assert located is not None
+    assert (located[0].num_bytes, located[1]) == (5000, 128)
+    other = pool.locate(first)
+    assert other is not None
+    assert other[0] is not located[0]
+    assert pool.locate(torch.zeros(100, dtype=torch.uint8)) is None
+    view = second[4000:].view(torch.float32)
+    number = located[0].number
+    del second, located, other
+    assert pool.release_idle() == ()
+    del view
+    assert pool.release_idle() == (number,)
+    assert pool.locate(first) is not None
+    del first
+    pool.close()
+    assert "memfd:shardwise" not in Path("/proc/self/maps").read_text()

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Channel
+from shardwise.comm.processes import ProcessChannel
 from shardwise.errors import BatchError, PeerError
 from tests.engine.models import word_batch, word_loss, words, words_with_kept_norm
 from tests.engine.oracle import share_of
@@ -131,3 +132,21 @@ def test_a_batch_that_one_rank_cannot_split_is_refused_by_all_and_training_goes_
     assert first == second
     assert first[0].startswith("rank 1: a batch of 1 rows cannot be split into 2 microbatches")
     assert first[1] is False
+
+
+def staged_slots(channel: Channel) -> int:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+    plan = sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), precision=sw.Precision(compute="bfloat16"))
+    engine = sw.parallelize(
+        model, plan, optimizer=adamw, loss=lambda output, _: output.square().mean(), channel=channel
+    )
+    for _ in range(2):
+        engine.step({"input": torch.ones(4, 256)})
+    assert isinstance(channel, ProcessChannel)
+    return channel._board._pool.num_slots
+
+
+def test_gradients_and_parameters_are_read_in_place_and_never_staged(pool: Pool) -> None:
+    """Staging slots are made when first needed: none were."""
+    assert pool.run(2, staged_slots, transport=Transport(timeout_seconds=21.0)) == [0, 0]
