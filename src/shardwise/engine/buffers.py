@@ -16,12 +16,8 @@ class Owned:
     """A stretch of a parameter that this rank owns: what its optimizer updates."""
 
     segment: Segment
-    bucket: int
-    """Index of its bucket."""
     parameter: nn.Parameter
     """The master, a view: in the parameter's shape where parameters stay whole, else 1-D."""
-    working: torch.Tensor
-    """The same elements of the working copy, 1-D."""
 
 
 class FlatBuffers:
@@ -110,8 +106,6 @@ class FlatBuffers:
                 master[span].copy_(values[segment.run.start : segment.run.stop])
                 if bucket.trainable:
                     view = master[span].view(parameter.shape) if keep_shapes else master[span]
-                    self.owned.append(
-                        Owned(segment=segment, bucket=index, parameter=nn.Parameter(view), working=part[span])
-                    )
+                    self.owned.append(Owned(segment=segment, parameter=nn.Parameter(view)))
             parameter.grad = None  # its dtype or place may no longer fit
             parameter.data = working[slot.run.start : slot.run.stop].view(parameter.shape)

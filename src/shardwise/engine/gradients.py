@@ -5,9 +5,8 @@ The life of a gradient:
     backward -> p.grad --[1]--> arena (whole bucket) --[2]--> arena (owned part, master dtype) -> optimizer
 
 [1] as soon as autograd has finished a parameter, its gradient is copied (first microbatch) or added (later ones) into
-the view of its bucket,
-    and `p.grad` is dropped; [2] one reduce-scatter per bucket and update, started while backward runs where transfers
-    progress alone.
+    its view of the bucket, and `p.grad` is dropped
+[2] one reduce-scatter per bucket and update, started while backward runs where transfers progress alone
 """
 
 import weakref

@@ -41,10 +41,9 @@ def parallelize(
     """Put a model under a plan. The object passed in is the one that trains: its parameters view working copies.
 
     optimizer: a function of the list of the model's parameters (in their own shapes) that returns a torch optimizer or
-    several, or optimizers
-        already built over them; their groups and attached schedulers stay.
-    loss: f(output, microbatch) -> scalar tensor; None: the model is called with the whole microbatch and gives its own
-    loss. loss_weight: f(microbatch) -> what the microbatch counts (say, its target tokens); None: its rows.
+        several, or optimizers already built over them; their groups and attached schedulers stay.
+    loss: f(output, microbatch) -> scalar tensor; None: the model is called with the whole microbatch and gives its own.
+    loss_weight: f(microbatch) -> what the microbatch counts (say, its target tokens); None: its rows.
     channel: None takes the initialised process group, else the processes that torchrun announces, else a world of one.
 
     Nothing is changed before all ranks have agreed. Raises, the same on all ranks: PlanError (mesh and world, `keep`
