@@ -43,6 +43,10 @@ def train(config: Path, nproc: int | None, overrides: tuple[str, ...], debug: bo
         verdict = Verdict.of(error, rank=rank)
         if verdicts is not None and rank is not None:
             verdict.leave(verdicts, rank)
+            if verdict.is_about_peer:
+                from shardwise.comm.launch import PEER_FAILED
+
+                sys.exit(PEER_FAILED)  # to the launcher: look for the rank that caused it
         else:
             tell(verdict)
         sys.exit(verdict.exit_code)
