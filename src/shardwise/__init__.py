@@ -7,7 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardwise import checkpoint
+
     # From their modules: type checkers take `room.parallelize` for the module of that name.
+    from shardwise.checkpoint import load, save
     from shardwise.comm import Channel, Recorded, default_channel, simulate
     from shardwise.comm.processes import processes
     from shardwise.engine import Engine, EvaluationReport, StepReport
@@ -32,10 +35,15 @@ _ROOM_OF = {
     "ShardwiseError": "errors",
     "StepReport": "engine",
     "default_channel": "comm",
+    "load": "checkpoint",
     "parallelize": "engine",
     "processes": "comm",
+    "save": "checkpoint",
     "simulate": "comm",
 }
+
+_ROOMS = ("checkpoint",)
+"""Rooms that are used by their own name: `shardwise.checkpoint.open(path)`."""
 
 __all__ = [
     "Channel",
@@ -51,14 +59,19 @@ __all__ = [
     "ShardwiseError",
     "StepReport",
     "__version__",
+    "checkpoint",
     "default_channel",
+    "load",
     "parallelize",
     "processes",
+    "save",
     "simulate",
 ]
 
 
 def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return import_module(f"shardwise.{name}")
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"shardwise.{_ROOM_OF[name]}"), name)

@@ -44,6 +44,18 @@ class DataError(ShardwiseError):
     """Training data that is missing, empty or too short."""
 
 
+class CheckpointError(ShardwiseError):
+    """A checkpoint that cannot be written, found, trusted, or read into its target. Carries every problem found.
+
+    Unless the message says otherwise nothing was changed: neither an older save nor the target of a load.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        self.problems: tuple[str, ...] = problems
+        heading = "" if len(problems) == 1 else f"{len(problems)} problems:\n"
+        super().__init__(heading + _listed(problems))
+
+
 class DivergedError(ShardwiseError):
     """Training whose gradient has not been finite for many updates in a row: nothing is learnt any more."""
 

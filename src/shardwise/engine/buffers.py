@@ -1,5 +1,6 @@
 """The flat buffers of one rank: working copies that the model's parameters view, masters of what it owns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +47,19 @@ class FlatBuffers:
         run = self.ownership.buckets[index].part(self.owner)
         return self.working[index][run.start : run.stop]
 
+    def name_of(self) -> dict[torch.Tensor, str]:
+        """The names of the parameters that this rank's optimizers have."""
+        return {owned.parameter: owned.segment.name for owned in self.owned}
+
     def has_masters(self, index: int) -> bool:
         """Whether the masters of a bucket are held apart from the working copies."""
         bucket = self.ownership.buckets[index]
         return bucket.master != bucket.working
+
+    def cast_from_masters(self) -> set[str]:
+        """Names of parameters whose working copy is made from a master that is held apart."""
+        buckets = [bucket for index, bucket in enumerate(self.ownership.buckets) if self.has_masters(index)]
+        return {slot.name for bucket in buckets for slot in bucket.slots}
 
     def moved(self) -> list[str]:
         """Names of parameters that no longer view their buffer: somebody replaced their storage."""
@@ -68,20 +78,28 @@ class FlatBuffers:
                     self.masters[index][span].copy_(self.part(index)[span])
         self._placed |= {name: (self._placed[name][0], self._parameters[name]._version) for name in written}
 
-    @torch.no_grad()
     def publish(self, counters: Counters) -> None:
         """Cast the updated masters into the working copy, once per owned element, and give them to all ranks."""
+        trainable = [index for index, bucket in enumerate(self.ownership.buckets) if bucket.trainable]
+        self._publish(trainable, "parameters of bucket", counters)
+
+    def publish_restored(self, counters: Counters) -> None:
+        """Publish masters that were written from outside, frozen ones too; what the parameters had before is gone."""
+        self._publish(range(len(self.ownership.buckets)), "restored parameters of bucket", counters)
+        self._placed = {name: (self._placed[name][0], each._version) for name, each in self._parameters.items()}
+
+    @torch.no_grad()
+    def _publish(self, indices: Sequence[int], subject: str, counters: Counters) -> None:
         works = []
-        for index, bucket in enumerate(self.ownership.buckets):
-            if not bucket.trainable:
-                continue
+        for index in indices:
+            bucket = self.ownership.buckets[index]
             part = self.part(index)
             if self.has_masters(index):
                 part.copy_(self.masters[index])
                 counters.cast_elements += self._owned_elements[index]
             if self._owners.size > 1:
                 counters.all_gathers += 1
-                purpose = f"parameters of bucket {index}"
+                purpose = f"{subject} {index}"
                 works.append(self._owners.all_gather(self.working[index], part, counts=bucket.counts, purpose=purpose))
         for work in works:
             work.wait()

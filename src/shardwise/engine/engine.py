@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,9 @@ from shardwise.engine.gradients import Gradients
 from shardwise.engine.inventory import Inventory, torch_dtype
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.norm import clip, divide_and_square, norm_dtype, norm_in_one_process
+from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.reports import EvaluationReport, StepReport
+from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.state import state_of
 from shardwise.engine.weights import Weighting, agree_on_weights, weigh
 from shardwise.errors import ModelError, OptimizerError, PeerError, ShardwiseError
@@ -62,14 +65,15 @@ class Engine:
         buffers: FlatBuffers,
         gradients: Gradients,
         model_buffers: ModelBuffers,
-        optimizers: tuple[torch.optim.Optimizer, ...],
+        optimizers: tuple[KnownOptimizer, ...],
         counters: Counters,
     ) -> None:
         self.model = model
         self.plan = plan
-        self.optimizers = optimizers
+        self.optimizers = tuple(known.optimizer for known in optimizers)
         """The optimizers over this rank's masters; attach torch's learning-rate schedulers to them."""
         self.counters = counters
+        self._known_optimizers = optimizers
         self._inventory = inventory
         self._loss = loss
         self._loss_weight = loss_weight
@@ -131,9 +135,44 @@ class Engine:
         return EvaluationReport(loss=loss, weight=weighting.total)
 
     def state(self) -> dict[Piece, torch.Tensor]:
-        """What this rank owns, as views: pieces of parameters, masters and optimizer state; the model's buffers."""
+        """What this rank owns, as views: pieces of parameters, masters and optimizer state; the model's buffers.
+
+        Raises OptimizerError for optimizer state that is neither a tensor nor a number.
+        """
         self._buffers.adopt_writes()
-        return state_of(self._inventory, self.model, self._buffers, self.optimizers)
+        return state_of(self._inventory, self.model, self._buffers, self._known_optimizers)
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the state, as JSON values: the plan, ties, and the optimizers' settings.
+
+        Ranks differ in `plain` and `none` only, which name what is no tensor in the optimizer state that a rank has.
+        """
+        name_of = self._buffers.name_of()
+        return {
+            "plan": self.plan.text(),
+            "ties": self._inventory.ties(),
+            "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
+        }
+
+    def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> EngineRestoration:
+        """Prepare to take over a checkpoint, without changing anything; `sw.load` calls it and does the rest.
+
+        stored: every tensor of the checkpoint as one piece. settings: as `settings` gave them, from any layout; {}
+        for plain weights. Raises ModelError for a model whose parameters were replaced since parallelize, and
+        CheckpointError for settings that are not understood.
+        """
+        self._check_model()
+        return EngineRestoration(
+            inventory=self._inventory,
+            model=self.model,
+            buffers=self._buffers,
+            model_buffers=self._model_buffers,
+            optimizers=self._known_optimizers,
+            counters=self.counters,
+            stopping_peers=lambda: self._stopping_peers("a load"),
+            stored=stored,
+            settings=settings,
+        )
 
     def footprint(self, *, microbatches: int | None = None) -> Footprint:
         """Bytes that the plan gives this rank's buffers."""

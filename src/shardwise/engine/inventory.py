@@ -30,6 +30,10 @@ class Inventory:
             if module._parameters[attribute] is not self.parameters[name]:
                 module.register_parameter(attribute, self.parameters[name])
 
+    def ties(self) -> dict[str, str]:
+        """Other names of parameters: alias -> name."""
+        return {alias: spec.name for spec in self.specs for alias in spec.aliases}
+
     def replaced(self) -> list[str]:
         """Names of parameters in whose place the model now has another object, or none, or one (un)frozen since."""
         trainable = {spec.name: spec.trainable for spec in self.specs}

@@ -3,6 +3,7 @@
 The rule of DistributedDataParallel, applied after each update and only to buffers that changed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,12 @@ class ModelBuffers:
     def changed(self) -> list[bool]:
         """For each buffer: whether it was written to, or replaced, since the ranks last agreed."""
         return [not known.holds_for(self._buffer(at)) for at, known in enumerate(self._known)]
+
+    def agreed_unless(self, pending: Sequence[bool]) -> None:
+        """Take the present values for those of all ranks, but for buffers that were `pending` (changed) before."""
+        for at, was_pending in enumerate(pending):
+            if not was_pending:
+                self._known[at] = _Known.of(self._buffer(at))
 
     @torch.no_grad()
     def synchronise(self, channel: Channel, changed: list[bool], counters: Counters) -> None:

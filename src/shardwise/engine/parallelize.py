@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, default_channel
-from shardwise.engine.agreement import agree, compare, digest_of_values
+from shardwise.comm.agreement import agree, compare, digest_of_values
 from shardwise.engine.batches import LossFunction, LossOfModel, LossWeight
 from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.counters import Counters
@@ -14,15 +14,10 @@ from shardwise.engine.engine import DataChannels, Engine
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.inventory import Inventory, describe_model, take_inventory
 from shardwise.engine.model_buffers import ModelBuffers
-from shardwise.engine.optimizers import (
-    OptimizerSource,
-    build,
-    check_coverage,
-    describe_settings,
-    swap,
-)
+from shardwise.engine.optimizer_state import know
+from shardwise.engine.optimizers import OptimizerSource, build, check_coverage, describe_settings, swap
 from shardwise.engine.precision import let_inputs_follow
-from shardwise.engine.trials import check_apart, check_elementwise
+from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan, plan_ownership
 
@@ -76,11 +71,17 @@ def _parallelize(
     ownership = plan_ownership(inventory.specs, plan.sharding, num_owners=owners.size, num_replicas=replicas.size)
     inventory.tie()
     model.to(channel.device)
+    sliced = plan.sharding.partition == "slice" and owners.size > 1
+    known = know(
+        optimizers,
+        inventory,
+        [find_whole_keys(each, channel.device) if sliced else frozenset() for each in optimizers],
+    )
     buffers = FlatBuffers(
         inventory,
         ownership,
         owners,
-        keep_shapes=plan.sharding.partition == "whole" or owners.size == 1,
+        keep_shapes=not sliced,
     )
     swap(optimizers, inventory, buffers.owned)
     let_inputs_follow(model, plan.precision)
@@ -98,7 +99,7 @@ def _parallelize(
         buffers=buffers,
         gradients=gradients,
         model_buffers=ModelBuffers(model),
-        optimizers=optimizers,
+        optimizers=known,
         counters=counters,
     )
 

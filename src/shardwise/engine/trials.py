@@ -71,6 +71,20 @@ def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.devic
                 )
 
 
+def find_whole_keys(optimizer: torch.optim.Optimizer, device: torch.device) -> frozenset[str]:
+    """Keys of the state that an elementwise optimizer holds once per parameter, not once per element.
+
+    Of a slice of one element alone it could not be told.
+    """
+    generator = torch.Generator().manual_seed(0)
+    stretch = list(torch.randn(3, 12, dtype=torch.float64, generator=generator))
+    keys: frozenset[str] = frozenset()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for group in optimizer.param_groups:
+            keys |= keys_not_along(_run_double(optimizer, group, [stretch], device).state)
+    return keys
+
+
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-6, atol=1e-12)
 
@@ -81,7 +95,20 @@ def _trial(
     stretches: Sequence[Sequence[torch.Tensor]],
     device: torch.device,
 ) -> torch.Tensor:
-    """Run a double of `optimizer` with the settings of `group`; by how much it moved the values, flat.
+    """Run a double of `optimizer` with the settings of `group`; by how much it moved the values, flat."""
+    double = _run_double(optimizer, group, stretches, device)
+    parameters = double.param_groups[0]["params"]
+    moves = [each.detach().cpu() - values for each, (values, *_) in zip(parameters, stretches, strict=True)]
+    return torch.cat([move.reshape(-1) for move in moves])
+
+
+def _run_double(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    stretches: Sequence[Sequence[torch.Tensor]],
+    device: torch.device,
+) -> torch.optim.Optimizer:
+    """A double of `optimizer` with the settings of `group`, after it updated parameters of its own.
 
     `stretches`: for each parameter its values, and then its gradient at each step.
     """
@@ -111,5 +138,4 @@ def _trial(
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone().to(device)
         double.step()
-    moves = [each.detach().cpu() - values for each, (values, *_) in zip(parameters, stretches, strict=True)]
-    return torch.cat([move.reshape(-1) for move in moves])
+    return double

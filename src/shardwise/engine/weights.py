@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.comm import Channel
-from shardwise.engine.agreement import agree
+from shardwise.comm.agreement import agree
 from shardwise.engine.batches import Batch, LossWeight, count_rows
 from shardwise.errors import BatchError, MismatchError, ShardwiseError
 

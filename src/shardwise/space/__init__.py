@@ -2,12 +2,15 @@
 
 A `Box` is an n-d region of indices and a `Run` a range of row-major elements; each becomes the other exactly. A `Mesh`
 names the axes along which ranks lie, a `Layout` says how a tensor is placed on them, and a `Piece` says what one holder
-has. What moves data goes from pieces to pieces along `overlap`; `check_cover` proves that pieces make up a tensor.
+has. What moves data goes from pieces to pieces along `overlap` (contiguous copies) or `moves` (few strided ones), found
+among many by a `PieceIndex`; `check_cover` proves that pieces make up a tensor.
 """
 
 from shardwise.space.boxes import Box
+from shardwise.space.index import PieceIndex
 from shardwise.space.layouts import Cut, Layout, Placement, Replicate, Shard
 from shardwise.space.meshes import AXES, Mesh
+from shardwise.space.moves import Move, Part, moves
 from shardwise.space.pieces import Piece, check_cover, overlap
 from shardwise.space.runs import Run, boxes_of_run, boxes_of_run_in_box, runs_of_box
 
@@ -17,7 +20,10 @@ __all__ = [
     "Cut",
     "Layout",
     "Mesh",
+    "Move",
+    "Part",
     "Piece",
+    "PieceIndex",
     "Placement",
     "Replicate",
     "Run",
@@ -25,6 +31,7 @@ __all__ = [
     "boxes_of_run",
     "boxes_of_run_in_box",
     "check_cover",
+    "moves",
     "overlap",
     "runs_of_box",
 ]

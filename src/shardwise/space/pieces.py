@@ -99,6 +99,17 @@ class Piece:
         """Whether the piece has every element of the tensor."""
         return self.num_elements == math.prod(self.global_shape)
 
+    def within(self, start: int, stop: int) -> "Piece":
+        """Return the run from `start` to `stop` of the same box."""
+        return Piece(
+            name=self.name,
+            dtype=self.dtype,
+            global_shape=self.global_shape,
+            offset=self.offset,
+            shape=self.shape,
+            run=(start, stop),
+        )
+
     def boxes(self) -> tuple[Box, ...]:
         """Return the disjoint boxes, in coordinates of the tensor, that have exactly the piece's elements, in order."""
         return boxes_of_run_in_box(self.box, self.elements)

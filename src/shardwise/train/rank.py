@@ -13,8 +13,8 @@ from rich.text import Text
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.comm.agreement import agree
 from shardwise.engine import parallelize
-from shardwise.engine.agreement import agree
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.build import build_loss, build_model, optimizer_factory
 from shardwise.train.config import RunConfig

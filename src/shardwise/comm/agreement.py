@@ -7,7 +7,7 @@ import torch
 import xxhash
 
 from shardwise import errors
-from shardwise.comm import Channel
+from shardwise.comm.channel import Channel
 from shardwise.errors import MismatchError, ShardwiseError
 
 

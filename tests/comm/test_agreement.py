@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.agreement import agree, compare, digest_of_values
+from shardwise.comm.agreement import agree, compare, digest_of_values
 from shardwise.errors import BatchError, MismatchError, ModelError, PlanError
 from tests.engine.refusals import PLAN, refusal, same_error_everywhere, two_layers
 

@@ -1,0 +1,54 @@
+"""Checkpoint: save what each rank holds, load it under any layout, survive anything.
+
+The room works alone: a state is tensors by name, tensors by `Piece`, or anything with `state()`.
+
+    save, load       a state, by all ranks that hold it; `AsyncSaver` saves while training goes on
+    open, verify     look into a checkpoint and read any part of it; compare every byte with its checksum
+    prune            remove old saves
+    TorchState       a plain model with its optimizers, as a state
+    Store            where bytes go: `LocalStore`, `FsspecStore`, or your own
+"""
+
+from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.background import AsyncSaver
+from shardwise.checkpoint.catalogue import Catalogue, open  # noqa: A004 - the promised name
+from shardwise.checkpoint.commit import SaveReport
+from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.loading import Loaded, LoadReport, load
+from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.pruning import prune
+from shardwise.checkpoint.remote import FsspecStore
+from shardwise.checkpoint.saving import save
+from shardwise.checkpoint.states import Restorable, Restoration, State, Stateful
+from shardwise.checkpoint.stores import Reader, Store, Writer
+from shardwise.checkpoint.torch_state import TorchState
+from shardwise.checkpoint.verification import VerifyReport, verify
+
+__all__ = [
+    "Address",
+    "AsyncSaver",
+    "Catalogue",
+    "Contents",
+    "FsspecStore",
+    "LoadReport",
+    "Loaded",
+    "LocalStore",
+    "Reader",
+    "Restorable",
+    "Restoration",
+    "SaveReport",
+    "State",
+    "Stateful",
+    "Store",
+    "StoredPiece",
+    "StoredTensor",
+    "TorchState",
+    "VerifyReport",
+    "Writer",
+    "load",
+    "open",
+    "prune",
+    "save",
+    "store_of",
+    "verify",
+]

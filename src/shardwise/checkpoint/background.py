@@ -1,0 +1,242 @@
+"""Saving in the background: training waits for one copy of memory, the rest happens beside it.
+
+[1] describe   as in `saving`, on the caller's thread, because it talks to the other ranks
+[2] snapshot   what this rank writes is copied into a buffer that all saves use, one after the other
+[3] write      a thread writes the file, and leaves a report beside it: ranks meet in the store, not over the channel
+[4] commit     rank 0's thread creates the manifest when all reports are there
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.arrangement import FileLayout
+from shardwise.checkpoint.commit import SaveReport, Written, commit, discard, storing
+from shardwise.checkpoint.held import Held, bytes_of
+from shardwise.checkpoint.saves import read_file
+from shardwise.checkpoint.saving import Prepared, Request, prepare, write_pieces
+from shardwise.checkpoint.states import State
+from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.streaming import stream_whole
+from shardwise.checkpoint.writing import Filling
+from shardwise.comm import Channel, default_channel
+from shardwise.comm.agreement import agree
+from shardwise.errors import CheckpointError, ShardwiseError
+
+__all__ = ["AsyncSaver"]
+
+_POLL_SECONDS = 0.02
+
+
+class AsyncSaver:
+    """Saves to one folder while training goes on. One save is under way at a time, and one snapshot in memory.
+
+    path, channel: as for `save`. layout: of the files; for "whole" the tensors are brought together before `save`
+    returns, and only writing happens in the background.
+    timeout_seconds: how long rank 0 waits for the reports of the other ranks once its own file is written.
+
+    Use it as a context: leaving waits for the save under way, and raises what went wrong in it. Errors of a save
+    surface at the next `save`, `wait` or `close`, on all ranks alike, which all call together.
+
+    >>> with AsyncSaver("runs/demo/checkpoints") as saver:      # doctest: +SKIP
+    ...     saver.save(engine, extra={"step": 10})
+    """
+
+    def __init__(
+        self,
+        path: Address,
+        *,
+        layout: FileLayout = "pieces",
+        channel: Channel | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self._store = store_of(path)
+        self._channel = channel if channel is not None else default_channel()
+        self._layout = layout
+        self._timeout_seconds = timeout_seconds
+        self._snapshot = torch.empty(0, dtype=torch.uint8)
+        self._task: _Task | None = None
+
+    def save(self, state: State, *, extra: Mapping[str, Any] | None = None, step: int | None = None) -> None:
+        """Begin to save `state` as it is now; arguments as for `save`. Waits for the save before it.
+
+        The state may change as soon as this returns. Raises CheckpointError when the save before it failed (this one
+        is not begun then), or when this one cannot be begun.
+        """
+        self.wait()
+        try:
+            request = Request.checked(extra, step, self._layout)
+            prepared = prepare(self._channel, self._store, state, request)
+            self._take_snapshot(prepared)
+        except ShardwiseError:
+            raise
+        except BaseException as error:
+            self._channel.abort(f"{type(error).__name__} in the snapshot of a save: {error}")
+            raise
+        prepared = replace(prepared, held=Held(tensors={}))  # the snapshot is all that is needed now
+        self._task = _Task(self._store, prepared, self._channel, self._snapshot, self._timeout_seconds)
+        self._task.start()
+
+    def wait(self) -> SaveReport | None:
+        """Wait until the save under way is committed; its report, or None when there is none.
+
+        Raises CheckpointError, the same on all ranks, when it failed; older saves are untouched.
+        """
+        task, self._task = self._task, None
+        if task is None:
+            return None
+        # Rank 0's thread waits for what the threads of all ranks leave: none may wait before all have begun.
+        self._channel.exchange(b"", purpose="wait for a save in the background")
+        task.join()
+        agree(self._channel, task.refusal, purpose="verdict on a save in the background")
+        return task.prepared.report(self._store, self._channel.rank)
+
+    def close(self) -> None:
+        """Wait for the save under way, and give back the snapshot."""
+        try:
+            self.wait()
+        finally:
+            self._snapshot = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._task is not None:
+            # Ranks may have ended: a save whose reports are all there is committed, others are not waited for.
+            self._task.give_up_waiting()
+            self._task.join()
+
+    def _take_snapshot(self, prepared: Prepared) -> None:
+        file = prepared.arrangement.file(self._channel.rank)
+        num_bytes = sum(file.sizes)
+        if self._snapshot.numel() < num_bytes:
+            self._snapshot = torch.empty(num_bytes, dtype=torch.uint8)
+        sink = _Memory(self._snapshot)
+        if self._layout == "whole":
+            stream_whole(self._channel, prepared.arrangement, prepared.held.tensors, sink)
+        else:
+            write_pieces(file.pieces, prepared.held.tensors, sink)
+
+
+class _Memory:
+    """Takes bytes into a buffer, one chunk after the other."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._memory = buffer
+        self._num_bytes = 0
+
+    def write(self, data: memoryview) -> None:
+        stop = self._num_bytes + len(data)
+        if data:
+            self._memory[self._num_bytes : stop].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        self._num_bytes = stop
+
+
+class _Task:
+    """One save in the background, seen from one rank."""
+
+    def __init__(
+        self, store: Store, prepared: Prepared, channel: Channel, snapshot: torch.Tensor, timeout_seconds: float
+    ) -> None:
+        self.prepared = prepared
+        self.refusal: ShardwiseError | None = None
+        self._store = store
+        self._rank = channel.rank
+        self._snapshot = snapshot
+        self._timeout_seconds = timeout_seconds
+        self._given_up = threading.Event()
+        # Not a daemon: the interpreter waits for it at exit.
+        self._thread = threading.Thread(target=self._run, name="shardwise-save")
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join()
+
+    def give_up_waiting(self) -> None:
+        """Do not wait for reports that are not there yet."""
+        self._given_up.set()
+
+    def _run(self) -> None:
+        try:
+            written = self._write()
+            self._report(written.pack())
+            if self._rank == 0:
+                self._commit(written)
+        except ShardwiseError as error:
+            self.refusal = error
+        except BaseException as error:  # a thread has nobody above it who would hear of it
+            self.refusal = CheckpointError(f"{type(error).__name__} while saving in the background: {error}")
+        if self.refusal is not None:
+            self._report_failure(str(self.refusal))
+            discard(self._store, self.prepared.attempt, self._rank)
+
+    def _write(self) -> Written:
+        """This rank's file, out of the snapshot."""
+        attempt, file = self.prepared.attempt, self.prepared.arrangement.file(self._rank)
+        if not file.pieces:
+            return Written([])
+        name = attempt.folder + attempt.data_file(self._rank)
+        with storing(self._store, name, "written"), self._store.write(name, num_bytes=file.num_bytes) as writer:
+            filling = Filling(file, writer, block_bytes=self.prepared.description.block_bytes)
+            filling.write(bytes_of(self._snapshot[: sum(file.sizes)]))
+            filling.flush()
+        return Written(filling.checksums)
+
+    def _report(self, checksums: bytes) -> None:
+        if self._rank:
+            self._leave({"checksums": checksums.hex()})
+
+    def _report_failure(self, why: str) -> None:
+        if self._rank:
+            with contextlib.suppress(CheckpointError):
+                self._leave({"failed": why})
+
+    def _leave(self, report: Mapping[str, str]) -> None:
+        name = self._report_name(self._rank)
+        with storing(self._store, name, "written"):
+            self._store.create(name, json.dumps(report).encode())
+
+    def _report_name(self, rank: int) -> str:
+        return f"{self.prepared.attempt.folder}{self.prepared.attempt.id}-rank{rank:05d}.report.json"
+
+    def _commit(self, own: Written) -> None:
+        """On rank 0: wait for the others, then make the save visible."""
+        arrangement, block_bytes = self.prepared.arrangement, self.prepared.description.block_bytes
+        written = [own]
+        for rank, report in enumerate(self._reports(), 1):
+            if "failed" in report:
+                raise CheckpointError(f"rank {rank}: {report['failed']}")
+            checksums = bytes.fromhex(report["checksums"])
+            written.append(Written.unpack(checksums, arrangement.file(rank), block_bytes))
+        commit(self._store, self.prepared.attempt, arrangement, written, self.prepared.description)
+
+    def _reports(self) -> list[dict[str, str]]:
+        """What the other ranks have left, in rank order."""
+        awaited = [self._report_name(rank) for rank in range(1, self.prepared.arrangement.num_ranks)]
+        deadline = time.monotonic() + self._timeout_seconds
+        while missing := set(awaited) - set(self._store.names(self.prepared.attempt.folder.rstrip("/"))):
+            if self._given_up.is_set() or time.monotonic() > deadline:
+                why = "training stopped" if self._given_up.is_set() else f"{self._timeout_seconds:g} s have passed"
+                raise CheckpointError(
+                    f"{self._store.location}: {why}, and {', '.join(sorted(missing))} is not there: a rank has not "
+                    "finished its file, or does not share this storage; nothing was committed"
+                )
+            time.sleep(_POLL_SECONDS)
+        return [json.loads(read_file(self._store, name)) for name in awaited]

@@ -1,0 +1,222 @@
+"""One attempt to save: its place in the store, a rank's file in it, and the act that makes it a save."""
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+from shardwise.checkpoint.arrangement import Arrangement
+from shardwise.checkpoint.blocks import checksum
+from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTensor
+from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
+from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, read_head, reason
+from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.writing import DataFile
+from shardwise.errors import CheckpointError
+
+__all__ = ["Attempt", "Description", "SaveReport", "Written", "begin", "commit", "discard", "storing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """Where one attempt to save writes. Rank 0 chooses, all ranks have the same."""
+
+    number: int
+    """Of the save that it wants to become."""
+    id: str
+    """With which the names of its files begin."""
+
+    @property
+    def folder(self) -> str:
+        """The folder of the save in its store, with the slash."""
+        return folder_of(self.number)
+
+    def data_file(self, rank: int) -> str:
+        """Name of a rank's data file, relative to the folder."""
+        return f"{self.id}-rank{rank:05d}.safetensors"
+
+    def table_file(self, number: int) -> str:
+        """Name of a table of tensors, relative to the folder."""
+        return f"{self.id}-tensors-{number:05d}.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What the manifest says beside the tensors."""
+
+    step: int | None
+    layout: str
+    block_bytes: int
+    aliases: Mapping[str, str]
+    settings: Mapping[str, Any]
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a rank reports of its file: how it can be verified."""
+
+    checksums: Sequence[bytes]
+    """Of each piece, in the order of the file."""
+
+    def pack(self) -> bytes:
+        """As bytes; the reader knows the pieces."""
+        return b"".join(self.checksums)
+
+    @classmethod
+    def unpack(cls, data: bytes, file: DataFile, block_bytes: int) -> "Written":
+        """From bytes of `pack`."""
+        ends = [0]
+        for num_bytes in file.sizes:
+            ends.append(ends[-1] + CHECKSUM_BYTES * -(-num_bytes // block_bytes))
+        assert ends[-1] == len(data), "a rank reports as many checksums as its file has blocks"
+        return cls([data[start:stop] for start, stop in pairwise(ends)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What was saved."""
+
+    location: str
+    """Path or address of the folder of the save."""
+    step: int | None
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors."""
+    written_bytes: int
+    """Bytes that this rank wrote."""
+
+
+def begin(store: Store) -> Attempt:
+    """The next attempt in `store`: the number after the newest committed save, and an id of its own."""
+    with storing(store, "", "listed"):
+        listing = list_saves(store)
+    if listing.committed == (0,):
+        raise CheckpointError(
+            f"{store.location} is the folder of one save, which is never written to again; save to the folder that "
+            "holds it, or to another one"
+        )
+    return Attempt(number=listing.next_number, id=secrets.token_hex(4))
+
+
+def commit(
+    store: Store, attempt: Attempt, arrangement: Arrangement, written: Sequence[Written], description: Description
+) -> None:
+    """Make the attempt a save: called by one rank when all have reported. Afterwards the rest of torn saves is removed.
+
+    Raises CheckpointError when another saver was faster, when a rank's file is not to be seen from here, or when the
+    store fails; then no save was made.
+    """
+    folder = attempt.folder
+    writers = [rank for rank in range(arrangement.num_ranks) if arrangement.file(rank).pieces]
+    _check_files(store, attempt, {rank: arrangement.file(rank).num_bytes for rank in writers})
+    files = [
+        FileEntry(
+            name=attempt.data_file(rank),
+            bytes=arrangement.file(rank).num_bytes,
+            head_bytes=len(arrangement.file(rank).header),
+            checksum=checksum(arrangement.file(rank).header).hex(),
+        )
+        for rank in writers
+    ]
+    pieces: dict[str, list[StoredPiece]] = {each.name: [] for each in arrangement.tensors}
+    for rank in writers:
+        for stored in arrangement.file(rank).stored(attempt.data_file(rank), written[rank].checksums):
+            pieces[stored.piece.name].append(stored)
+    tensors = [
+        StoredTensor(name=each.name, dtype=each.dtype, shape=each.global_shape, pieces=tuple(pieces[each.name]))
+        for each in arrangement.tensors
+    ]
+    tables = []
+    for number, table in enumerate(pack_tables(tensors, [entry.name for entry in files])):
+        name = attempt.table_file(number)
+        with storing(store, folder + name, "written"), store.write(folder + name, num_bytes=len(table)) as writer:
+            writer.write(memoryview(table))
+        tables.append(FileEntry(name=name, bytes=len(table), head_bytes=len(table), checksum=checksum(table).hex()))
+    head = Head(
+        id=attempt.id,
+        written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        step=description.step,
+        layout=description.layout,
+        world_size=arrangement.num_ranks,
+        file_layout=arrangement.file_layout,
+        block_bytes=description.block_bytes,
+        num_tensors=len(tensors),
+        num_bytes=arrangement.num_bytes,
+        files=files,
+        tables=tables,
+        aliases=dict(description.aliases),
+        extra=dict(description.extra),
+        settings=dict(description.settings),
+    )
+    try:
+        with storing(store, folder + MANIFEST, "created"):
+            store.create(folder + MANIFEST, head.pack())
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileExistsError):
+            raise _lost(store, attempt) from error
+        raise
+    # The save stands. What cannot be removed now goes with the next one.
+    with contextlib.suppress(OSError, CheckpointError):
+        clean_up(store, attempt.number)
+
+
+def discard(store: Store, attempt: Attempt, rank: int) -> None:
+    """Remove what `rank` has written of an attempt that failed (rank 0: what any rank has), as far as that can be done.
+
+    Nothing is removed where the manifest is there after all: creating it may have failed after it took effect.
+    """
+    with contextlib.suppress(OSError, CheckpointError):
+        names = list(store.names(attempt.folder.rstrip("/")))
+        if attempt.folder + MANIFEST in names and read_head(store, attempt.number).id == attempt.id:
+            return
+        for name in names:
+            if name.startswith(attempt.folder + attempt.id) and (rank == 0 or attempt.data_file(rank) in name):
+                store.delete(name)
+
+
+@contextlib.contextmanager
+def storing(store: Store, name: str, done: str) -> Iterator[None]:
+    """Say in our words what the store refuses while `name` is being `done` ("written", "created")."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        where = f"{store.location}/{name}".rstrip("/")
+        raise CheckpointError(
+            f"{where} cannot be {done}: {reason(error)}; nothing was committed, and older saves are as they were"
+        ) from error
+
+
+def _check_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> None:
+    """Every file that a rank says it has written is there, from here, with all its bytes."""
+    problems = []
+    for rank, num_bytes in sizes.items():
+        name = attempt.folder + attempt.data_file(rank)
+        try:
+            reader = store.open(name)
+            seen = reader.size
+            reader.close()
+        except OSError as error:
+            seen, why = -1, reason(error)
+        else:
+            why = f"it has {seen} bytes instead of {num_bytes}"
+        if seen != num_bytes:
+            problems.append(
+                f"rank {rank} has written {store.location}/{name}, but rank 0 does not find it whole there ({why}); "
+                "save to storage that all ranks share. Nothing was committed"
+            )
+    if problems:
+        if attempt.number in list_saves(store).committed:
+            raise _lost(store, attempt)
+        raise CheckpointError(*problems)
+
+
+def _lost(store: Store, attempt: Attempt) -> CheckpointError:
+    return CheckpointError(
+        f"another program saved to {store.location} at the same time and committed "
+        f"{attempt.folder.rstrip('/')} first; this save was given up and changed nothing. Save again, or give each "
+        "program a folder of its own"
+    )

@@ -1,0 +1,95 @@
+"""Contents: what a checkpoint of any format holds, known from its metadata alone."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Piece
+
+__all__ = ["BLOCK_BYTES", "CHECKSUM_BYTES", "Contents", "StoredPiece", "StoredTensor"]
+
+BLOCK_BYTES = 1 << 18
+"""Bytes under one checksum, where nothing else is said: they fit the cache of a core, which reads them twice."""
+
+CHECKSUM_BYTES = 8
+"""Bytes of one checksum (xxh3_64, little-endian)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPiece:
+    """Where the elements of a piece lie: row-major, little-endian, one after the other."""
+
+    piece: Piece
+    """Which elements; its dtype is the one they are stored in."""
+    file: str
+    """Name of the data file in the store."""
+    start: int
+    """First byte in the file."""
+    checksums: bytes | None
+    """One checksum per block of `block_bytes` bytes, the first block starting at `start`; None: the format has none."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the piece takes in the file."""
+        return self.piece.num_elements * itemsize_bytes(self.piece.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor and the pieces that make it up."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+    """Disjoint; pieces without elements are left out."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * itemsize_bytes(self.dtype)
+
+    @property
+    def whole(self) -> Piece:
+        """The tensor as one piece."""
+        return Piece(name=self.name, dtype=self.dtype, global_shape=self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a checkpoint holds. Formats without a feature leave its field at the default."""
+
+    format: str
+    """"shardwise", "safetensors" or "dcp"."""
+    location: str
+    """What to call it in messages: the path or address of the save."""
+    tensors: Mapping[str, StoredTensor]
+    """By name, in the order in which they were saved."""
+    file_sizes: Mapping[str, int]
+    """Bytes that each data file must have."""
+    file_heads: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
+    """For data files whose first bytes lie under a checksum of their own: how many, and the checksum."""
+    block_bytes: int = BLOCK_BYTES
+    """Bytes under one checksum."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of tensors (ties): alias -> name."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What the saved object said of itself beside its tensors (JSON values): groups of optimizers, its plan."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What the user saved beside (JSON values)."""
+    step: int | None = None
+    """The step at which it was saved."""
+    layout: str = ""
+    """The layout that wrote it, in words."""
+
+    @property
+    def verifiable(self) -> bool:
+        """Whether there are checksums."""
+        return self.format == "shardwise"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())

@@ -1,0 +1,42 @@
+"""Foreign: what checkpoints of other formats hold, read from their metadata, so that all of the room works on them.
+
+`huggingface` reads safetensors files with or without an index, `dcp` what `torch.distributed.checkpoint` wrote.
+"""
+
+import re
+from typing import Literal
+
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.foreign import dcp, huggingface
+from shardwise.checkpoint.stores import Store
+from shardwise.errors import CheckpointError
+
+__all__ = ["Format", "read_foreign", "recognise"]
+
+Format = Literal["shardwise", "safetensors", "dcp"]
+
+_MANIFEST = re.compile(r"(save-\d{8,}/)?manifest\.json")
+
+
+def recognise(store: Store) -> Format | None:
+    """Return the format of the checkpoint in a store, by the names of its files; None when it is none that we know."""
+    names = list(store.names())
+    if any(_MANIFEST.fullmatch(name) for name in names):
+        return "shardwise"
+    if ".metadata" in names:
+        return "dcp"
+    if any("/" not in name and name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return "safetensors"
+    return None
+
+
+def read_foreign(store: Store) -> Contents:
+    """Return what a checkpoint of another format holds; raises `CheckpointError`, with all findings."""
+    kind = recognise(store)
+    if kind == "dcp":
+        return dcp.read_contents(store)
+    if kind == "safetensors":
+        return huggingface.read_contents(store)
+    raise CheckpointError(
+        f"{store.location} is neither a folder of safetensors files nor one of torch.distributed.checkpoint"
+    )

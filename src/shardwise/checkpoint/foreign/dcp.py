@@ -1,0 +1,221 @@
+"""Checkpoints of `torch.distributed.checkpoint`: metadata, and files in which one save lies behind the other.
+
+Both ways in which it writes tensors are read: as `torch.save` does, and as safetensors.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import product
+from typing import Any
+
+from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.foreign.dcp_metadata import Blob, Chunk, Metadata, SavedTensor, parse_metadata
+from shardwise.checkpoint.foreign.files import OpenFile, about, read_whole
+from shardwise.checkpoint.foreign.huggingface import saved_offsets
+from shardwise.checkpoint.foreign.torch_files import SIGNATURE, NotPlainError, TensorPlace, find_tensor, read_value
+from shardwise.checkpoint.safetensors_files import Entry, dtype_of, read_header
+from shardwise.checkpoint.stores import Store
+from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Piece, check_cover
+
+__all__ = ["read_contents"]
+
+_METADATA = ".metadata"
+_MAX_METADATA_BYTES = 1 << 32
+_MAX_OBJECT_BYTES = 1 << 26
+
+
+def read_contents(store: Store) -> Contents:
+    """Return what the checkpoint of `torch.distributed.checkpoint` in a store holds.
+
+    What is no tensor is in `extra["objects"]` by name, as JSON values; names of what JSON cannot hold are in
+    `extra["skipped"]`. Raises `CheckpointError`, with all findings, for whatever is missing, truncated or damaged, and
+    for a `.metadata` that names anything but the classes of such metadata: nothing of it is ever run.
+    """
+    data = read_whole(store, _METADATA, max_bytes=_MAX_METADATA_BYTES)
+    place = f"{store.location}/{_METADATA}"
+    with about(place):
+        metadata = parse_metadata(data)
+    with ExitStack() as stack:
+        files, problems = _opened(store, metadata, stack)
+        tensors: dict[str, StoredTensor] = {}
+        for name, saved in metadata.tensors.items():
+            try:
+                tensors[name] = _stored(name, saved, metadata, files, place)
+            except CheckpointError as error:
+                problems += error.problems
+        extra = _objects(metadata, files, problems)
+        problems += [f"{place}: {problem}" for problem in _unplaced(metadata)]
+        sizes = {file.name: file.size for file in files.values()}
+    if problems:
+        raise CheckpointError(*problems)
+    return Contents(format="dcp", location=store.location, tensors=tensors, file_sizes=sizes, extra=extra)
+
+
+class _File(OpenFile):
+    """A data file with the safetensors headers in it, each read once."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        super().__init__(store, name)
+        self.name = name
+        self._headers: dict[int, tuple[dict[str, Entry], dict[str, str]]] = {}
+
+    def header_at(self, start: int) -> tuple[dict[str, Entry], dict[str, str]]:
+        """The entries and metadata of the safetensors file that begins at a byte and ends with the file."""
+        if start not in self._headers:
+            self._headers[start] = read_header(lambda at, num: self.read(start + at, num), self.size - start)
+        return self._headers[start]
+
+
+def _opened(store: Store, metadata: Metadata, stack: ExitStack) -> tuple[dict[str, _File], list[str]]:
+    """The data files by name, and what is wrong with those that are not whole."""
+    ends: dict[str, int] = {}
+    for blob in metadata.blobs.values():
+        ends[blob.file] = max(ends.get(blob.file, 0), blob.start + blob.num_bytes)
+    files = {}
+    problems: list[str] = []
+    for name, end in ends.items():
+        try:
+            file = stack.enter_context(_File(store, name))
+        except CheckpointError as error:
+            problems += error.problems
+            continue
+        if file.size < end:
+            problems.append(
+                f"{file.place} has {file.size:,} bytes, but the checkpoint has saved {end:,} in it: it is truncated"
+            )
+        else:
+            files[name] = file
+    return files, problems
+
+
+def _unplaced(metadata: Metadata) -> Iterator[str]:
+    """What the metadata names without saying where it lies."""
+    for name in metadata.objects:
+        if (name, None) not in metadata.blobs:
+            yield f"it does not say where the object {name} lies"
+    for name, saved in metadata.tensors.items():
+        for chunk in saved.chunks:
+            if 0 not in chunk.shape and (name, chunk.offset) not in metadata.blobs:
+                yield f"it does not say where the chunk of {name} at {chunk.offset} lies"
+
+
+def _stored(
+    name: str, saved: SavedTensor, metadata: Metadata, files: dict[str, _File], metadata_place: str
+) -> StoredTensor:
+    """A tensor with its pieces. Those without a whole file are left out: their problems are found elsewhere."""
+    pieces: list[StoredPiece] = []
+    problems: list[str] = []
+    lost = False
+    for chunk in saved.chunks:
+        blob = metadata.blobs.get((name, chunk.offset))
+        if 0 in chunk.shape:
+            continue
+        if blob is None or blob.file not in files:
+            lost = True
+        else:
+            file = files[blob.file]
+            try:
+                with about(f"{file.place}: tensor {name}, bytes {blob.start:,} to {blob.start + blob.num_bytes:,}"):
+                    place = _place(name, chunk, blob, file)
+                    pieces += _pieces(name, saved, chunk, place, blob.file)
+            except CheckpointError as error:
+                problems += error.problems
+    if not problems and not lost:
+        held = [each.piece for each in pieces]
+        with about(metadata_place):
+            if findings := check_cover(held):
+                raise CheckpointError(*findings)
+            if not held and 0 not in saved.shape:
+                raise CheckpointError(f"{name}: no chunk of it was saved")
+    if problems:
+        raise CheckpointError(*problems)
+    return StoredTensor(name=name, dtype=saved.dtype, shape=saved.shape, pieces=tuple(pieces))
+
+
+def _place(name: str, chunk: Chunk, blob: Blob, file: _File) -> TensorPlace:
+    """Where the elements of a chunk lie in its file."""
+    if blob.extensions:
+        raise CheckpointError(f"it went through {', '.join(blob.extensions)}; save without extensions to read it here")
+    if file.read(blob.start, min(len(SIGNATURE), blob.num_bytes)) == SIGNATURE:
+        place = find_tensor(lambda at, num: file.read(blob.start + at, num), blob.num_bytes)
+        start = blob.start + place.start
+        return TensorPlace(dtype=place.dtype, shape=place.shape, strides=place.strides, start=start)
+    entries, texts = file.header_at(blob.start)
+    if name not in entries:
+        raise CheckpointError("it is neither in the format of torch.save nor in that of safetensors")
+    offset = saved_offsets(name, texts)
+    if offset is not None and offset != chunk.offset:
+        raise CheckpointError(f"it holds the chunk at {offset}, not that at {chunk.offset}")
+    entry = entries[name]
+    strides = [1]
+    for size in entry.shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    row_major = tuple(reversed(strides)) if entry.shape else ()
+    return TensorPlace(dtype=dtype_of(entry.code), shape=entry.shape, strides=row_major, start=blob.start + entry.start)
+
+
+def _pieces(name: str, saved: SavedTensor, chunk: Chunk, place: TensorPlace, file: str) -> Iterator[StoredPiece]:
+    """The pieces of a chunk: one, or as many boxes as lie row-major in the file where the chunk does not."""
+    if (place.dtype, place.shape) != (saved.dtype, chunk.shape):
+        raise CheckpointError(
+            f"it is {place.dtype} of shape {place.shape}, but by the metadata {saved.dtype} of shape {chunk.shape}"
+        )
+    together = _dims_together(place)
+    shape = [size if dim in together else 1 for dim, size in enumerate(chunk.shape)]
+    steps = [range(1) if dim in together else range(size) for dim, size in enumerate(chunk.shape)]
+    for index in product(*steps):
+        offset = [at + step for at, step in zip(chunk.offset, index, strict=True)]
+        start = sum(step * stride for step, stride in zip(index, place.strides, strict=True))
+        piece = Piece(name=name, dtype=saved.dtype, global_shape=saved.shape, offset=offset, shape=shape)
+        yield StoredPiece(
+            piece=piece, file=file, start=place.start + start * itemsize_bytes(saved.dtype), checksums=None
+        )
+
+
+def _dims_together(place: TensorPlace) -> set[int]:
+    """The dims along which elements lie row-major, one behind the other; CheckpointError for strides with holes."""
+    dims = sorted((dim for dim, size in enumerate(place.shape) if size > 1), key=lambda dim: place.strides[dim])
+    end = 1
+    for dim in dims:
+        if place.strides[dim] != end:
+            raise CheckpointError(f"its strides {place.strides} for shape {place.shape} leave holes or overlap")
+        end *= place.shape[dim]
+    together = {dim for dim, size in enumerate(place.shape) if size == 1}
+    last = len(place.shape)
+    for dim in dims:
+        if dim > last:
+            break
+        together.add(dim)
+        last = dim
+    return together
+
+
+def _objects(metadata: Metadata, files: dict[str, _File], problems: list[str]) -> dict[str, Any]:
+    """What is no tensor, as `extra` of the contents; what is wrong is added to the problems."""
+    values: dict[str, Any] = {}
+    skipped: list[str] = []
+    for name in metadata.objects:
+        blob = metadata.blobs.get((name, None))
+        if blob is not None and blob.file in files:
+            file = files[blob.file]
+            try:
+                values[name] = _object(name, blob, file)
+            except NotPlainError:
+                skipped.append(name)
+            except CheckpointError as error:
+                problems += error.problems
+    return {key: found for key, found in (("objects", values), ("skipped", skipped)) if found}
+
+
+def _object(name: str, blob: Blob, file: _File) -> Any:
+    if blob.num_bytes > _MAX_OBJECT_BYTES or blob.extensions:
+        raise NotPlainError("it is large or compressed")
+    data = file.read(blob.start, blob.num_bytes)
+    try:
+        return read_value(data)
+    except NotPlainError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.place}: object {name}, at byte {blob.start:,}: {error}") from error

@@ -1,0 +1,162 @@
+"""Safetensors files as Hugging Face lays them out: one file, or shards with or without an index. Headers are read only.
+
+Shards that `torch.distributed.checkpoint` wrote without consolidating them hold boxes of tensors; their metadata says
+where each starts.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.foreign.files import OpenFile, about, read_whole
+from shardwise.checkpoint.safetensors_files import Entry, dtype_of, read_header
+from shardwise.checkpoint.stores import Store
+from shardwise.errors import CheckpointError
+from shardwise.space import Piece, check_cover
+
+__all__ = ["read_contents", "saved_offsets"]
+
+_INDEX_SUFFIX = ".safetensors.index.json"
+_SHARDING_INFO = "DCP_SHARDING_INFO"
+_MAX_INDEX_BYTES = 1 << 30
+
+
+def read_contents(store: Store, *, file: str | None = None) -> Contents:
+    """Return what the safetensors files of a store hold: those that its index names, else all; or `file` alone.
+
+    Metadata of the files is in `extra["metadata"]`; what files say differently is there under `"key (file)"`.
+    Raises `CheckpointError`, with all findings, when a file is missing or malformed, when a tensor lies in several
+    files, and when index and files do not say the same.
+    """
+    weight_map = None if file is not None else _weight_map(store)
+    files = [file] if file is not None else _files(store, weight_map)
+    problems: list[str] = []
+    sizes: dict[str, int] = {}
+    texts: dict[str, dict[str, str]] = {}
+    places: dict[str, list[tuple[str, Entry]]] = {}
+    for name in files:
+        try:
+            with OpenFile(store, name) as opened, about(opened.place):
+                entries, texts[name] = read_header(opened.read, opened.size)
+                sizes[name] = opened.size
+        except CheckpointError as error:
+            problems += error.problems
+            continue
+        for key, entry in entries.items():
+            places.setdefault(key, []).append((name, entry))
+    if weight_map is not None:
+        problems += _index_problems(weight_map, places, sizes)
+    tensors = {}
+    for key, found in places.items():
+        try:
+            tensors[key] = _tensor(key, found, texts)
+        except CheckpointError as error:
+            problems += error.problems
+    if problems:
+        raise CheckpointError(*problems)
+    location = store.location if file is None else f"{store.location}/{file}"
+    extra = {"metadata": _merged(texts)}
+    return Contents(format="safetensors", location=location, tensors=tensors, file_sizes=sizes, extra=extra)
+
+
+def saved_offsets(name: str, metadata: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Where the box of a tensor starts that `torch.distributed.checkpoint` wrote; None when a file says nothing of it.
+
+    Raises `CheckpointError` when it says something else than offsets.
+    """
+    if _SHARDING_INFO not in metadata:
+        return None
+    try:
+        offsets = json.loads(metadata[_SHARDING_INFO])[name]["saved_offsets"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        offsets = None
+    if not isinstance(offsets, list) or not all(type(each) is int and each >= 0 for each in offsets):
+        raise CheckpointError(f"{_SHARDING_INFO} in its metadata does not say where the box of {name} starts")
+    return tuple(offsets)
+
+
+def _weight_map(store: Store) -> dict[str, str] | None:
+    """The file of every tensor, as the index says it; None without an index."""
+    indices = [name for name in store.names() if "/" not in name and name.endswith(_INDEX_SUFFIX)]
+    if not indices:
+        return None
+    if len(indices) > 1:
+        raise CheckpointError(
+            f"{store.location} has {len(indices)} indices, {', '.join(indices)}: name the folder of one model only"
+        )
+    text = read_whole(store, indices[0], max_bytes=_MAX_INDEX_BYTES)
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{store.location}/{indices[0]} is not JSON: {error}") from None
+    found = fields.get("weight_map") if isinstance(fields, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise CheckpointError(f"{store.location}/{indices[0]} has no weight_map from tensors to files")
+    return found
+
+
+def _files(store: Store, weight_map: dict[str, str] | None) -> list[str]:
+    if weight_map is not None:
+        return sorted(set(weight_map.values()))
+    files = [name for name in store.names() if "/" not in name and name.endswith(".safetensors")]
+    if not files:
+        raise CheckpointError(f"{store.location} holds no safetensors file")
+    return files
+
+
+def _index_problems(
+    weight_map: Mapping[str, str], places: Mapping[str, list[tuple[str, Entry]]], sizes: Mapping[str, int]
+) -> Iterator[str]:
+    """What the index says otherwise than the files that could be read."""
+    for key, file in weight_map.items():
+        if file in sizes and file not in [name for name, _ in places.get(key, ())]:
+            yield f"tensor {key} is not in {file}, where the index has it"
+    for key, found in places.items():
+        for file, _ in found:
+            if weight_map.get(key, "") != file:
+                said = f"has it in {weight_map[key]}" if key in weight_map else "does not name it"
+                yield f"tensor {key} is in {file}, but the index {said}"
+
+
+def _tensor(key: str, found: list[tuple[str, Entry]], texts: Mapping[str, Mapping[str, str]]) -> StoredTensor:
+    code = found[0][1].code
+    starts = []
+    for file, entry in found:
+        with about(file):
+            offsets = saved_offsets(key, texts[file])
+        if offsets is None and len(found) > 1:
+            raise CheckpointError(f"tensor {key} is in several files: {', '.join(name for name, _ in found)}")
+        if len(offsets or entry.shape) != len(entry.shape) or entry.code != code:
+            raise CheckpointError(f"tensor {key}: its boxes differ in dtype or number of dims, see {file}")
+        starts.append(offsets or (0,) * len(entry.shape))
+    ends = [
+        [at + size for at, size in zip(start, each.shape, strict=True)]
+        for start, (_, each) in zip(starts, found, strict=True)
+    ]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    pieces = tuple(
+        StoredPiece(
+            piece=Piece(name=key, dtype=dtype_of(code), global_shape=shape, offset=start, shape=entry.shape),
+            file=file,
+            start=entry.start,
+            checksums=None,
+        )
+        for start, (file, entry) in zip(starts, found, strict=True)
+    )
+    if findings := check_cover(each.piece for each in pieces):
+        raise CheckpointError(*findings)
+    pieces = tuple(each for each in pieces if each.piece.num_elements)
+    return StoredTensor(name=key, dtype=dtype_of(code), shape=shape, pieces=pieces)
+
+
+def _merged(texts: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    """The metadata of all files; a key that they give different values stands there once per file."""
+    merged: dict[str, Any] = {}
+    for file, metadata in texts.items():
+        for key, text in metadata.items():
+            if key == _SHARDING_INFO:
+                continue
+            alike = all(other.get(key, text) == text for other in texts.values())
+            merged[key if alike else f"{key} ({file})"] = text
+    return merged

@@ -1,0 +1,282 @@
+"""Pickles as inert values: what a pickle describes, without importing, calling or making anything that it names.
+
+A pickle is a program for a stack machine (https://github.com/python/cpython/blob/main/Lib/pickletools.py describes its
+instructions). This machine knows those that `pickle` and `torch.save` write. Where the program names a class or
+function, it gets a `Named`; where it calls one, a `Made` that says what was called with what.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from shardwise.errors import CheckpointError
+
+__all__ = ["Made", "Named", "Persistent", "parse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A class or function that a pickle names."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """What a pickle wants to be made by calling something."""
+
+    of: object
+    """What is called: a `Named`, in pickles that make sense."""
+    args: object
+    """The arguments: a tuple, in pickles that make sense."""
+    state: object = None
+    """What is set on the object afterwards."""
+    pairs: list[tuple[object, object]] = field(default_factory=list)
+    """What is put into the object afterwards, as into a dict."""
+    elements: list[object] = field(default_factory=list)
+    """What is appended to the object afterwards, as to a list or a set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """What a pickle takes from outside: for torch, the storage of a tensor."""
+
+    key: object
+
+
+def parse(data: bytes, allowed: Callable[[str, str], bool]) -> Any:
+    """Return the value that a pickle describes, its objects as `Made`.
+
+    Raises `CheckpointError` when it names something that is not `allowed(module, name)`, and when it is damaged.
+    """
+    machine = _Machine(data, allowed)
+    try:
+        return machine.run()
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"it is no pickle, or a damaged one: {kind} at byte {machine.at:,} of it") from None
+
+
+class _Machine:
+    """The stack machine. Methods after `run` are instructions; they raise anything at all on a damaged program."""
+
+    def __init__(self, data: bytes, allowed: Callable[[str, str], bool]) -> None:
+        self.at = 0
+        self._data = data
+        self._allowed = allowed
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []  # the stacks under each mark
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """Execute up to STOP."""
+        data = self._data
+        while True:
+            code = data[self.at]
+            self.at += 1
+            if code == _STOP:
+                return self._stack.pop()
+            _INSTRUCTIONS[code](self)
+
+    def _take(self, num_bytes: int) -> bytes:
+        start, self.at = self.at, self.at + num_bytes
+        if self.at > len(self._data):
+            raise IndexError
+        return self._data[start : self.at]
+
+    def _number(self, num_bytes: int) -> int:
+        return int.from_bytes(self._take(num_bytes), "little")
+
+    def _line(self) -> str:
+        end = self._data.index(b"\n", self.at)
+        line = self._data[self.at : end].decode()
+        self.at = end + 1
+        return line
+
+    def _since_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._below.pop()
+        return items
+
+    def skip(self, num_bytes: int) -> None:
+        self._take(num_bytes)
+
+    def push(self, value: object) -> None:
+        self._stack.append(value)
+
+    def number(self, num_bytes: int) -> None:
+        self._stack.append(self._number(num_bytes))
+
+    def signed(self) -> None:
+        self._stack.append(struct.unpack("<i", self._take(4))[0])
+
+    def long(self, num_bytes: int) -> None:
+        self._stack.append(int.from_bytes(self._take(self._number(num_bytes)), "little", signed=True))
+
+    def real(self) -> None:
+        self._stack.append(struct.unpack(">d", self._take(8))[0])
+
+    def text(self, num_bytes: int) -> None:
+        self._stack.append(self._take(self._number(num_bytes)).decode("utf-8", "surrogatepass"))
+
+    def raw(self, num_bytes: int) -> None:
+        self._stack.append(self._take(self._number(num_bytes)))
+
+    def mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def empty(self, kind: type) -> None:
+        self._stack.append(kind())
+
+    def tuple_since_mark(self) -> None:
+        items = self._since_mark()
+        self._stack.append(tuple(items))
+
+    def tuple_of(self, num_items: int) -> None:
+        items = [self._stack.pop() for _ in range(num_items)]
+        self._stack.append(tuple(reversed(items)))
+
+    def frozen(self) -> None:
+        items = self._since_mark()
+        self._stack.append(frozenset(_keys(items)))
+
+    def append(self) -> None:
+        value = self._stack.pop()
+        self._extend([value])
+
+    def extend(self) -> None:
+        self._extend(self._since_mark())
+
+    def _extend(self, values: list[Any]) -> None:
+        target = self._stack[-1]
+        if isinstance(target, set):
+            target.update(_keys(values))
+        else:
+            (target.elements if isinstance(target, Made) else target).extend(values)
+
+    def put(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._put([key, value])
+
+    def put_all(self) -> None:
+        self._put(self._since_mark())
+
+    def _put(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if isinstance(target, Made):
+            target.pairs.extend(zip(items[::2], items[1::2], strict=True))
+        elif isinstance(target, dict):
+            target.update(zip(_keys(items[::2]), items[1::2], strict=True))
+        else:
+            raise TypeError
+
+    def named(self) -> None:
+        module = self._line()
+        self._name(module, self._line())
+
+    def named_on_stack(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        self._name(module, name)
+
+    def _name(self, module: object, name: object) -> None:
+        if not (isinstance(module, str) and isinstance(name, str)):
+            raise TypeError
+        if not self._allowed(module, name):
+            raise CheckpointError(f"it names {module}.{name}, which does not belong there; nothing of it was run")
+        self._stack.append(Named(module, name))
+
+    def call(self) -> None:
+        args, of = self._stack.pop(), self._stack.pop()
+        self._stack.append(Made(of, args))
+
+    def call_with_keywords(self) -> None:
+        keywords, args, of = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        self._stack.append(Made(of, (args, keywords)))
+
+    def build(self) -> None:
+        state = self._stack.pop()
+        self._stack[-1].state = state
+
+    def persistent(self) -> None:
+        self._stack.append(Persistent(self._stack.pop()))
+
+    def remember(self, num_bytes: int) -> None:
+        self._memo[self._number(num_bytes)] = self._stack[-1]
+
+    def remember_next(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def recall(self, num_bytes: int) -> None:
+        self._stack.append(self._memo[self._number(num_bytes)])
+
+
+_STOP = ord(".")
+
+_PLAIN = (str, int, float, bool, bytes, type(None), Made, Named)
+
+
+def _keys(values: list[Any]) -> list[Any]:
+    """What may be a key. Tuples in tuples may not: Python hashes them by recursion without a bound."""
+    for value in values:
+        if type(value) not in _PLAIN and not (type(value) is tuple and all(type(each) in _PLAIN for each in value)):
+            raise TypeError
+    return values
+
+
+_Instruction = Callable[[_Machine], None]
+
+
+def _table() -> Mapping[int, _Instruction]:
+    machine = _Machine
+    constants = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
+    table: dict[int, _Instruction] = {
+        0x28: machine.mark,
+        0x47: machine.real,
+        0x4A: machine.signed,
+        0x51: machine.persistent,
+        0x52: machine.call,
+        0x61: machine.append,
+        0x62: machine.build,
+        0x63: machine.named,
+        0x65: machine.extend,
+        0x73: machine.put,
+        0x74: machine.tuple_since_mark,
+        0x75: machine.put_all,
+        0x81: machine.call,
+        0x90: machine.extend,
+        0x91: machine.frozen,
+        0x92: machine.call_with_keywords,
+        0x93: machine.named_on_stack,
+        0x94: machine.remember_next,
+    }
+    for code, value in constants.items():
+        table[code] = _with(machine.push, value)
+    for code, kind in {0x5D: list, 0x7D: dict, 0x8F: set}.items():
+        table[code] = _with(machine.empty, kind)
+    sized: list[tuple[Callable[[_Machine, int], None], dict[int, int]]] = [
+        (machine.skip, {0x80: 1, 0x95: 8}),
+        (machine.number, {0x4B: 1, 0x4D: 2}),
+        (machine.long, {0x8A: 1, 0x8B: 4}),
+        (machine.text, {0x58: 4, 0x8C: 1, 0x8D: 8}),
+        (machine.raw, {0x42: 4, 0x43: 1, 0x8E: 8}),
+        (machine.tuple_of, {0x85: 1, 0x86: 2, 0x87: 3}),
+        (machine.remember, {0x71: 1, 0x72: 4}),
+        (machine.recall, {0x68: 1, 0x6A: 4}),
+    ]
+    for instruction, sizes in sized:
+        for code, size in sizes.items():
+            table[code] = _with(instruction, size)
+    return MappingProxyType(table)
+
+
+def _with(instruction: Callable[[_Machine, Any], None], argument: object) -> _Instruction:
+    return lambda machine: instruction(machine, argument)
+
+
+_INSTRUCTIONS = _table()

@@ -1,0 +1,260 @@
+"""Loading: a checkpoint of any layout into a state of any other.
+
+[1] contents   what is stored, from metadata only, the same on all ranks
+[2] match      what every rank wants, and from which stored tensor it comes; all refuse together, with all findings
+[3] rounds     every rank reads and verifies a batch of blocks; all agree; what others need of it is handed on
+[4] finish     the target makes the values its own
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.blocks import checksum
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.held import Held, hold
+from shardwise.checkpoint.matching import Kind, Match, match
+from shardwise.checkpoint.read_plan import Wanted, missing, plan_reads
+from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
+from shardwise.checkpoint.saves import reason
+from shardwise.checkpoint.sharing import gather_findings, gather_texts, pack_pieces, unpack_pieces
+from shardwise.checkpoint.sources import agree_on_contents
+from shardwise.checkpoint.states import Restorable, Restoration, State
+from shardwise.checkpoint.stores import Store
+from shardwise.comm import Channel, default_channel
+from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.space import Piece
+
+__all__ = ["LoadReport", "Loaded", "Verify", "load"]
+
+Verify = bool | Literal["first"]
+"""True: every block is verified before it is used. "first": all blocks are, before any is used. False: none is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What was loaded, and what was let pass."""
+
+    location: str
+    """Path or address of the save."""
+    step: int | None
+    verified: bool
+    """Whether every byte was compared with its checksum; other formats than ours have none."""
+    num_tensors: int
+    """Tensors that were read, by any rank."""
+    read_bytes: int
+    """Bytes of data files that this rank read."""
+    missing: tuple[str, ...] = ()
+    """What the target wants and the checkpoint does not have (only with strict=False)."""
+    unexpected: tuple[str, ...] = ()
+    """What the checkpoint has and the target does not want, or settings that do not fit (only with strict=False)."""
+    casts: tuple[str, ...] = ()
+    """What was read in another dtype than it is wanted in (only with cast=True)."""
+
+
+class Loaded(dict[str, Any]):
+    """The `extra` of a save: a dict, with the report of the load beside it."""
+
+    def __init__(self, extra: Mapping[str, Any], report: LoadReport) -> None:
+        super().__init__(extra)
+        self.report = report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    strict: bool
+    cast: bool
+    verify: Verify
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What this rank wants filled."""
+
+    held: Held
+    restoration: Restoration | None
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        return {**self.held.aliases, **(self.restoration.aliases if self.restoration else {})}
+
+    @property
+    def accounted(self) -> list[str]:
+        return sorted(self.restoration.accounted) if self.restoration else []
+
+    @property
+    def findings(self) -> list[str]:
+        return list(self.restoration.findings) if self.restoration else []
+
+
+def load(
+    path: Address,
+    state: State,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    verify: Verify = True,
+    shared: bool = True,
+    channel: Channel | None = None,
+) -> Loaded:
+    """Fill `state`, in place, from the checkpoint at `path`, whatever layout wrote it. Returns its `extra`.
+
+    path: a folder of saves (the newest is taken, or the newest of `step`), the folder of one save, an address of
+        fsspec, a Store; also a folder of safetensors files, and a torch.distributed.checkpoint directory.
+    state: tensors by name (plain or DTensor), tensors by `Piece`, or an engine or `TorchState`, which also take over
+        the settings of their optimizers.
+    strict: names missing on either side and settings that do not fit refuse the load; False lets them pass, and they
+        are in the report. Shapes always have to agree.
+    cast: allow another dtype than the wanted one.
+    verify: compare blocks with their checksums before they are used. "first" reads everything twice and verifies all
+        of it before the target is touched.
+    shared: whether all ranks see the storage. If not, those that find the checkpoint read for the others.
+    channel: the ranks that load together; all of them call this. Default: see `default_channel`.
+
+    Everything that does not fit is found from metadata alone, and raised as one CheckpointError on all ranks while the
+    target is as it was. Damage to data is found while reading: the target is as it was if it is found in the first
+    round (48 MiB in one process, 16 MiB per rank in several) or with verify="first"; otherwise the error says that the
+    target is partly overwritten.
+    The report is the result's `.report`.
+    """
+    channel = channel if channel is not None else default_channel()
+    options = _Options(strict=strict, cast=cast, verify=verify, shared=shared)
+    try:
+        return _load(channel, store_of(path), state, step, options)
+    except ShardwiseError:
+        raise
+    except BaseException as error:
+        channel.abort(f"{type(error).__name__} in a load: {error}")
+        raise
+
+
+def _load(channel: Channel, store: Store, state: State, step: int | None, options: _Options) -> Loaded:
+    contents, readers = agree_on_contents(channel, store, step=step, shared=options.shared)
+    target, wanted, found = _settle(channel, state, contents, options)
+    names = dict.fromkeys(found.source.values())
+    stored = [piece for name in names for piece in contents.tensors[name].pieces]
+    sources = [[Wanted(piece, found.source[Kind.of(piece)]) for piece in each] for each in wanted]
+    tensors = [target.held.tensors[piece] for piece in wanted[channel.rank]]
+    verify = bool(options.verify) and contents.verifiable
+    findings = _coverage(sources[channel.rank], contents)
+    if channel.rank in readers:
+        findings += _file_findings(channel, store, contents, {each.file for each in stored}, verify=verify)
+    if findings := gather_findings(channel, findings, purpose="findings on the files"):
+        raise CheckpointError(*findings)
+    with torch.no_grad():
+        if options.shared and not verify:
+            read_bytes = read_exactly(channel, store, stored, sources[channel.rank], tensors)
+        else:
+            plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
+            read_bytes = read_in_rounds(
+                channel, store, contents, stored, plan, tensors, verify=verify, twice=options.verify == "first"
+            )
+        if target.restoration is not None:
+            target.restoration.finish()
+    report = LoadReport(
+        location=contents.location,
+        step=contents.step,
+        verified=verify,
+        num_tensors=len(names),
+        read_bytes=read_bytes,
+        missing=tuple(found.missing),
+        unexpected=tuple(found.unexpected),
+        casts=tuple(found.casts),
+    )
+    return Loaded(contents.extra, report)
+
+
+def _settle(
+    channel: Channel, state: State, contents: Contents, options: _Options
+) -> tuple[_Target, list[list[Piece]], Match]:
+    """What every rank wants, without what is missing, and where it comes from; raises the same error on all ranks."""
+    refusal: ShardwiseError | None = None
+    target = _Target(Held(tensors={}), None)
+    try:
+        target = _target(state, contents)
+    except ShardwiseError as error:
+        refusal = error
+    own = [piece for piece in target.held.tensors if piece.num_elements or piece.whole]
+    texts = gather_texts(channel, pack_pieces(own), purpose="wanted pieces", refusal=refusal)
+    facts = [
+        json.loads(text)
+        for text in gather_texts(
+            channel, json.dumps([target.aliases, target.accounted]).encode(), purpose="ties of the target"
+        )
+    ]
+    pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
+    wanted = [pieces_of[text] for text in texts]
+    kinds = dict.fromkeys(Kind.of(piece) for pieces in pieces_of.values() for piece in pieces)
+    aliases = {alias: name for ties, _ in facts for alias, name in ties.items()}
+    accounted = {name for _, names in facts for name in names}
+    found = match(kinds, contents, aliases=aliases, accounted=accounted)
+    misfits = gather_findings(channel, target.findings, purpose="findings on the settings")
+    findings = list(found.misfits)
+    if not options.cast:
+        findings += [f"{each}; allow it with cast=True" for each in found.casts]
+    if options.strict:
+        findings += [*found.missing, *found.unexpected, *misfits]
+    if findings:
+        raise CheckpointError(*(f"{contents.location}: {each}" for each in findings))
+    found.unexpected.extend(misfits)
+    present = [[piece for piece in pieces if Kind.of(piece) in found.source] for pieces in wanted]
+    return target, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
+
+
+def _target(state: State, contents: Contents) -> _Target:
+    if not isinstance(state, Restorable):
+        return _Target(hold(state, what="the target"), None)
+    stored = {name: tensor.whole for name, tensor in contents.tensors.items()}
+    restoration = state.restore(stored, contents.settings)
+    return _Target(hold(restoration.wanted, what="the target"), restoration)
+
+
+def _coverage(wanted: Sequence[Wanted], contents: Contents) -> list[str]:
+    """Wanted pieces that the stored pieces of their tensor do not cover."""
+    findings = []
+    for each in wanted:
+        lacking = missing(contents.tensors[each.tensor].pieces, each.piece)
+        if lacking:
+            findings.append(
+                f"{contents.location}: {each.piece}: {lacking} of {each.piece.num_elements} elements are in no piece "
+                f"of {each.tensor} that the checkpoint has; it is incomplete"
+            )
+    return findings
+
+
+def _file_findings(channel: Channel, store: Store, contents: Contents, files: set[str], *, verify: bool) -> list[str]:
+    """Data files that are missing, of another size than they were written with, or damaged in their first bytes.
+
+    Each rank that sees the storage looks at all sizes (they cost no reading), and verifies the headers of some.
+    """
+    findings = []
+    for number, name in enumerate(sorted(files)):
+        where = f"{store.location}/{name}"
+        try:
+            reader = store.open(name)
+        except OSError as error:
+            findings.append(f"{where} cannot be read: {reason(error)}")
+            continue
+        try:
+            if reader.size != contents.file_sizes[name]:
+                findings.append(
+                    f"{where} has {reader.size} bytes, but {contents.file_sizes[name]} were written; it was truncated, "
+                    "grown, or swapped for another file"
+                )
+            elif verify and name in contents.file_heads and number % channel.size == channel.rank:
+                num_bytes, expected = contents.file_heads[name]
+                head = bytearray(num_bytes)
+                reader.read_into(memoryview(head), 0)
+                if checksum(memoryview(head)) != expected:
+                    findings.append(f"{where} is damaged: its header of {num_bytes} bytes does not have its checksum")
+        except (OSError, EOFError) as error:
+            findings.append(f"{where} cannot be read: {reason(error)}")
+        finally:
+            reader.close()
+    return findings

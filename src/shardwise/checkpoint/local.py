@@ -1,0 +1,359 @@
+"""LocalStore: a folder of the file system."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["LocalStore", "checked_name"]
+
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What `link` answers on file systems that cannot do it."""
+_NO_RESERVING = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
+"""What `posix_fallocate` answers on file systems that cannot do it."""
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)
+"""What `fsync` of a folder answers on file systems that have nothing to sync there."""
+_ATTEMPTS = 100
+"""Times that a new file may find its folder removed, by somebody who deleted the last file in it, before we give up."""
+
+
+def checked_name(name: str) -> str:
+    """The name, if it may name a file of a store; raises ValueError when it could lead out of the store."""
+    if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(
+            f"{name!r} is no name in a store: give parts such as 'folder/file' joined by '/', "
+            f"none of them empty, '.' or '..', and no '/' at the start or end"
+        )
+    return name
+
+
+class LocalStore:
+    """A `Store` in a folder of a local or network file system.
+
+    New files take the permissions that the umask leaves. Links to files are files, links to folders are not entered.
+
+    `create` writes a hidden file `.<file>.<16 hex digits>.new` beside the final one, syncs it and links it to its name:
+    that is atomic, and of several creators one wins, on every file system with hard links. Where there are none,
+    creators take turns by a lock (`flock`) on `.<file>.lock`, look for the name and rename the hidden file to it.
+    That is atomic as well, and frees itself when a creator dies; but only one wins only where all of them see each
+    other's locks (all on one machine, or a network file system that carries locks), and only while nobody deletes the
+    lock's file. A file system with neither refuses with the OSError of `flock`.
+
+    Processes that die leave hidden files, which `names` lists and `delete` removes like any other; a file that `write`
+    has begun has its final name and its final size from the start.
+    """
+
+    __slots__ = ("_root",)
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._root = str(Path(path).absolute())  # a later chdir leaves the store where it is
+
+    @property
+    def location(self) -> str:
+        """The absolute path of the folder."""
+        return self._root
+
+    def names(self, folder: str = "") -> Iterator[str]:
+        """Names of all files below `folder`, sorted; hidden ones are listed too."""
+        found: list[str] = []
+        self._list(checked_name(folder) if folder else "", found)
+        return iter(sorted(found))
+
+    def open(self, name: str) -> "LocalReader":
+        """Open a file for reading; raises FileNotFoundError."""
+        return LocalReader(self._path(name))
+
+    def write(self, name: str, *, num_bytes: int) -> "LocalWriter":
+        """Begin a new file; raises FileExistsError when the name is in use, and OSError when `num_bytes` have no room.
+
+        An Exception in the context removes the file again. Raises ValueError when it was not `num_bytes` long.
+        """
+        return LocalWriter(self, checked_name(name), num_bytes)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Make a whole, durable file in one atomic act; raises FileExistsError, changing nothing, if there is one."""
+        path = self._path(name)
+        with _about(path):
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            for folder in self._create(name, path, data):
+                _sync_folder(folder)
+
+    def delete(self, name: str) -> None:
+        """Remove a file, for good before anything that is deleted later; nothing happens when it is not there."""
+        path = self._path(name)
+        try:
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        with contextlib.suppress(FileNotFoundError):  # somebody else removed the folder after its last file
+            _sync_folder(os.path.dirname(path))
+        self.drop_empty_folders(name)
+
+    def new_file(self, name: str) -> tuple[int, list[str]]:
+        """A descriptor of a new file, and the folders to sync so that it is found after a power failure."""
+        path = self._path(name)
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(FileNotFoundError):
+                touched = _make_folder(os.path.dirname(path))
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+                # Those that others have made a moment ago may not be durable yet.
+                return descriptor, list(dict.fromkeys([*self._folders(name), self._root, *touched]))
+        raise FileNotFoundError(errno.ENOENT, "the folder was removed as often as it was made", path)
+
+    def drop_empty_folders(self, name: str) -> None:
+        """Remove the folders of this name that hold nothing any more, but not the store's own."""
+        for folder in self._folders(name):
+            try:
+                os.rmdir(folder)
+            except OSError:  # it holds something or cannot go; nothing depends on it
+                return
+
+    def _create(self, name: str, path: str, data: bytes) -> list[str]:
+        """All of `create` but for the syncing of the folders, which it returns."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            hidden = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{secrets.token_hex(8)}.new"
+            try:
+                descriptor, folders = self.new_file(os.path.relpath(hidden, self._root))
+                try:
+                    _write_all(descriptor, memoryview(data))
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                _give_name(hidden, path)
+                return folders
+            except FileNotFoundError:  # a cleanup took the hidden file: we are late, or it was too eager
+                if attempt == _ATTEMPTS:
+                    raise
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(hidden)
+                self.drop_empty_folders(name)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _list(self, folder: str, found: list[str]) -> None:
+        try:
+            entries = os.scandir(self._path(folder) if folder else self._root)
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            if folder:
+                return
+            raise
+        with entries:
+            for entry in entries:
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    self._list(name, found)
+                elif not entry.is_dir():
+                    found.append(name)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{checked_name(name)}"
+
+    def _folders(self, name: str) -> list[str]:
+        """The folders that hold the file, innermost first, without the store's own."""
+        parts = name.split("/")[:-1]
+        return ["/".join([self._root, *parts[:depth]]) for depth in range(len(parts), 0, -1)]
+
+
+class LocalReader:
+    """One file, open for reading at any place."""
+
+    __slots__ = ("_descriptor", "_path", "_size")
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        if os.path.isdir(self._descriptor):
+            self.close()
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        self._size = os.fstat(self._descriptor).st_size
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file when it was opened."""
+        return self._size
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """Fill `buffer` with the bytes from `start` on; raises EOFError when the file ends before."""
+        num_read = 0
+        with _about(self._path):
+            while num_read < buffer.nbytes:
+                rest = buffer.cast("B")[num_read:]
+                if (num_more := os.preadv(self._descriptor, [rest], start + num_read)) == 0:
+                    raise EOFError(
+                        f"{self._path}: wanted {buffer.nbytes} bytes from byte {start} on, "
+                        f"but the file has only {num_read} of them"
+                    )
+                num_read += num_more
+
+    def close(self) -> None:
+        """Give the file back."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1  # not the number of a file that somebody opens next
+
+
+class LocalWriter:
+    """A new file, from its context's begin to its end."""
+
+    __slots__ = ("_descriptor", "_folders", "_name", "_num_bytes", "_num_written", "_path", "_store")
+
+    def __init__(self, store: LocalStore, name: str, num_bytes: int) -> None:
+        self._store = store
+        self._name = name
+        self._path = f"{store.location}/{name}"
+        self._num_bytes = num_bytes
+        self._num_written = 0
+        self._descriptor = -1
+        self._folders: list[str] = []
+
+    def __enter__(self) -> "LocalWriter":
+        with _about(self._path):
+            self._descriptor, self._folders = self._store.new_file(self._name)
+            try:
+                _reserve(self._descriptor, self._num_bytes)
+            except OSError:
+                self._give_up()
+                raise
+        return self
+
+    def write(self, data: memoryview) -> None:
+        """Append; raises ValueError beyond the announced size."""
+        if self._num_written + data.nbytes > self._num_bytes:
+            raise ValueError(
+                f"{self._path} was announced with {self._num_bytes} bytes; {self._num_written} are written, "
+                f"and {data.nbytes} more were given"
+            )
+        with _about(self._path):
+            _write_all(self._descriptor, data)
+        self._num_written += data.nbytes
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            # What stops the program (KeyboardInterrupt, SystemExit) shall not wait for the disk.
+            self._give_up(keep=not issubclass(kind, Exception))
+            return
+        with _about(self._path):
+            try:
+                self._check_complete()
+                os.fsync(self._descriptor)
+            except Exception:
+                self._give_up()
+                raise
+            os.close(self._descriptor)
+            for folder in self._folders:
+                _sync_folder(folder)
+
+    def _check_complete(self) -> None:
+        if self._num_written != self._num_bytes:
+            raise ValueError(f"{self._path} was announced with {self._num_bytes} bytes; only {self._num_written} came")
+
+    def _give_up(self, *, keep: bool = False) -> None:
+        """A file in parts would keep the room that the next save needs; the error that led here says the rest."""
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+        if not keep:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            self._store.drop_empty_folders(self._name)
+
+
+@contextlib.contextmanager
+def _about(path: str) -> Iterator[None]:
+    """Name the file in errors of calls that know a descriptor only."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
+def _make_folder(folder: str) -> list[str]:
+    """Make a folder and those that hold it, where missing; returns those with a new entry, innermost first."""
+    holder = os.path.dirname(folder)
+    touched: list[str] = []
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return []
+    except FileNotFoundError:
+        touched = _make_folder(holder)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+    return [holder, *touched]
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Take the room for `num_bytes` now, so that a full disk shows before the bytes are written."""
+    if num_bytes == 0:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in _NO_RESERVING:
+            raise
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    num_written = 0
+    while num_written < data.nbytes:
+        num_written += os.write(descriptor, data.cast("B")[num_written:])
+
+
+def _give_name(hidden: str, path: str) -> None:
+    """Let `path` name the file `hidden`, which may keep its own name as well; raises FileExistsError."""
+    try:
+        os.link(hidden, path)
+    except FileExistsError:
+        # NFS: the answer to a request that was repeated, because the answer to the first was lost (open(2), O_EXCL).
+        if not os.path.samefile(hidden, path):
+            raise
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        with _alone(f"{os.path.dirname(path)}/.{os.path.basename(path)}.lock"):
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+            os.rename(hidden, path)
+
+
+@contextlib.contextmanager
+def _alone(lock: str) -> Iterator[None]:
+    """Hold the lock of this file, which exists for that long; the kernel takes it back from a process that dies."""
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                ours = os.path.samestat(os.fstat(descriptor), os.stat(lock))
+            except FileNotFoundError:
+                ours = False
+            if ours:  # else the last holder has removed it, and another file of this name may be locked by now
+                try:
+                    yield
+                finally:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(lock)
+                return
+        finally:
+            os.close(descriptor)

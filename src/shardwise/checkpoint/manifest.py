@@ -1,0 +1,221 @@
+"""The manifest: what a save of ours holds, as JSON. docs/checkpoint-format.md describes it for other readers.
+
+manifest.json            the head: what was saved, when, by which layout; names, sizes and checksums of the files
+<id>-tensors-00000.json  a table: tensors and their pieces, in the order in which they were saved
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, NotRequired
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from shardwise.checkpoint.contents import CHECKSUM_BYTES, Contents, StoredPiece, StoredTensor
+from shardwise.errors import CheckpointError, PlanError
+from shardwise.plan.dtypes import ITEMSIZE_BYTES
+from shardwise.space import Piece
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "TENSORS_PER_TABLE",
+    "VERSION",
+    "FileEntry",
+    "Head",
+    "contents_of",
+    "pack_tables",
+    "unpack_tables",
+]
+
+FORMAT: Final = "shardwise-checkpoint"
+VERSION: Final = 1
+MANIFEST = "manifest.json"
+"""Name of the head in the folder of a save. It is created last: a folder without it holds no save."""
+
+TENSORS_PER_TABLE = 20_000
+"""Tensors in one table: a save with more has several, so that none grows without bound."""
+
+_SUM = re.compile(rb'"checksum": "xxh3_64:([0-9a-f]{16})"')
+_NO_SUM = "xxh3_64:" + "0" * 16
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class FileEntry(_Entry):
+    """A file of the save."""
+
+    name: str
+    """Relative to the folder of the save."""
+    bytes: int = Field(ge=0)
+    """Size of the file."""
+    head_bytes: int = Field(ge=0)
+    """So many bytes from its start lie under `checksum`: the header of a data file, the whole of a table."""
+    checksum: str = Field(pattern="^[0-9a-f]{16}$")
+    """xxh3_64 of them, in hexadecimal digits."""
+
+
+class Head(_Entry):
+    """What `manifest.json` says."""
+
+    format: Literal["shardwise-checkpoint"] = FORMAT
+    version: Literal[1] = VERSION
+    checksum: str = _NO_SUM
+    """xxh3_64 of the file itself, its own sixteen digits being zeros."""
+    id: str
+    """Tells this attempt to save from others; the names of its files begin with it."""
+    written_at: str
+    """Date and time of the commit (ISO 8601, UTC)."""
+    step: int | None
+    layout: str
+    """The layout that wrote it, in words."""
+    world_size: int = Field(ge=1)
+    """Number of ranks that wrote."""
+    file_layout: Literal["pieces", "whole"]
+    block_bytes: int = Field(ge=16)
+    num_tensors: int = Field(ge=0)
+    num_bytes: int = Field(ge=0)
+    """Bytes of all tensors."""
+    files: list[FileEntry]
+    """The data files; pieces name them by position in this list."""
+    tables: list[FileEntry]
+    aliases: dict[str, str]
+    extra: dict[str, Any]
+    settings: dict[str, Any]
+
+    def pack(self) -> bytes:
+        """As the bytes of `manifest.json`."""
+        text = json.dumps(self.model_dump(), indent=1).encode()
+        digits = xxhash.xxh3_64_hexdigest(text).encode()
+        return text.replace(_NO_SUM.encode(), b"xxh3_64:" + digits, 1)
+
+    @classmethod
+    def unpack(cls, data: bytes, *, location: str) -> "Head":
+        """From the bytes of `manifest.json`, after its own checksum. Raises CheckpointError, which names `location`."""
+        found = _SUM.search(data)
+        if found is None:
+            raise _damaged(location, "it holds no checksum of itself")
+        zeroed = data[: found.start(1)] + b"0" * 16 + data[found.end(1) :]
+        if xxhash.xxh3_64_hexdigest(zeroed).encode() != found.group(1):
+            raise _damaged(location, "its bytes do not have the checksum that it states")
+        try:
+            values = json.loads(data)
+            if isinstance(values, dict) and values.get("format") == FORMAT and values.get("version") != VERSION:
+                raise CheckpointError(
+                    f"{location} has format version {values.get('version')!r}, and this shardwise reads version "
+                    f"{VERSION}; read it with a newer shardwise"
+                )
+            return cls.model_validate(values)
+        except (ValidationError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise _damaged(location, str(error)) from error
+
+
+class _PieceRow(TypedDict):
+    file: int
+    start: int
+    xxh3: NotRequired[str]
+    offset: NotRequired[list[int]]
+    shape: NotRequired[list[int]]
+    run: NotRequired[tuple[int, int]]
+
+
+class _TensorRow(TypedDict):
+    name: str
+    dtype: str
+    shape: list[int]
+    pieces: list[_PieceRow]
+
+
+_TABLE = TypeAdapter(list[_TensorRow])
+
+
+def pack_tables(tensors: Sequence[StoredTensor], files: Sequence[str]) -> list[bytes]:
+    """The tables of `tensors`, whose pieces lie in `files`; a table of nothing when there are none."""
+    number_of = {name: number for number, name in enumerate(files)}
+    rows = [_tensor_row(tensor, number_of) for tensor in tensors]
+    starts = range(0, max(1, len(rows)), TENSORS_PER_TABLE)
+    return [_lines(rows[start : start + TENSORS_PER_TABLE]) for start in starts]
+
+
+def _lines(rows: Sequence[_TensorRow]) -> bytes:
+    """One tensor a line: it can be read by eye, and compared by line."""
+    return ("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n").encode()
+
+
+def _tensor_row(tensor: StoredTensor, number_of: Mapping[str, int]) -> _TensorRow:
+    pieces = [_piece_row(each, number_of) for each in tensor.pieces]
+    return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "pieces": pieces}
+
+
+def _piece_row(stored: StoredPiece, number_of: Mapping[str, int]) -> _PieceRow:
+    piece = stored.piece
+    row: _PieceRow = {"file": number_of[stored.file], "start": stored.start}
+    if stored.checksums is not None:
+        row["xxh3"] = stored.checksums.hex()
+    if piece.shape != piece.global_shape:
+        row |= {"offset": list(piece.offset), "shape": list(piece.shape)}
+    if piece.run is not None:
+        row["run"] = (piece.run.start, piece.run.stop)
+    return row
+
+
+def unpack_tables(tables: Iterable[bytes], files: Sequence[str], *, block_bytes: int) -> dict[str, StoredTensor]:
+    """The tensors of tables, by name. Raises errors of many kinds for what is no table."""
+    rows = (row for table in tables for row in _TABLE.validate_json(table))
+    return {row["name"]: _stored_tensor(row, files, block_bytes) for row in rows}
+
+
+def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: str) -> Contents:
+    """What a save holds, from its head and its tables, which have been verified. Raises CheckpointError.
+
+    `folder` is put before the names of files, so that they are names in the store.
+    """
+    files = [folder + entry.name for entry in head.files]
+    try:
+        tensors = unpack_tables(tables, files, block_bytes=head.block_bytes)
+    except (ValidationError, PlanError, IndexError, KeyError, ValueError) as error:
+        raise _damaged(location, f"{type(error).__name__}: {error}") from error
+    return Contents(
+        format="shardwise",
+        location=location,
+        tensors=tensors,
+        file_sizes={folder + entry.name: entry.bytes for entry in head.files},
+        file_heads={folder + entry.name: (entry.head_bytes, bytes.fromhex(entry.checksum)) for entry in head.files},
+        block_bytes=head.block_bytes,
+        aliases=head.aliases,
+        settings=head.settings,
+        extra=head.extra,
+        step=head.step,
+        layout=head.layout,
+    )
+
+
+def _stored_tensor(row: _TensorRow, files: Sequence[str], block_bytes: int) -> StoredTensor:
+    name, dtype, shape = row["name"], row["dtype"], tuple(row["shape"])
+    itemsize = ITEMSIZE_BYTES[dtype]
+    pieces = []
+    for each in row["pieces"]:
+        piece = Piece(
+            name=name,
+            dtype=dtype,
+            global_shape=shape,
+            offset=each.get("offset"),
+            shape=each.get("shape"),
+            run=each.get("run"),
+        )
+        sums = bytes.fromhex(each["xxh3"]) if "xxh3" in each else None
+        if sums is not None and len(sums) != CHECKSUM_BYTES * -(-piece.num_elements * itemsize // block_bytes):
+            raise ValueError(f"{piece} has {len(sums) // CHECKSUM_BYTES} checksums, which does not fit its size")
+        pieces.append(StoredPiece(piece=piece, file=files[each["file"]], start=each["start"], checksums=sums))
+    return StoredTensor(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces))
+
+
+def _damaged(location: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the manifest of {location} is damaged: {why}; nothing was read from it. Load an older save (step=...), or "
+        "get a good copy"
+    )

@@ -1,0 +1,122 @@
+"""Matching: which stored tensor gives each wanted one, and all that does not fit, before a byte is read. Pure."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.space import Piece
+
+__all__ = ["Kind", "Match", "match"]
+
+_STATE = "optimizer/"
+_MASTER = "/master"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A tensor that somebody wants, whichever piece of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, piece: Piece) -> "Kind":
+        """The tensor of a piece."""
+        return cls(piece.name, piece.dtype, piece.global_shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Where everything that is wanted comes from, and all that does not fit, in words."""
+
+    source: dict[Kind, str] = field(default_factory=dict)
+    """The stored tensor from which a wanted one is read. What is missing is not in it."""
+    missing: list[str] = field(default_factory=list)
+    """Wanted, and not stored."""
+    unexpected: list[str] = field(default_factory=list)
+    """Stored, and not wanted."""
+    casts: list[str] = field(default_factory=list)
+    """Stored in another dtype than wanted."""
+    misfits: list[str] = field(default_factory=list)
+    """Stored in another shape than wanted."""
+
+
+def match(
+    wanted: Iterable[Kind], contents: Contents, *, aliases: Mapping[str, str], accounted: Collection[str]
+) -> Match:
+    """Find a stored tensor for everything that is wanted by any rank.
+
+    aliases: other names of wanted tensors. accounted: stored names that the target makes by itself.
+
+    A tensor is found under its name, or under one that it is tied to. A parameter and its master stand for each other:
+    the one with the wanted dtype is taken, and the other needs no place. A target that wants no optimizer state at all
+    may leave it.
+    """
+    names = _Names(contents, aliases)
+    result = Match()
+    settled = {each for name in accounted for each in (name, _other(name))}
+    has_state = False
+    for kind in wanted:
+        has_state = has_state or kind.name.startswith(_STATE)
+        stored = names.find(kind.name, kind.dtype)
+        if stored is None:
+            result.missing.append(f"{kind.name}: missing; the checkpoint has no tensor for it")
+            continue
+        settled |= {stored.name, _other(stored.name)}
+        result.source[kind] = stored.name
+        if stored.shape != kind.shape:
+            result.misfits.append(
+                f"{kind.name}: shape {list(kind.shape)} in the target, {list(stored.shape)} in the checkpoint"
+            )
+        elif stored.dtype != kind.dtype and 0 not in kind.shape:
+            result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in the checkpoint")
+    for name in contents.tensors:
+        if name not in settled and (has_state or not name.startswith(_STATE)):
+            tied = aliases.get(name)
+            apart = "" if tied is None else f"; it is tied to {tied} there, and the checkpoint has the two apart"
+            result.unexpected.append(f"{name}: unexpected; the target has no place for it{apart}")
+    return result
+
+
+class _Names:
+    """Stored tensors by every name under which they can be wanted."""
+
+    def __init__(self, contents: Contents, aliases: Mapping[str, str]) -> None:
+        self._tensors = contents.tensors
+        ties: dict[str, set[str]] = {}
+        for table in (contents.aliases, aliases):
+            for alias, name in table.items():
+                group = ties.get(alias, {alias}) | ties.get(name, {name})
+                for each in group:
+                    ties[each] = group
+        self._ties = ties
+
+    def find(self, name: str, dtype: str) -> StoredTensor | None:
+        """The stored tensor for a wanted one: of its dtype if there is one, else the master, else the other."""
+        found = [self._tensors[each] for each in self._candidates(name) if each in self._tensors]
+        return next((each for each in found if each.dtype == dtype), found[0] if found else None)
+
+    def _candidates(self, name: str) -> Iterator[str]:
+        """Names to look under, the best first; where no dtype fits, the first that exists is cast."""
+        parameter, key = _split(name)
+        tied = [parameter, *sorted(self._ties.get(parameter, set()) - {parameter})]
+        if key is None or key == _MASTER:
+            yield from (_STATE + each + _MASTER for each in tied)
+            yield from tied
+        else:
+            yield from (_STATE + each + key for each in tied)
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """`optimizer/<parameter>/<key>` -> (parameter, "/<key>"); any other name -> (name, None)."""
+    if name.startswith(_STATE) and name.count("/") >= 2:
+        parameter, _, key = name.removeprefix(_STATE).rpartition("/")
+        return parameter, "/" + key
+    return name, None
+
+
+def _other(name: str) -> str:
+    """The master of a parameter, and the parameter of a master."""
+    parameter, key = _split(name)
+    return parameter if key == _MASTER else _STATE + parameter + _MASTER if key is None else name

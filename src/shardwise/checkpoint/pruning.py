@@ -1,0 +1,26 @@
+"""Pruning: old saves go, the newest stay."""
+
+from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.commit import storing
+from shardwise.checkpoint.saves import folder_of, list_saves, remove_save
+from shardwise.errors import CheckpointError
+
+__all__ = ["prune"]
+
+
+def prune(path: Address, *, keep: int) -> list[str]:
+    """Remove all committed saves at `path` but the newest `keep`; returns the folders that were removed.
+
+    A save loses its manifest first, so that at no instant it seems whole and is not. In a run of many ranks one calls
+    it. Raises CheckpointError when something cannot be removed.
+    """
+    if keep < 1:
+        raise CheckpointError(f"keep={keep} would leave no save; keep 1 or more")
+    store = store_of(path)
+    listing = list_saves(store)
+    removed = []
+    for number in listing.committed[:-keep]:
+        with storing(store, folder_of(number), "removed"):
+            remove_save(store, listing, number)
+        removed.append(folder_of(number).rstrip("/"))
+    return removed

@@ -1,0 +1,300 @@
+"""Who reads which blocks of a checkpoint, and who gets what of them, decided by every rank alone and alike.
+
+A block is what one checksum covers, so that it is read whole. Nobody reads a block that nobody needs, and a block is
+read once, by one of the ranks that need it: the ranks that need the same stretch of blocks deal it out among them.
+
+Figure 1. A stored piece of 9 blocks. Rank 0 wants columns of it, rank 1 and rank 2 want rows. The stretches end where
+the set of needers changes; the letters say who reads::
+
+    needed by 0    0 0 0 0 0 0 0 0 0
+    needed by 1    1 1 1 1
+    needed by 2          2 2 2
+    read by        a b b|c|a c|a a a      a: rank 0, b: rank 1, c: rank 2
+
+A rank looks once at everything that is stored and wanted, but plans only for the stored pieces that it needs itself
+(and, if some ranks do not see the storage, for what those need): its work hardly grows with the number of ranks.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise, product
+from operator import ge, sub
+
+from shardwise.checkpoint.contents import StoredPiece
+from shardwise.checkpoint.demand import Demand, Share, Wanted, demands, under_name
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Move, Piece, PieceIndex, Run, moves, overlap
+from shardwise.space.moves import reach
+
+__all__ = ["ReadPlan", "Span", "Wanted", "exact_ranges", "missing", "plan_reads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Blocks `first_block` up to, not including, `last_block` of the stored piece at position `ordinal`."""
+
+    ordinal: int
+    first_block: int
+    last_block: int
+
+
+def plan_reads(
+    stored: Sequence[StoredPiece],
+    wanted: Sequence[Sequence[Wanted]],
+    rank: int,
+    *,
+    block_bytes: int,
+    readers: Collection[int],
+) -> "ReadPlan":
+    """Plan what `rank` reads, so that the reads of all ranks make up what anybody needs.
+
+    `wanted` has a list per rank; `readers` are the ranks that see the storage. All ranks give the same arguments, save
+    for `rank`. A block goes to one of the readers that need it, and to one of all readers when no needer is one.
+    Stored pieces of one tensor are disjoint, every piece has elements, and `block_bytes` is a multiple of every
+    element's size. Raises KeyError when a wanted tensor is not stored.
+    """
+    return ReadPlan(stored, wanted, rank, block_bytes=block_bytes, readers=frozenset(readers))
+
+
+class ReadPlan:
+    """What one rank reads, and what any rank gets of any span. Made by `plan_reads`."""
+
+    def __init__(
+        self,
+        stored: Sequence[StoredPiece],
+        wanted: Sequence[Sequence[Wanted]],
+        rank: int,
+        *,
+        block_bytes: int,
+        readers: frozenset[int],
+    ) -> None:
+        self._stored = stored
+        self._rank = rank
+        self._block_bytes = block_bytes
+        self._readers = readers
+        self._all_readers = tuple(sorted(readers))
+        self._demands = demands(stored, wanted)
+        self._meeting: _Meeting | None = None
+        self._needed = {
+            ordinal
+            for name in {want.tensor for want in wanted[rank]}
+            for piece in self._demands[name].shares.of_rank(rank)
+            for ordinal in self._demands[name].ordinals_overlapping(piece)
+        }
+        """Stored pieces of which this rank needs something."""
+        examined = set[int]()
+        if rank in readers:
+            others = {want.tensor for other, wants in enumerate(wanted) if other not in readers for want in wants}
+            examined = self._needed.union(
+                ordinal
+                for name in others
+                for piece in self._demands[name].shares.of_none_of(readers)
+                for ordinal in self._demands[name].ordinals_overlapping(piece)
+            )
+        spans = (span for ordinal in examined for span in self._spans(ordinal))
+        self.reads: tuple[Span, ...] = tuple(sorted(spans, key=self._place))
+        """What this rank reads, in order of file and byte. Spans are disjoint and as long as possible."""
+
+    def needers(self, span: Span) -> tuple[int, ...]:
+        """Return the ranks that need something of the span, in increasing order."""
+        shares = self._met(span).shares
+        return tuple(sorted({rank for share in shares for rank in share.holders}))
+
+    def transfers(self, span: Span, rank: int) -> list[tuple[int, list[Move]]]:
+        """Return what `rank` needs of the span: (index into its wanted list, moves into that piece), in order.
+
+        The source of the moves is the span, read as the flat storage of its elements. The answer does not depend on
+        the rank that asks; it is fastest for a rank that asks for itself, and for all ranks of a span in succession.
+        """
+        if rank == self._rank and span.ordinal not in self._needed:
+            return []
+        meeting = self._met(span)
+        found = []
+        for at, share in enumerate(meeting.shares):
+            indices = share.holders.get(rank)
+            if indices is not None:
+                found += [(index, meeting.moves(at)) for index in indices]
+        found.sort(key=lambda transfer: transfer[0])
+        return found
+
+    def _place(self, span: Span) -> tuple[str, int]:
+        stored = self._stored[span.ordinal]
+        return stored.file, stored.start + span.first_block * self._block_bytes
+
+    def _met(self, span: Span) -> "_Meeting":
+        if self._meeting is None or self._meeting.span != span:
+            stored = self._stored[span.ordinal]
+            self._meeting = _Meeting(span, stored, self._demands[stored.piece.name], self._block_bytes)
+        return self._meeting
+
+    def _spans(self, ordinal: int) -> Iterator[Span]:
+        """What this rank reads of one stored piece."""
+        stored = self._stored[ordinal]
+        shares = self._demands[stored.piece.name].shares.overlapping(stored.piece)
+        if stored.num_bytes <= self._block_bytes:
+            stretches = iter([(0, 1, tuple(range(len(shares))))])
+        else:
+            stretches = _stretches([self._touched_blocks(stored.piece, share.piece) for share in shares])
+        readers_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+        begun = end = 0
+        for first, last, active in stretches:
+            if active not in readers_of:
+                readers_of[active] = self._readers_of([shares[at] for at in active])
+            low, high = _dealt(first, last, readers_of[active], self._rank, ordinal)
+            if low < high:
+                if low != end:
+                    if begun < end:
+                        yield Span(ordinal, begun, end)
+                    begun = low
+                end = high
+        if begun < end:
+            yield Span(ordinal, begun, end)
+
+    def _readers_of(self, shares: Sequence[Share]) -> tuple[int, ...]:
+        """The ranks among which blocks that these shares need are dealt out, in increasing order."""
+        needers = {rank for share in shares for rank in share.holders}
+        return tuple(sorted(needers & self._readers)) or self._all_readers
+
+    def _touched_blocks(self, stored: Piece, wanted: Piece) -> list[tuple[int, int]]:
+        """The blocks of a stored piece that have an element of a wanted one: ranges, in order, the longest possible."""
+        item_bytes = itemsize_bytes(stored.dtype)
+        ranges: list[tuple[int, int]] = []
+        begun, end = -1, -1
+        for move in moves(stored, wanted):
+            for first, last in _block_ranges(move, item_bytes, self._block_bytes):
+                if first > end:
+                    if begun >= 0:
+                        ranges.append((begun, end))
+                    begun = first
+                end = last
+        return [*ranges, (begun, end)]
+
+
+def exact_ranges(stored: Sequence[StoredPiece], wanted: Sequence[Wanted]) -> Iterator[tuple[int, Run, int, Run]]:
+    """Find what one rank reads when it reads exactly the elements that it wants, whatever the blocks.
+
+    Gives (ordinal, elements of the stored piece, index into `wanted`, elements of the wanted piece's storage), for one
+    wanted piece after the other, and for each in the order of the stored pieces and of their elements.
+    Raises KeyError when a wanted tensor is not stored.
+    """
+    demand = demands(stored, [wanted])
+    for index, each in enumerate(wanted):
+        piece = under_name(each.piece, each.tensor)
+        for ordinal in demand[each.tensor].ordinals_overlapping(piece):
+            for source, target in overlap(stored[ordinal].piece, piece):
+                yield ordinal, source, index, target
+
+
+def missing(stored: Sequence[StoredPiece], wanted: Piece) -> int:
+    """Return how many elements of `wanted` none of the stored pieces of its tensor has.
+
+    It is exact also where stored pieces have elements in common, as those of a wrong manifest may.
+    """
+    if not stored:
+        return wanted.num_elements
+    piece = under_name(wanted, stored[0].piece.name)
+    pieces = [each.piece for each in stored]
+    found = [pieces[at] for at in PieceIndex(pieces).overlapping(piece)]
+    if all(stop <= start for (_, stop), (start, _) in pairwise(sorted(map(reach, found)))):
+        return piece.num_elements - sum(move.num_elements for each in found for move in moves(each, piece))
+    left = [(box.offset, box.stop) for box in piece.boxes()]
+    for box in (box for each in found for box in each.boxes()):
+        left = [rest for bounds in left for rest in _outside(bounds, (box.offset, box.stop))]
+    return sum(math.prod(map(sub, stop, start)) for start, stop in left)
+
+
+_Bounds = tuple[tuple[int, ...], tuple[int, ...]]
+"""The first index of a box, and the index after its last."""
+
+
+def _outside(bounds: _Bounds, taken: _Bounds) -> Iterator[_Bounds]:
+    """Cut what is in `taken` out of a box: what is left, as disjoint boxes."""
+    start, stop = bounds
+    low, high = tuple(map(max, start, taken[0])), tuple(map(min, stop, taken[1]))
+    if any(map(ge, low, high)):
+        yield bounds
+        return
+    for dim in range(len(start)):  # the dims before are narrowed to what both have
+        if start[dim] < low[dim]:
+            yield (*low[:dim], *start[dim:]), (*high[:dim], low[dim], *stop[dim + 1 :])
+        if high[dim] < stop[dim]:
+            yield (*low[:dim], high[dim], *start[dim + 1 :]), (*high[:dim], *stop[dim:])
+
+
+class _Meeting:
+    """A span and the shares that have something of it."""
+
+    __slots__ = ("_moves", "_source", "shares", "span")
+
+    def __init__(self, span: Span, stored: StoredPiece, demand: Demand, block_bytes: int) -> None:
+        self.span = span
+        self._source = _piece_of_span(span, stored, block_bytes)
+        self.shares = demand.shares.overlapping(self._source)
+        self._moves: dict[int, list[Move]] = {}
+
+    def moves(self, at: int) -> list[Move]:
+        """What moves from the span to the share at position `at`."""
+        if at not in self._moves:
+            self._moves[at] = moves(self._source, self.shares[at].piece)
+        return self._moves[at]
+
+
+def _piece_of_span(span: Span, stored: StoredPiece, block_bytes: int) -> Piece:
+    """The elements of a stored piece that lie in the blocks of a span."""
+    piece = stored.piece
+    item_bytes = itemsize_bytes(piece.dtype)
+    start = span.first_block * block_bytes // item_bytes
+    stop = min(span.last_block * block_bytes // item_bytes, piece.num_elements)
+    if stop - start == piece.num_elements:
+        return piece
+    first = piece.elements.start
+    return replace(piece, run=Run(first + start, first + stop))
+
+
+def _block_ranges(move: Move, item_bytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """The blocks of the source that one move touches: ranges in order, which may meet and share a block.
+
+    Dims are joined from the innermost outwards as long as no block fits in the gaps between two steps, for then every
+    block from the first to the last is touched, wherever blocks begin. Steps further apart are ranges of their own:
+    there are never many more of them than the source has blocks.
+    """
+    begin = move.source.first * item_bytes
+    stride = extent = item_bytes
+    steps: list[range] = []
+    for size, block in zip(reversed(move.shape), reversed(move.source.block), strict=True):
+        if size > 1:
+            if not steps and stride - extent < block_bytes:
+                extent += (size - 1) * stride
+            else:
+                steps.append(range(0, size * stride, stride))
+        stride *= block
+    for step in product(*reversed(steps)):
+        first = begin + sum(step)
+        yield first // block_bytes, (first + extent - 1) // block_bytes + 1
+
+
+def _stretches(touched: Sequence[list[tuple[int, int]]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Cut blocks where the set of shares that touch them changes: (first, last, the positions of these shares)."""
+    changes: dict[int, set[int]] = {}
+    for at, ranges in enumerate(touched):
+        for border in chain.from_iterable(ranges):
+            changes.setdefault(border, set()).add(at)
+    active = set[int]()
+    for first, last in pairwise(sorted(changes)):
+        active ^= changes[first]
+        if active:
+            yield first, last, tuple(sorted(active))
+
+
+def _dealt(first: int, last: int, ranks: tuple[int, ...], rank: int, ordinal: int) -> tuple[int, int]:
+    """The part of the blocks `first` to `last` that `rank` gets when they are dealt out evenly among `ranks`.
+
+    Who gets the larger parts, or a single block, changes from stretch to stretch.
+    """
+    at = bisect_left(ranks, rank)
+    if at == len(ranks) or ranks[at] != rank:
+        return first, first
+    turn = (at - ordinal - first) % len(ranks)
+    return first + (last - first) * turn // len(ranks), first + (last - first) * (turn + 1) // len(ranks)

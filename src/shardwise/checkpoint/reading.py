@@ -1,0 +1,173 @@
+"""Reading: bytes of data files into memory, verified block by block, in bounded batches."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.checkpoint.blocks import damaged_blocks
+from shardwise.checkpoint.contents import Contents, StoredPiece
+from shardwise.checkpoint.held import bytes_of, torch_dtype
+from shardwise.checkpoint.read_plan import Span
+from shardwise.checkpoint.saves import reason
+from shardwise.checkpoint.stores import Reader, Store
+from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import itemsize_bytes
+
+__all__ = ["BatchReader", "batches_of"]
+
+_STRETCH_BYTES = 4 << 20
+"""So much is asked of the store at a time; a few such requests are under way together."""
+
+_NUM_THREADS = 4
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Spans that lie one after the other in one file, and where in the buffer they go."""
+
+    file: str
+    start: int
+    stop: int
+    at: int
+    """First byte in the buffer, which is congruent to `start`, so that elements aligned in the file are in memory."""
+    spans: list[Span]
+
+
+def batches_of(
+    spans: Sequence[Span], stored: Sequence[StoredPiece], *, block_bytes: int, max_bytes: int
+) -> list[list[Span]]:
+    """The spans in batches of at most `max_bytes` each (one block at least); long spans are cut between blocks."""
+    batches: list[list[Span]] = []
+    room = 0
+    for span in spans:
+        first = span.first_block
+        while first < span.last_block:
+            if room < block_bytes:
+                batches.append([])
+                room = max(max_bytes, block_bytes)
+            last = min(span.last_block, first + room // block_bytes)
+            part = Span(span.ordinal, first, last)
+            batches[-1].append(part)
+            start, stop = _bytes_of_span(part, stored[span.ordinal], block_bytes)
+            # What lies between two stretches of a file is not read, but alignment may cost that much.
+            room -= stop - start + (0 if first > span.first_block else _ALIGNMENT_BYTES)
+            first = last
+    return batches
+
+
+class BatchReader:
+    """Reads batches of spans into one buffer, which each batch takes over from the one before."""
+
+    def __init__(self, store: Store, contents: Contents, stored: Sequence[StoredPiece], *, verify: bool) -> None:
+        self.read_bytes = 0
+        """Bytes of data files read so far."""
+        self._store = store
+        self._contents = contents
+        self._stored = stored
+        self._verify = verify
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shardwise-read")
+
+    def close(self) -> None:
+        """Give back the threads."""
+        self._threads.shutdown()
+
+    def read(self, batch: Sequence[Span]) -> dict[Span, torch.Tensor]:
+        """The elements of every span, flat, in the dtype in which they are stored; they hold until the next batch.
+
+        Raises CheckpointError with every file that cannot be read and every block that is damaged.
+        """
+        stretches = list(self._stretches(batch))
+        num_bytes = stretches[-1].at + stretches[-1].stop - stretches[-1].start if stretches else 0
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        findings = self._fill(stretches)
+        if findings:
+            raise CheckpointError(*findings)
+        self.read_bytes += sum(each.stop - each.start for each in stretches)
+        return {span: self._elements(span, stretch) for stretch in stretches for span in stretch.spans}
+
+    def _stretches(self, batch: Sequence[Span]) -> Iterator[_Stretch]:
+        current: _Stretch | None = None
+        end = 0
+        for span in batch:
+            stored = self._stored[span.ordinal]
+            start, stop = _bytes_of_span(span, stored, self._contents.block_bytes)
+            follows = current is not None and (current.file, current.stop) == (stored.file, start)
+            if current is not None and follows and stop - current.start <= _STRETCH_BYTES:
+                current.stop = stop
+                current.spans.append(span)
+                continue
+            if current is not None:
+                end = current.at + current.stop - current.start
+                yield current
+            at = end + (start - end) % _ALIGNMENT_BYTES
+            current = _Stretch(stored.file, start, stop, at, [span])
+        if current is not None:
+            yield current
+
+    def _fill(self, stretches: Sequence[_Stretch]) -> list[str]:
+        readers: dict[str, Reader] = {}
+        findings: list[str] = []
+        try:
+            for name in dict.fromkeys(stretch.file for stretch in stretches):
+                try:
+                    readers[name] = self._store.open(name)
+                except OSError as error:
+                    findings.append(f"{self._store.location}/{name} cannot be read: {reason(error)}")
+            jobs = [(stretch, readers[stretch.file]) for stretch in stretches if stretch.file in readers]
+            done = map(self._fill_one, jobs) if len(jobs) == 1 else self._threads.map(self._fill_one, jobs)
+            for each in done:
+                findings += each
+        finally:
+            for reader in readers.values():
+                reader.close()
+        return list(dict.fromkeys(findings))
+
+    def _fill_one(self, job: tuple[_Stretch, Reader]) -> list[str]:
+        stretch, reader = job
+        memory = bytes_of(self._buffer[stretch.at : stretch.at + stretch.stop - stretch.start])
+        try:
+            reader.read_into(memory, stretch.start)
+        except (OSError, EOFError) as error:
+            return [f"{self._store.location}/{stretch.file} cannot be read: {reason(error)}"]
+        return [each for span in stretch.spans for each in self._damage(span, stretch, memory)] if self._verify else []
+
+    def _damage(self, span: Span, stretch: _Stretch, memory: memoryview) -> list[str]:
+        stored = self._stored[span.ordinal]
+        if stored.checksums is None:
+            return []
+        size = self._contents.block_bytes
+        start, stop = _bytes_of_span(span, stored, size)
+        data = memory[start - stretch.start : stop - stretch.start]
+        damaged = damaged_blocks(data, stored.checksums, first_block=span.first_block, block_bytes=size)
+        return [damage_finding(stored, block, self._contents, self._store.location) for block in damaged]
+
+    def _elements(self, span: Span, stretch: _Stretch) -> torch.Tensor:
+        stored = self._stored[span.ordinal]
+        start, stop = _bytes_of_span(span, stored, self._contents.block_bytes)
+        first = stretch.at + start - stretch.start
+        data = self._buffer[first : first + stop - start]
+        if first % itemsize_bytes(stored.piece.dtype):
+            data = data.clone()  # files of other formats need not align their tensors
+        return data.view(torch_dtype(stored.piece.dtype))
+
+
+def damage_finding(stored: StoredPiece, block: int, contents: Contents, location: str) -> str:
+    """What is wrong, and where: the file, the tensor, the piece and the bytes."""
+    start = stored.start + block * contents.block_bytes
+    stop = min(start + contents.block_bytes, stored.start + stored.num_bytes)
+    return (
+        f"{location}/{stored.file} is damaged: bytes {start} to {stop}, which belong to {stored.piece}, do not have "
+        "the checksum that was recorded when they were written"
+    )
+
+
+def _bytes_of_span(span: Span, stored: StoredPiece, block_bytes: int) -> tuple[int, int]:
+    """Where in its file a span lies."""
+    start = stored.start + span.first_block * block_bytes
+    return start, min(stored.start + span.last_block * block_bytes, stored.start + stored.num_bytes)

@@ -1,0 +1,266 @@
+"""Safetensors files: their header, both ways, without torch and without the data.
+
+A file is 8 bytes with the length of the header (little-endian), the header (JSON), and the data: the tensors' bytes,
+row-major and little-endian, one after the other without holes up to the end of the file.
+The format: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import itemsize_bytes
+
+__all__ = ["Entry", "dtype_of", "header", "read_header", "stored_as", "unique_keys"]
+
+ALIGNMENT_BYTES = 64
+"""The data starts at a multiple of this: as far as any reader that maps files into memory asks for."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header that safetensors reads."""
+
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_MAX_INDEX = 2**63 - 1
+
+_CODES: Mapping[str, str] = MappingProxyType(
+    {
+        "bool": "BOOL",
+        "uint8": "U8",
+        "uint16": "U16",
+        "uint32": "U32",
+        "uint64": "U64",
+        "int8": "I8",
+        "int16": "I16",
+        "int32": "I32",
+        "int64": "I64",
+        "float4_e2m1fn_x2": "F4",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float8_e8m0fnu": "F8_E8M0",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float32": "F32",
+        "float64": "F64",
+        "complex64": "C64",
+    }
+)
+_DTYPES: Mapping[str, str] = MappingProxyType({code: dtype for dtype, code in _CODES.items()})
+
+Read = Callable[[int, int], bytes]
+"""Reads (first byte, number of bytes) of a file; gives fewer bytes, or raises EOFError, where the file ends before."""
+
+
+class Entry(NamedTuple):
+    """A tensor of a file."""
+
+    code: str
+    """The dtype, as safetensors calls it."""
+    shape: tuple[int, ...]
+    """Counted in elements of `dtype_of(code)`: a pair of float4 is one element, as in torch."""
+    start: int
+    """First byte in the file."""
+    stop: int
+    """The byte after the last."""
+
+
+def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype code and the shape under which safetensors keeps a tensor.
+
+    What it has no code for is kept as bytes: U8, the last dim longer by the itemsize.
+
+    >>> stored_as("complex128", (2, 3))
+    ('U8', (2, 48))
+    """
+    code = _CODES.get(dtype, "U8")
+    if code == "F4":  # counts single numbers, where torch counts pairs
+        return (code, (*shape[:-1], shape[-1] * 2)) if shape else ("U8", (1,))
+    if dtype in _CODES:
+        return code, tuple(shape)
+    size = itemsize_bytes(dtype)
+    return code, (*shape[:-1], shape[-1] * size) if shape else (size,)
+
+
+def dtype_of(code: str) -> str:
+    """Return torch's name of the dtype with a safetensors code; raises KeyError for a code that torch has no dtype for.
+
+    >>> dtype_of("BF16")
+    'bfloat16'
+    """
+    return _DTYPES[code]
+
+
+def unique_keys(names: Sequence[str]) -> list[str]:
+    """Return one key per name: the name itself, with a number behind it where that is taken, and valid Unicode.
+
+    >>> unique_keys(["w", "b", "w"])
+    ['w', 'b', 'w (2)']
+    """
+    taken = {_METADATA}
+    seen: dict[str, int] = {}
+    keys = []
+    for name in names:
+        key = valid = name.encode("utf-8", "backslashreplace").decode()
+        while key in taken:
+            seen[valid] = seen.get(valid, 1) + 1
+            key = f"{valid} ({seen[valid]})"
+        taken.add(key)
+        keys.append(key)
+    return keys
+
+
+def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """Return the bytes before the data of a file with these (key, dtype, shape), and the first byte of each entry.
+
+    The data of the entries follow each other in the given order without holes. Keys are unique, see `unique_keys`.
+    Raises `CheckpointError` when the header would be longer than safetensors reads: about a million entries.
+    """
+    fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    starts = []
+    offset = 0
+    for key, dtype, shape in entries:
+        code, stored_shape = stored_as(dtype, shape)
+        assert key not in fields, key
+        starts.append(offset)
+        num_bytes = itemsize_bytes(dtype)
+        for size in shape:
+            num_bytes *= size
+        fields[key] = {"dtype": code, "shape": stored_shape, "data_offsets": (offset, offset + num_bytes)}
+        offset += num_bytes
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % ALIGNMENT_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{len(entries):,} pieces in one file need a header of {len(text):,} bytes, but safetensors reads at most "
+            f"{MAX_HEADER_BYTES:,}: save them as several checkpoints, or from more ranks"
+        )
+    data = _LENGTH_BYTES + len(text)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, [data + start for start in starts]
+
+
+def read_header(read: Read, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the tensors of a file of `size` bytes, in the order in which they lie there, and its metadata.
+
+    Raises `CheckpointError`, with all findings, for everything that safetensors would not read either.
+    """
+    length = int.from_bytes(_exactly(read, 0, _LENGTH_BYTES, size), "little")
+    if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"its first 8 bytes announce a header of {length:,} bytes, but the file has {size:,} in all and a "
+            f"header at most {MAX_HEADER_BYTES:,}: it is truncated, or not a safetensors file"
+        )
+    fields = _parsed(_exactly(read, _LENGTH_BYTES, length, size))
+    metadata = fields.pop(_METADATA, None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CheckpointError(f"{_METADATA} in its header is no object of texts")
+    problems: list[str] = []
+    entries = []
+    for key, field in fields.items():
+        entry = _entry(field)
+        if isinstance(entry, str):
+            problems.append(f"tensor {key}: {entry}")
+        else:
+            entries.append((key, entry))
+    if problems:
+        raise CheckpointError(*problems)
+    return _laid_out(entries, _LENGTH_BYTES + length, size), metadata
+
+
+def _exactly(read: Read, start: int, num_bytes: int, size: int) -> bytes:
+    data = b""
+    if start + num_bytes <= size:
+        try:
+            data = read(start, num_bytes)
+        except EOFError:
+            data = b""
+    if len(data) != num_bytes:
+        raise CheckpointError(f"it ends before byte {start + num_bytes:,}, within its header: it is truncated")
+    return data
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refused)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"its header is not JSON as safetensors writes it: {error}") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError("its header is not a JSON object")
+    return fields
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"the key {name} is there twice")
+        fields[name] = value
+    return fields
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _entry(field: Any) -> Entry | str:
+    """A tensor, its bytes counted from the start of the data, or what is wrong with it."""
+    if not isinstance(field, dict) or not {"dtype", "shape", "data_offsets"} <= field.keys():
+        return "it has no dtype, shape and data_offsets"
+    code, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
+    if not isinstance(code, str) or code not in _DTYPES:
+        return f"dtype {_shown(code)} is none that torch has"
+    if not (_is_indices(shape) and _is_indices(offsets) and len(offsets) == 2):
+        return "its shape or its data_offsets are no lists of whole numbers"
+    start, stop = offsets
+    needed = _num_elements(shape, limit=_MAX_INDEX) * (1 if code == "F4" else 2 * itemsize_bytes(_DTYPES[code]))
+    if start > stop or needed != 2 * (stop - start):
+        return f"shape {_shown(shape)} of {code} does not take the bytes {start:,} to {stop:,}"
+    if code == "F4":
+        if not shape or shape[-1] % 2:
+            return f"shape {_shown(shape)} of F4 does not end with an even number, as torch needs it for its pairs"
+        shape[-1] //= 2
+    return Entry(code, tuple(shape), start, stop)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]} ..."
+
+
+def _is_indices(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each <= _MAX_INDEX for each in value)
+
+
+def _num_elements(shape: Sequence[int], limit: int) -> int:
+    """The product, or a number above the limit once it is passed: a hostile shape costs no time."""
+    if 0 in shape:
+        return 0
+    product = 1
+    for size in shape:
+        product *= size
+        if product > limit:
+            break
+    return product
+
+
+def _laid_out(entries: list[tuple[str, Entry]], data: int, size: int) -> dict[str, Entry]:
+    """The entries in the order of their bytes, counted from the start of the file, once these fill it exactly."""
+    entries.sort(key=lambda each: each[1][2:])
+    problems = []
+    end, before = 0, "the header"
+    laid = {}
+    for key, entry in entries:
+        if entry.start != end:
+            how = "overlaps" if entry.start < end else "leaves a hole after"
+            problems.append(f"tensor {key}: it starts at byte {entry.start:,} of the data and so {how} {before}")
+        end, before = max(end, entry.stop), key
+        laid[key] = entry._replace(start=data + entry.start, stop=data + entry.stop)
+    if data + end != size:
+        state = "truncated" if data + end > size else "grown"
+        problems.append(f"it has {size:,} bytes, but its header describes {data + end:,}: it is {state}")
+    if problems:
+        raise CheckpointError(*problems)
+    return laid

@@ -1,0 +1,221 @@
+"""Saving: what each rank holds becomes one save, which is there as a whole or not at all.
+
+[1] describe   every rank says what it holds; all decide alike who writes what, or refuse together
+[2] write      every rank its own file, straight from the tensors' memory, and makes it durable
+[3] report     checksums go to rank 0; a rank that failed makes all refuse
+[4] commit     rank 0 creates the manifest, which is the save
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+
+from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
+from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard, storing
+from shardwise.checkpoint.contents import BLOCK_BYTES
+from shardwise.checkpoint.held import Held, bytes_of, check_json, hold
+from shardwise.checkpoint.sharing import gather_texts, merge_settings, pack_pieces, unpack_pieces
+from shardwise.checkpoint.states import State
+from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.streaming import stream_whole
+from shardwise.checkpoint.transfers import row_major_bytes
+from shardwise.checkpoint.writing import Filling, Sink
+from shardwise.comm import Channel, default_channel
+from shardwise.comm.agreement import agree
+from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.space import Piece
+
+__all__ = ["Prepared", "Request", "prepare", "save", "write_pieces"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a caller asks to have saved, beside the state."""
+
+    extra: Mapping[str, Any]
+    step: int | None
+    file_layout: FileLayout
+    block_bytes: int = BLOCK_BYTES
+
+    @classmethod
+    def checked(cls, extra: Mapping[str, Any] | None, step: int | None, file_layout: FileLayout) -> "Request":
+        """Take over arguments of `save`; raises CheckpointError for what cannot be saved."""
+        extra = {} if extra is None else extra
+        check_json(extra, "extra")
+        if file_layout not in get_args(FileLayout):
+            raise CheckpointError(
+                f"layout {file_layout!r} was asked for; a save is laid out as {' or '.join(get_args(FileLayout))}"
+            )
+        if step is None and type(extra.get("step")) is int:
+            step = extra["step"]
+        return cls(extra=extra, step=step, file_layout=file_layout)
+
+    def text(self) -> bytes:
+        """What has to be equal on all ranks."""
+        return json.dumps([self.extra, self.step, self.file_layout, self.block_bytes], sort_keys=True).encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What is decided before a byte is written."""
+
+    attempt: Attempt
+    arrangement: Arrangement
+    description: Description
+    held: Held
+
+    def report(self, store: Store, rank: int) -> SaveReport:
+        """What `rank` tells its caller when all is done."""
+        return SaveReport(
+            location=f"{store.location}/{self.attempt.folder}".rstrip("/"),
+            step=self.description.step,
+            num_tensors=len(self.arrangement.tensors),
+            num_bytes=self.arrangement.num_bytes,
+            written_bytes=self.arrangement.file(rank).num_bytes if self.arrangement.file(rank).pieces else 0,
+        )
+
+
+def save(
+    path: Address,
+    state: State,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    layout: FileLayout = "pieces",
+    channel: Channel | None = None,
+) -> SaveReport:
+    """Save `state` as a new save in the folder `path`, which may hold others: they stay as they are.
+
+    path: a folder, an address of fsspec ("s3://bucket/run"), or a Store, that all ranks see.
+    state: tensors by name (plain or DTensor; plain ones are alike on all ranks), tensors by `Piece`, or an object with
+        `state()`, such as an engine or `TorchState(model, optimizer)`.
+    extra: JSON values to go with it; every rank gives the same.
+    step: by which it can be loaded later (default: `extra["step"]`, if that is a whole number).
+    layout: "pieces": each rank writes what it holds, replicas once; "whole": every tensor lies whole in one file.
+    channel: the ranks that hold the state together; all of them call this. Default: see `default_channel`.
+
+    The save becomes visible in one atomic act, after all ranks have written and flushed their files. Raises
+    CheckpointError, the same on all ranks, when it cannot be made; then older saves are untouched.
+    """
+    channel = channel if channel is not None else default_channel()
+    try:
+        return _save(channel, store_of(path), state, Request.checked(extra, step, layout))
+    except ShardwiseError:
+        raise
+    except BaseException as error:
+        channel.abort(f"{type(error).__name__} in a save: {error}")
+        raise
+
+
+def _save(
+    channel: Channel,
+    store: Store,
+    state: State,
+    request: Request,
+) -> SaveReport:
+    prepared = prepare(channel, store, state, request)
+    arrangement, attempt = prepared.arrangement, prepared.attempt
+    written = Written([])
+    refusal: ShardwiseError | None = None
+    name = attempt.folder + attempt.data_file(channel.rank)
+    file = arrangement.file(channel.rank)
+    streamed = False
+    try:
+        if file.pieces:
+            with storing(store, name, "written"), store.write(name, num_bytes=file.num_bytes) as writer:
+                filling = Filling(file, writer, block_bytes=prepared.description.block_bytes)
+                if request.file_layout == "whole":
+                    streamed = True
+                    stream_whole(channel, arrangement, prepared.held.tensors, filling)
+                else:
+                    write_pieces(file.pieces, prepared.held.tensors, filling)
+                filling.flush()
+            written = Written(filling.checksums)
+    except CheckpointError as error:
+        refusal = error
+    if request.file_layout == "whole" and not streamed:
+        stream_whole(channel, arrangement, prepared.held.tensors, None)
+    try:
+        reports = agree(channel, refusal, purpose="verdict on the files of a save", value=written.pack())
+        if channel.rank == 0:
+            parts = [
+                Written.unpack(report, arrangement.file(rank), prepared.description.block_bytes)
+                for rank, report in enumerate(reports)
+            ]
+            try:
+                commit(store, attempt, arrangement, parts, prepared.description)
+            except ShardwiseError as error:
+                refusal = error
+        agree(channel, refusal, purpose="verdict on the commit of a save")
+    except CheckpointError:  # all ranks refuse; after a lost peer nobody knows whether it was committed
+        discard(store, attempt, channel.rank)
+        raise
+    return prepared.report(store, channel.rank)
+
+
+def prepare(
+    channel: Channel,
+    store: Store,
+    state: State,
+    request: "Request",
+) -> Prepared:
+    """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse."""
+    refusal: ShardwiseError | None = None
+    held = Held(tensors={})
+    attempt: Attempt | None = None
+    try:
+        held = hold(state)
+        attempt = begin(store) if channel.rank == 0 else None
+    except ShardwiseError as error:
+        refusal = error
+    place = json.dumps([attempt.number, attempt.id]) if attempt else ""
+    requests = gather_texts(channel, request.text(), purpose="request of a save", refusal=refusal)
+    if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
+        raise MismatchError(
+            f"rank {different[0]} was called with other arguments than rank 0: extra, step and layout are "
+            f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0; make the same call on all"
+        )
+    number, name = json.loads(channel.exchange(place.encode(), purpose="place of a save")[0])
+    texts = gather_texts(channel, pack_pieces(list(held.tensors)), purpose="pieces of a save")
+    pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
+    facts = gather_texts(
+        channel, json.dumps([held.aliases, held.settings]).encode(), purpose="ties and settings of a save"
+    )
+    aliases: dict[str, str] = {}
+    for ties, _ in map(json.loads, dict.fromkeys(facts)):
+        aliases |= ties
+    settings = merge_settings([json.loads(text)[1] for text in dict.fromkeys(facts)])
+    by_rank = [[piece for piece in pieces_of[text] if piece.name not in aliases] for text in texts]
+    arrangement = arrange(by_rank, request.file_layout, block_bytes=request.block_bytes)
+    description = Description(
+        step=request.step,
+        layout=_layout_in_words(settings, channel.size),
+        block_bytes=request.block_bytes,
+        aliases=aliases,
+        settings=settings,
+        extra=request.extra,
+    )
+    return Prepared(
+        attempt=Attempt(number=number, id=name), arrangement=arrangement, description=description, held=held
+    )
+
+
+def write_pieces(pieces: Sequence[Piece], tensors: Mapping[Piece, torch.Tensor], sink: Sink) -> None:
+    """Fill a file with pieces out of the tensors that hold them, without a copy where they lie in plain CPU memory."""
+    by_box: dict[tuple[object, ...], list[Piece]] = {}
+    for held in tensors:
+        by_box.setdefault((held.name, held.offset, held.shape), []).append(held)
+    for piece in pieces:
+        # A replica that was cut is a part of what this rank holds.
+        alike = by_box[piece.name, piece.offset, piece.shape]
+        held = next(each for each in alike if each.elements.intersect(piece.elements) == piece.elements)
+        for chunk in row_major_bytes(piece, held, tensors[held]):
+            sink.write(bytes_of(chunk))
+
+
+def _layout_in_words(settings: Mapping[str, Any], num_ranks: int) -> str:
+    return str(settings.get("layout") or f"{num_ranks} rank{'s' if num_ranks > 1 else ''}")

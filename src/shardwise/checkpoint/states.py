@@ -1,0 +1,56 @@
+"""States: what can be saved and loaded, and how it becomes pieces with tensors."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+from shardwise.space import Piece
+
+__all__ = ["Restorable", "Restoration", "State", "Stateful"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that says which pieces this rank holds."""
+
+    def state(self) -> Mapping[Piece, torch.Tensor]:
+        """The pieces and their elements: views, in the piece's box shape or flat, row-major."""
+
+
+class Restoration(Protocol):
+    """A load that is about to happen. Nothing of the target has changed yet."""
+
+    @property
+    def wanted(self) -> Mapping[Piece, torch.Tensor]:
+        """What to read, and the tensors that take it."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Other names of wanted tensors (ties): alias -> name."""
+
+    @property
+    def accounted(self) -> Collection[str]:
+        """Stored names that are not wanted because the target makes them from others."""
+
+    @property
+    def findings(self) -> Sequence[str]:
+        """What of the stored settings does not fit the target; refuses the load unless it is `strict=False`."""
+
+    def finish(self) -> None:
+        """Make the values that were read the target's own. Called by all ranks together, once, after the last read."""
+
+
+@runtime_checkable
+class Restorable(Stateful, Protocol):
+    """A Stateful that knows more than tensors: an engine, or a model with its optimizers."""
+
+    def settings(self) -> dict[str, Any]:
+        """JSON values beside the tensors. Ranks may know different keys; keys that two know have equal values."""
+
+    def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> Restoration:
+        """Prepare to take over `stored` (every tensor as one piece) and `settings`, without changing anything."""
+
+
+State: TypeAlias = Mapping[str, torch.Tensor] | Mapping[Piece, torch.Tensor] | Stateful
+"""What `save` and `load` take: tensors (plain or DTensor) by name, tensors by piece, or an object with `state()`."""

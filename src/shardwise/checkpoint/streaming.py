@@ -1,0 +1,135 @@
+"""Streaming: every rank's pieces become whole tensors in the files of their writers, in bounded memory.
+
+All ranks go through the files in step, a window at a time: what a rank holds of another's window it sends there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.checkpoint.arrangement import Arrangement
+from shardwise.checkpoint.held import bytes_of, torch_dtype
+from shardwise.checkpoint.transfers import carry_out, message_bytes, pack, swap_messages, unpack
+from shardwise.checkpoint.writing import Sink
+from shardwise.comm import Channel
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Move, Piece, PieceIndex, moves
+
+__all__ = ["stream_whole"]
+
+WINDOW_BYTES = 16 << 20
+"""So much of its file a rank has in memory; with a message each way, three times as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Contribution:
+    """What one rank gives to a stretch of a writer's window."""
+
+    source_rank: int
+    source: Piece
+    target: Piece
+    move: Move
+
+
+def stream_whole(
+    channel: Channel, arrangement: Arrangement, tensors: Mapping[Piece, torch.Tensor], sink: Sink | None
+) -> None:
+    """Fill this rank's file with whole tensors; `tensors` are the pieces that it holds.
+
+    `sink` is None on a rank whose file cannot be written. It goes on sending, so that the others do not wait; so
+    does a rank whose file fails on the way, which raises the error (OSError) at the end.
+    """
+    sources = _Sources(arrangement)
+    windows = [list(_windows(arrangement.file(rank).pieces)) for rank in range(channel.size)]
+    failure: OSError | None = None
+    for turn in range(max(map(len, windows))):
+        current = [each[turn] if turn < len(each) else [] for each in windows]
+        window = _one_window(channel, sources, current, tensors)
+        if sink is not None and failure is None:
+            try:
+                sink.write(bytes_of(window))
+            except OSError as error:
+                failure = error
+    if failure is not None:
+        raise failure
+
+
+def _one_window(
+    channel: Channel,
+    sources: "_Sources",
+    windows: Sequence[Sequence[Piece]],
+    tensors: Mapping[Piece, torch.Tensor],
+) -> torch.Tensor:
+    """The bytes of this rank's window, which all ranks have helped to fill."""
+    mine = windows[channel.rank]
+    sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in mine]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+    parts = dict(zip(mine, buffer.split(sizes), strict=True)) if mine else {}
+    targets = {piece: part.view(torch_dtype(piece.dtype)) for piece, part in parts.items()}
+    given = {rank: sources.contributions(window, rank) for rank, window in enumerate(windows)}
+    awaited: dict[int, list[_Contribution]] = {}
+    for each in given[channel.rank]:
+        awaited.setdefault(each.source_rank, []).append(each)
+
+    def outgoing(rank: int) -> torch.Tensor:
+        return pack([(each.move, tensors[each.source]) for each in given[rank] if each.source_rank == channel.rank])
+
+    def incoming(rank: int) -> int:
+        return message_bytes((each.move, itemsize_bytes(each.target.dtype)) for each in awaited.get(rank, []))
+
+    def accept(rank: int, message: torch.Tensor) -> None:
+        parts = ((each.move, targets[each.target].dtype, targets[each.target]) for each in awaited[rank])
+        unpack(message, parts)
+
+    for each in awaited.get(channel.rank, []):
+        carry_out(each.move, tensors[each.source], targets[each.target])
+    swap_messages(channel, outgoing, incoming, accept, purpose="window of whole tensors")
+    return buffer
+
+
+class _Sources:
+    """Which rank gives which piece: the writer itself where it holds the piece, else holders in turn."""
+
+    def __init__(self, arrangement: Arrangement) -> None:
+        self._holders = arrangement.holders
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in arrangement.holders:
+            self._pieces.setdefault(piece.name, []).append(piece)
+        self._indexes: dict[str, PieceIndex] = {}
+
+    def contributions(self, window: Sequence[Piece], writer: int) -> list[_Contribution]:
+        """What fills the window of `writer`, and from which ranks, in the order of the window."""
+        found = []
+        for target in window:
+            pieces = self._pieces[target.name]
+            index = self._index(target.name)
+            for at in index.overlapping(target):
+                holders = self._holders[pieces[at]]
+                rank = writer if writer in holders else holders[at % len(holders)]
+                found += [_Contribution(rank, pieces[at], target, move) for move in moves(pieces[at], target)]
+        return found
+
+    def _index(self, name: str) -> PieceIndex:
+        if name not in self._indexes:
+            self._indexes[name] = PieceIndex(self._pieces[name])
+        return self._indexes[name]
+
+
+def _windows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The pieces of a file in stretches of at most WINDOW_BYTES; a piece is cut where a window ends."""
+    window: list[Piece] = []
+    room = WINDOW_BYTES
+    for piece in pieces:
+        itemsize = itemsize_bytes(piece.dtype)
+        start = 0
+        while start < piece.num_elements:
+            if room < itemsize:
+                yield window
+                window, room = [], WINDOW_BYTES
+            stop = min(piece.num_elements, start + room // itemsize)
+            window.append(Piece(name=piece.name, dtype=piece.dtype, global_shape=piece.global_shape, run=(start, stop)))
+            room -= (stop - start) * itemsize
+            start = stop
+    if window:
+        yield window

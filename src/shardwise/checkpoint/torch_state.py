@@ -1,0 +1,305 @@
+"""A plain, DDP or FSDP2 model and its torch optimizers as one state, with optimizer state under parameters' names."""
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.held import dtype_name
+from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
+from shardwise.errors import CheckpointError, OptimizerError
+from shardwise.plan.optimizer_entries import (
+    Entry,
+    LiveParameter,
+    has_updated,
+    names_without_elements,
+    plan_optimizers,
+    python_type,
+    python_types,
+    values_of,
+)
+from shardwise.plan.optimizer_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup, take_over
+from shardwise.space import Piece
+
+__all__ = ["TorchRestoration", "TorchState"]
+
+
+class TorchState:
+    """A model and its optimizers, to be saved and loaded by name: `save(path, TorchState(model, optimizer))`.
+
+    model: any module; what DistributedDataParallel and torch.compile put before names is left out, so that a wrapped
+    model and a plain one have the same names. optimizers: over parameters of the model; none: the model alone.
+    Parameters may be DTensors (FSDP2). State of parameters that are frozen now is left out. Raises OptimizerError for
+    optimizers of parameters that the model does not have.
+    """
+
+    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        _trained(_Tensors.of(model), optimizers)
+
+    def state(self) -> dict[Piece, torch.Tensor]:
+        """What this rank holds, as views: the tensors of `model.state_dict()` and `optimizer/<parameter>/<key>`.
+
+        Raises CheckpointError for entries of the state dict that are no parameters or buffers, and OptimizerError for
+        optimizer state that is neither a tensor nor a number.
+        """
+        tensors = _Tensors.of(self._model)
+        state = tensors.pieces()
+        for each in _trained(tensors, self._optimizers):
+            for name, key, value in each.values():
+                if isinstance(value, torch.Tensor):
+                    state.update(_pieces(f"optimizer/{name}/{key}", value))
+                elif value is not None:
+                    dtype = _torch_dtype(PYTHON_DTYPES[python_type(name, key, value)])
+                    state.update(_pieces(f"optimizer/{name}/{key}", torch.tensor(value, dtype=dtype)))
+        return state
+
+    def settings(self) -> dict[str, Any]:
+        """Ties and the optimizers' groups and settings, as JSON values."""
+        tensors = _Tensors.of(self._model)
+        optimizers = [each.named_with_state().to_json() for each in _trained(tensors, self._optimizers)]
+        return {"ties": tensors.ties, "optimizers": optimizers}
+
+    def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> "TorchRestoration":
+        """Prepare to take over a checkpoint, without changing anything; `load` calls it and does the rest.
+
+        stored: every tensor of the checkpoint as one piece. settings: as `settings` gave them, or an engine's; {} for
+        plain weights. Raises CheckpointError for settings that are not understood.
+        """
+        tensors = _Tensors.of(self._model)
+        return TorchRestoration(tensors, _trained(tensors, self._optimizers), stored, settings)
+
+
+class TorchRestoration:
+    """A load into a TorchState that is about to happen. Nothing has changed yet."""
+
+    def __init__(
+        self,
+        tensors: "_Tensors",
+        trained: Sequence["_Trained"],
+        stored: Mapping[str, Piece],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._trained = trained
+        self.aliases: Mapping[str, str] = tensors.ties
+        """Other names of wanted tensors (ties): alias -> name."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.by_name.items()}
+        self.accounted: Collection[str] = names_without_elements(shapes, tensors.ties, stored=stored, settings=settings)
+        """Names that are not read: tensors without elements."""
+        self.wanted: dict[Piece, torch.Tensor] = {
+            piece: part for piece, part in tensors.pieces().items() if piece.name not in self.accounted
+        }
+        """What to read, and the tensors that take it: those of the model, in place, and optimizer state."""
+        live = [parameter for each in trained for parameter in each.live()]
+        named = [each.named() for each in trained]
+        self._plan = plan_optimizers(named, live, tensors.ties, stored=stored, settings=settings)
+        self.findings: Sequence[str] = self._plan.findings
+        """What of the stored settings does not fit."""
+        self._taken: dict[str, dict[str, torch.Tensor]] = {}
+        for each in trained:
+            for name in each.parameters:
+                self._taken[name] = {}
+                for entry in self._plan.entries.get(name, ()):
+                    tensor = each.room_for(name, entry)
+                    self.wanted.update(_pieces(entry.whole.name, tensor))
+                    self._taken[name][entry.key] = tensor
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Give the optimizers the state and the settings that were read."""
+        for each, taken in zip(self._trained, self._plan.over.settings, strict=True):
+            for group, settings in zip(each.optimizer.param_groups, taken, strict=True):
+                take_over(group, settings)
+            for name, (parameter, _) in each.parameters.items() if self._plan.replaces_state else ():
+                each.optimizer.state.pop(parameter, None)
+                if state := self._plan.state_of(name, self._taken[name]):
+                    each.optimizer.state[parameter] = state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tensors:
+    """The parameters and persistent buffers of a model, each once."""
+
+    by_name: dict[str, torch.Tensor]
+    ties: dict[str, str]
+    name_of: dict[tuple[object, ...], str]
+    """By their places in memory."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Tensors":
+        registered = {_place(each) for each in [*model.parameters(), *model.buffers()]}
+        prefixes = _prefixes(model)
+        by_name: dict[str, torch.Tensor] = {}
+        ties: dict[str, str] = {}
+        name_of: dict[tuple[object, ...], str] = {}
+        for full_name, tensor in model.state_dict(keep_vars=True).items():
+            path, _, attribute = full_name.rpartition(".")
+            name = _prefix(path, prefixes) + attribute
+            if not isinstance(tensor, torch.Tensor) or _place(tensor) not in registered:
+                raise CheckpointError(
+                    f"{name!r} in model.state_dict() is neither a parameter nor a buffer of the model (a hook or "
+                    "get_extra_state() makes it), so that a load could not write to it; save the rest by name, and "
+                    "such values in extra"
+                )
+            first = name_of.setdefault(_place(tensor), name)
+            if first == name:
+                by_name[name] = tensor
+            else:
+                ties[name] = first
+        return cls(by_name=by_name, ties=ties, name_of=name_of)
+
+    def pieces(self) -> dict[Piece, torch.Tensor]:
+        """All of them that this rank has, as views."""
+        return {piece: part for name, tensor in self.by_name.items() for piece, part in _pieces(name, tensor)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trained:
+    """An optimizer and the names of its parameters."""
+
+    optimizer: torch.optim.Optimizer
+    groups: tuple[tuple[str, ...], ...]
+    """Names of trainable parameters."""
+    parameters: dict[str, tuple[torch.Tensor, dict[str, Any]]]
+    """Trainable parameters by name, with their groups."""
+    name_of: dict[torch.Tensor, str]
+    """Names of all parameters."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, names: Mapping[tuple[object, ...], str]) -> "_Trained":
+        held = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+        name_of = {parameter: names[place] for parameter, _ in held if (place := _place(parameter)) in names}
+        if foreign := [parameter for parameter, _ in held if parameter not in name_of]:
+            raise OptimizerError(
+                f"{len(foreign)} parameters of {type(optimizer).__name__} are not the model's, the first of shape "
+                f"{list(foreign[0].shape)}; give the model over whose parameters it was built"
+            )
+        return cls(
+            optimizer=optimizer,
+            groups=tuple(
+                tuple(name_of[each] for each in group["params"] if each.requires_grad)
+                for group in optimizer.param_groups
+            ),
+            parameters={name_of[each]: (each, group) for each, group in held if each.requires_grad},
+            name_of=name_of,
+        )
+
+    def named(self, *, plain: Mapping[str, str] | None = None, none: frozenset[str] = frozenset()) -> NamedOptimizer:
+        """Its kind, its groups and their settings."""
+        groups = zip(self.groups, self.optimizer.param_groups, strict=True)
+        return NamedOptimizer(
+            kind=type(self.optimizer).__name__,
+            groups=tuple(OptimizerGroup(parameters=names, settings=group) for names, group in groups),
+            plain=plain or {},
+            none=none,
+        )
+
+    def named_with_state(self) -> NamedOptimizer:
+        """Also which of its state is no tensor."""
+        python = [each for each in self.values() if not isinstance(each[2], torch.Tensor)]
+        return self.named(
+            plain=python_types(each for each in python if each[2] is not None),
+            none=frozenset(key for _, key, value in python if value is None),
+        )
+
+    def values(self) -> Iterator[tuple[str, str, Any]]:
+        """The state of its trainable parameters: (name of the parameter, key, value)."""
+        for name, key, value in values_of(type(self.optimizer).__name__, self.optimizer.state, self.name_of):
+            if name in self.parameters:
+                yield name, key, value
+
+    def live(self) -> Iterator[LiveParameter]:
+        """Its trainable parameters."""
+        for name, (parameter, _) in self.parameters.items():
+            has_state = has_updated(self.optimizer.state.get(parameter, {}))
+            dtype = dtype_name(parameter.dtype)
+            yield LiveParameter(name=name, shape=tuple(parameter.shape), dtype=dtype, has_state=has_state)
+
+    def room_for(self, name: str, entry: Entry) -> torch.Tensor:
+        """The live tensor where it can take the entry, else a fresh one, cut like the parameter."""
+        parameter, group = self.parameters[name]
+        dtype, shape = _torch_dtype(entry.whole.dtype), entry.whole.global_shape
+        live = self.optimizer.state.get(parameter, {}).get(entry.key)
+        if isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape)) == (dtype, shape) and _is_dense(live):
+            return live
+        if entry.along:
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        local = local_tensor(parameter) if is_dtensor(parameter) else parameter
+        return torch.zeros(shape, dtype=dtype, device="cpu" if entry.on_host(group) else local.device)
+
+
+def _trained(tensors: _Tensors, optimizers: Sequence[torch.optim.Optimizer]) -> list[_Trained]:
+    """The optimizers with the names of their parameters. Raises OptimizerError."""
+    trained = [_Trained.of(optimizer, tensors.name_of) for optimizer in optimizers]
+    names = [name for each in trained for group in each.groups for name in group]
+    if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set():
+        raise OptimizerError(
+            f"{min(twice)!r} is trained twice, by several optimizers or as several parameters that share its storage; "
+            "a checkpoint has one state for a parameter"
+        )
+    return trained
+
+
+def _prefixes(model: nn.Module) -> dict[str, str]:
+    """What to put before the tensors of each module: its path without the wrappers in it."""
+    prefixes: dict[str, str] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        parent, _, attribute = path.rpartition(".")
+        if not path:
+            prefixes[path] = ""
+        elif _wrapped(modules[parent]) is module:
+            prefixes[path] = prefixes[parent]
+        else:
+            prefixes[path] = f"{prefixes[parent]}{attribute}."
+    return prefixes
+
+
+def _prefix(path: str, prefixes: Mapping[str, str]) -> str:
+    """What to put before tensors at `path`, of which the last parts may be no modules but what hooks made of them."""
+    if path in prefixes:
+        return prefixes[path]
+    parent, _, attribute = path.rpartition(".")
+    return f"{_prefix(parent, prefixes)}{attribute}."
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The module inside of one that DistributedDataParallel, DataParallel or torch.compile made."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        inner: nn.Module = module.module
+        return inner
+    # Nobody can have compiled one before the module was imported, which takes long.
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return module.get_submodule("_orig_mod") if compiled is not None and isinstance(module, compiled) else None
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same elements in memory; what holds no memory is equal to itself only."""
+    local = local_tensor(tensor) if is_dtensor(tensor) else tensor
+    if local.numel() == 0:
+        return (id(tensor),)
+    return (local.data_ptr(), local.dtype, local.device, tuple(tensor.shape), tuple(local.shape), local.stride())
+
+
+def _pieces(name: str, tensor: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+    """What this rank has of a tensor, as views."""
+    if is_dtensor(tensor):
+        return local_pieces(name, tensor)
+    whole = Piece(name=name, dtype=dtype_name(tensor.dtype), global_shape=tuple(tensor.shape))
+    return [(whole, tensor.detach())]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether every element has a place of its own."""
+    local = local_tensor(tensor) if is_dtensor(tensor) else tensor
+    return local.is_contiguous()
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

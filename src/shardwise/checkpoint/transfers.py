@@ -1,0 +1,111 @@
+"""Transfers: carrying out moves between tensors, and between ranks as messages."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from shardwise.comm import Channel
+from shardwise.space import Move, Part, Piece, moves
+
+__all__ = ["carry_out", "message_bytes", "pack", "part_of", "row_major_bytes", "swap_messages", "unpack"]
+
+_BOUNCE_BYTES = 16 << 20
+"""So much of a tensor that is not plain CPU memory is copied at a time."""
+
+_ALIGNMENT_BYTES = 16
+"""Parts of a message start at multiples of the widest element, so that they can be viewed in any dtype."""
+
+
+def part_of(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:
+    """The part of a piece's tensor that a move of `shape` takes or fills: a view."""
+    box = tuple(slice(first, first + size) for first, size in zip(part.offset, shape, strict=True))
+    if tuple(tensor.shape) == part.block:
+        return tensor[box]
+    return tensor[part.start : part.start + math.prod(part.block)].view(part.block)[box]
+
+
+def carry_out(move: Move, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy; the target's dtype holds."""
+    part_of(target, move.target, move.shape).copy_(part_of(source, move.source, move.shape))
+
+
+def row_major_bytes(piece: Piece, held: Piece, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements of `piece`, which lies within `held`, as flat bytes on the CPU: views where the memory has them so.
+
+    The last chunk may be overwritten as soon as the next is asked for.
+    """
+    plain = tensor.resolve_conj().resolve_neg()
+    start, stop = piece.elements.start - held.elements.start, piece.elements.stop - held.elements.start
+    if plain.is_contiguous() and plain.device.type == "cpu":
+        yield plain.view(-1)[start:stop].view(torch.uint8)
+        return
+    step = _BOUNCE_BYTES // plain.element_size()
+    bounce = torch.empty(min(step, stop - start), dtype=plain.dtype)
+    first, last = piece.elements
+    for begin in range(first, last, step):
+        part = held.within(begin, min(begin + step, last))
+        chunk = bounce[: part.num_elements]
+        for move in moves(held, part):
+            carry_out(move, plain, chunk)
+        yield chunk.view(torch.uint8)
+
+
+def message_bytes(parts: Iterable[tuple[Move, int]]) -> int:
+    """Bytes of the message that holds what moves, each with the bytes of its element."""
+    return sum(_aligned(move.num_elements * itemsize) for move, itemsize in parts)
+
+
+def pack(parts: Sequence[tuple[Move, torch.Tensor]]) -> torch.Tensor:
+    """A message: what moves out of each tensor, one after the other."""
+    num_bytes = message_bytes((move, source.element_size()) for move, source in parts)
+    message = torch.empty(num_bytes, dtype=torch.uint8)
+    start = 0
+    for move, source in parts:
+        stop = start + move.num_elements * source.element_size()
+        taken = part_of(source, move.source, move.shape)
+        message[start:stop].view(source.dtype).view(move.shape).copy_(taken)
+        start += _aligned(stop - start)
+    return message
+
+
+def unpack(message: torch.Tensor, parts: Iterable[tuple[Move, torch.dtype, torch.Tensor]]) -> None:
+    """Put what `pack` took into the targets; the dtype is the source's."""
+    start = 0
+    for move, dtype, target in parts:
+        stop = start + move.num_elements * dtype.itemsize
+        part_of(target, move.target, move.shape).copy_(message[start:stop].view(dtype).view(move.shape))
+        start += _aligned(stop - start)
+
+
+def swap_messages(
+    channel: Channel,
+    outgoing: Callable[[int], torch.Tensor],
+    incoming: Callable[[int], int],
+    accept: Callable[[int, torch.Tensor], None],
+    *,
+    purpose: str,
+) -> None:
+    """Give every rank its message and take what the others have for this one.
+
+    outgoing(rank): the bytes for that rank, maybe none. incoming(rank): how many bytes it has for this one.
+    accept(rank, message): called with each message that is not empty. At any time there is one message each way in
+    memory; ranks go round in the same order, so that every send meets its receive.
+    """
+    for shift in range(1, channel.size):
+        destination, source = (channel.rank + shift) % channel.size, (channel.rank - shift) % channel.size
+        works = []
+        message = outgoing(destination)
+        if message.numel():
+            works.append(channel.send(message.to(channel.device), destination, purpose=purpose))
+        received = torch.empty(incoming(source), dtype=torch.uint8, device=channel.device)
+        if received.numel():
+            works.append(channel.receive(received, source, purpose=purpose))
+        for work in works:
+            work.wait()
+        if received.numel():
+            accept(source, received.cpu())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

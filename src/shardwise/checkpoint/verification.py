@@ -1,0 +1,151 @@
+"""Verification: every byte of a checkpoint against its checksum, and everything that is not as it was written."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.blocks import checksum, num_blocks
+from shardwise.checkpoint.contents import Contents, StoredPiece
+from shardwise.checkpoint.read_plan import Span
+from shardwise.checkpoint.reading import BatchReader, batches_of
+from shardwise.checkpoint.saves import list_saves, reason, strays
+from shardwise.checkpoint.sources import read_contents
+from shardwise.checkpoint.stores import Store
+from shardwise.errors import CheckpointError
+from shardwise.space import check_cover
+
+__all__ = ["VerifyReport", "verify"]
+
+_BATCH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What a verification found."""
+
+    location: str
+    """Path or address of the save."""
+    num_files: int
+    num_tensors: int
+    verified_bytes: int
+    """Bytes that were compared with checksums."""
+    findings: tuple[str, ...]
+    """Everything that is wrong with the save; empty when it is whole."""
+    notes: tuple[str, ...]
+    """What lies in the folder and is no part of a save: torn saves, files of attempts that were interrupted."""
+
+    @property
+    def good(self) -> bool:
+        """Whether the save is as it was written."""
+        return not self.findings
+
+
+def verify(
+    path: Address, *, step: int | None = None, progress: Callable[[int], None] = lambda num_bytes: None
+) -> VerifyReport:
+    """Read every byte of the newest save at `path` (or the newest of `step`) and compare it with what was written.
+
+    progress: called with the number of bytes after each batch. Memory stays bounded.
+    Raises CheckpointError when there is no save, its manifest is damaged, or it is of a format without checksums.
+    """
+    store = store_of(path)
+    contents = read_contents(store, step=step)
+    if not contents.verifiable:
+        raise CheckpointError(
+            f"{contents.location} is a {contents.format} checkpoint, which carries no checksums; convert it "
+            "(shardwise ckpt convert) to have them from then on"
+        )
+    stored = [piece for tensor in contents.tensors.values() for piece in tensor.pieces]
+    sound, findings = _sound_files(store, contents)
+    findings += check_cover(piece.piece for piece in stored)
+    held = {tensor.name for tensor in contents.tensors.values() if tensor.pieces}
+    findings += [
+        f"{tensor.name}: its {tensor.num_bytes} bytes are in no file"
+        for tensor in contents.tensors.values()
+        if tensor.name not in held and tensor.num_bytes
+    ]
+    verified_bytes = 0
+    for more, num_bytes in _damage(store, contents, [piece for piece in stored if piece.file in sound]):
+        findings += more
+        verified_bytes += num_bytes
+        progress(num_bytes)
+    return VerifyReport(
+        location=contents.location,
+        num_files=len(contents.file_sizes),
+        num_tensors=len(contents.tensors),
+        verified_bytes=verified_bytes,
+        findings=tuple(findings),
+        notes=tuple(_notes(store)),
+    )
+
+
+def _sound_files(store: Store, contents: Contents) -> tuple[set[str], list[str]]:
+    """Files that are there with the size that they should have; and what is wrong with the others, or with headers."""
+    sound: set[str] = set()
+    findings = []
+    for name, size in contents.file_sizes.items():
+        where = f"{store.location}/{name}"
+        try:
+            reader = store.open(name)
+        except OSError as error:
+            findings.append(f"{where} cannot be read: {reason(error)}; it holds {_tensors_in(contents, name)}")
+            continue
+        try:
+            if reader.size != size:
+                findings.append(
+                    f"{where} has {reader.size} bytes, but {size} were written; it holds {_tensors_in(contents, name)}"
+                )
+                continue
+            sound.add(name)
+            num_bytes, expected = contents.file_heads[name]
+            head = bytearray(num_bytes)
+            reader.read_into(memoryview(head), 0)
+            if checksum(memoryview(head)) != expected:
+                findings.append(
+                    f"{where} is damaged: bytes 0 to {num_bytes}, its safetensors header, do not have their checksum"
+                )
+        except (OSError, EOFError) as error:
+            findings.append(f"{where} cannot be read: {reason(error)}")
+        finally:
+            reader.close()
+    return sound, findings
+
+
+def _tensors_in(contents: Contents, file: str) -> str:
+    """Which tensors have pieces in a file, in few words."""
+    names = [name for name, tensor in contents.tensors.items() if any(piece.file == file for piece in tensor.pieces)]
+    shown = ", ".join(names[:3])
+    return f"pieces of {shown}" + (f" and {len(names) - 3} other tensors" if len(names) > 3 else "")
+
+
+def _damage(store: Store, contents: Contents, stored: list[StoredPiece]) -> Iterator[tuple[list[str], int]]:
+    """Batch by batch: damage that was found, and the bytes that were read."""
+    size = contents.block_bytes
+    stored = sorted(stored, key=lambda piece: (piece.file, piece.start))
+    spans = [Span(ordinal, 0, num_blocks(piece.num_bytes, size)) for ordinal, piece in enumerate(stored)]
+    reader = BatchReader(store, contents, stored, verify=True)
+    try:
+        for batch in batches_of(spans, stored, block_bytes=size, max_bytes=_BATCH_BYTES):
+            before = reader.read_bytes
+            try:
+                reader.read(batch)
+            except CheckpointError as error:
+                yield list(error.problems), 0
+            else:
+                yield [], reader.read_bytes - before
+    finally:
+        reader.close()
+
+
+def _notes(store: Store) -> Iterator[str]:
+    listing = list_saves(store)
+    for number in listing.torn:
+        yield f"save-{number:08d} is torn: {len(listing.files[number])} files of a save that was never committed"
+    for number in listing.committed:
+        try:
+            others = strays(store, listing, number)
+        except CheckpointError as error:
+            yield str(error)
+            continue
+        if others:
+            yield f"{', '.join(others)}: left by an attempt that was interrupted; no part of a save"

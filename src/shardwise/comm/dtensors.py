@@ -1,0 +1,149 @@
+"""DTensors: which pieces of the global tensor this rank holds, in torch's own words for it.
+
+Works with torch 2.11 to 2.13; whoever has no DTensor does not pay for the import of `torch.distributed.tensor`.
+"""
+
+import sys
+from collections.abc import Sequence
+from itertools import accumulate, product
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from shardwise.errors import CheckpointError
+from shardwise.space import Piece
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["is_dtensor", "local_pieces", "local_tensor"]
+
+_Stretch = tuple[int, int]
+"""Consecutive indices of one dim: the first, and the one after the last."""
+
+
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
+    """Whether a value is a DTensor."""
+    # Nobody can have made one before the module was imported.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def local_tensor(tensor: "DTensor") -> torch.Tensor:
+    """Return what this rank stores of a DTensor, outside of autograd; no elements outside of its mesh."""
+    with torch.no_grad():
+        return tensor.to_local().detach()
+
+
+def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor]]:
+    """Return the pieces of a DTensor that this rank holds, each with the part of the local tensor that holds it.
+
+    The parts are views in the shape of the piece's box, with any strides. Replicas have equal pieces. A rank outside
+    the mesh, or whose shard is empty, has none; one whose shard is strided (FSDP2 over tensor parallel) may have many.
+    A tensor without elements is one whole piece on every rank of the mesh.
+    Raises `CheckpointError` for summands (`Partial`), and for local tensors that are not what the placements say.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    _check_readable(name, tensor)
+    if coordinate is None:
+        return []
+    held: list[list[_Stretch]] = [[(0, size)] for size in tensor.shape]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined]
+            share = _share(placement, _length(held[dim]), tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim])
+            held[dim] = _selected(held[dim], share)
+    local = local_tensor(tensor)
+    lengths = tuple(_length(stretches) for stretches in held)
+    if tuple(local.shape) != lengths:
+        raise CheckpointError(
+            f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements}, which give this "
+            f"rank a local tensor of shape {lengths}, but it has {tuple(local.shape)}: make it with distribute_tensor"
+        )
+    if 0 in tensor.shape:  # its name shall not be lost
+        return [(_piece(name, tensor, None, None), local.new_empty(tensor.shape))]
+    return _boxed(name, tensor, local, held)
+
+
+def _check_readable(name: str, tensor: "DTensor") -> None:
+    unknown = [placement for placement in tensor.placements if not (placement.is_replicate() or _is_cut(placement))]
+    if unknown:
+        raise CheckpointError(
+            f"{name} is a DTensor with placement {unknown[0]}, which holds no elements of the tensor: call "
+            "redistribute() with Shard and Replicate placements first"
+        )
+    # Reading the order of cuts is the one use of a private attribute: torch has no public word for it, and cuts in
+    # another order than the placements' would put elements elsewhere without a trace.
+    for _, mesh_dims in getattr(tensor._spec, "shard_order", None) or ():
+        if list(mesh_dims) != sorted(mesh_dims):
+            raise CheckpointError(
+                f"{name} is a DTensor whose mesh dims cut it in the order {mesh_dims}: call redistribute() with "
+                "placements that cut in the order of the mesh first"
+            )
+
+
+def _is_cut(placement: Any) -> bool:
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def _share(placement: Any, size: int, num_parts: int, part: int) -> list[_Stretch]:
+    """The positions among `size` that a placement gives to `part` of `num_parts`, split by torch itself."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    shape = (1,) * placement.dim + (size,)
+    if not isinstance(placement, _StridedShard):
+        # Only lengths count, so that a tensor of one repeated element will do, however long the dim.
+        parts, _ = placement._split_tensor(
+            torch.empty(1).expand(shape), num_parts, with_padding=False, contiguous=False
+        )
+        stops = list(accumulate(each.size(placement.dim) for each in parts))
+        return [(stops[part - 1] if part else 0, stops[part])]
+    parts, _ = placement._split_tensor(torch.arange(size).view(shape), num_parts, with_padding=False, contiguous=False)
+    indices = parts[part].flatten()
+    breaks = (indices.diff() != 1).nonzero().flatten()
+    firsts = [*indices[:1].tolist(), *indices[breaks + 1].tolist()]
+    lasts = [*indices[breaks].tolist(), *indices[-1:].tolist()]
+    return [(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
+
+
+def _selected(held: Sequence[_Stretch], positions: Sequence[_Stretch]) -> list[_Stretch]:
+    """The indices at these positions of `held`; stretches that meet become one."""
+    selected: list[_Stretch] = []
+    for start, stop in positions:
+        passed = 0
+        for first, end in held:
+            low, high = max(start - passed, 0), min(stop - passed, end - first)
+            passed += end - first
+            if low >= high:
+                continue
+            if selected and selected[-1][1] == first + low:
+                selected[-1] = (selected[-1][0], first + high)
+            else:
+                selected.append((first + low, first + high))
+    return selected
+
+
+def _length(stretches: Sequence[_Stretch]) -> int:
+    return sum(stop - start for start, stop in stretches)
+
+
+def _boxed(
+    name: str, tensor: "DTensor", local: torch.Tensor, held: Sequence[Sequence[_Stretch]]
+) -> list[tuple[Piece, torch.Tensor]]:
+    """Every choice of one stretch per dim is a box, and lies in the local tensor where its stretches do."""
+    places = [accumulate((stop - start for start, stop in stretches), initial=0) for stretches in held]
+    choices = [list(zip(stretches, where, strict=False)) for stretches, where in zip(held, places, strict=True)]
+    pieces = []
+    for choice in product(*choices):
+        offset = tuple(start for (start, _), _ in choice)
+        shape = tuple(stop - start for (start, stop), _ in choice)
+        part = local[tuple(slice(at, at + size) for (_, at), size in zip(choice, shape, strict=True))]
+        pieces.append((_piece(name, tensor, offset, shape), part))
+    return pieces
+
+
+def _piece(name: str, tensor: "DTensor", offset: tuple[int, ...] | None, shape: tuple[int, ...] | None) -> Piece:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Piece(name=name, dtype=dtype, global_shape=tuple(tensor.shape), offset=offset, shape=shape)

@@ -1,0 +1,221 @@
+"""Which entries of optimizer state a checkpoint has for live parameters, and what they are to become.
+
+The state of a parameter is stored as `optimizer/<parameter>/<key>`; `optimizer/<parameter>/master` is its master.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import OptimizerError
+from shardwise.plan.optimizer_settings import PYTHON_DTYPES, NamedOptimizer, TakeOver, plan_take_over, stored_names
+from shardwise.space import Piece
+
+MASTER = "master"
+"""The key under which masters are stored; no state of an optimizer may have it."""
+
+NEVER_ALONG = frozenset({"step"})
+"""Keys that count updates: one number, though a parameter may have one element."""
+
+
+def values_of(
+    kind: str, state: Mapping[Any, Mapping[Any, Any]], name_of: Mapping[Any, str]
+) -> Iterator[tuple[str, str, Any]]:
+    """The state of a live optimizer as (name of the parameter, key, value).
+
+    Raises OptimizerError for state of what is no parameter in `name_of`, and for keys of which no name can be made.
+    """
+    for parameter, entries in state.items():
+        if (name := name_of.get(parameter)) is None:
+            shape = getattr(parameter, "shape", None)
+            what = repr(parameter) if shape is None else f"a parameter of shape {list(shape)}"
+            raise OptimizerError(
+                f"{kind} has state for {what}, which it was not given at first; a checkpoint keeps state under "
+                "the names of the model's parameters"
+            )
+        for key, value in entries.items():
+            if not isinstance(key, str) or "/" in key or key == MASTER:
+                raise OptimizerError(
+                    f"the optimizer's state of {name!r} has the key {key!r}; a checkpoint names it "
+                    f"optimizer/{name}/<key>, so that keys are strings without / and other than {MASTER!r}"
+                )
+            yield name, key, value
+
+
+def python_type(parameter: str, key: str, value: object) -> str:
+    """The name of the type of a Python value in an optimizer's state; raises OptimizerError unless it can be kept."""
+    name = type(value).__name__
+    if name not in PYTHON_DTYPES or (name == "int" and not -(1 << 63) <= value < 1 << 63):  # type: ignore[operator]
+        raise OptimizerError(
+            f"the optimizer's state {key!r} of {parameter!r} is {value!r:.80} ({name}); a checkpoint keeps tensors, "
+            "bool, int (of 64 bits), float and None"
+        )
+    return name
+
+
+def python_types(values: Iterable[tuple[str, str, Any]]) -> dict[str, str]:
+    """For each key the name of the type of its values, which are Python's: (name of the parameter, key, value).
+
+    Raises OptimizerError where parameters have values of several types.
+    """
+    types: dict[str, str] = {}
+    for parameter, key, value in values:
+        name = python_type(parameter, key, value)
+        if types.setdefault(key, name) != name:
+            raise OptimizerError(
+                f"the optimizer's state {key!r} is of type {name} for {parameter!r}, and of type {types[key]} for "
+                "other parameters; a checkpoint keeps one type for a key"
+            )
+    return types
+
+
+def has_updated(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter with this state was updated; Adagrad has state before its first update."""
+    step = state.get("step")
+    return bool(state) and (step is None or bool(step != 0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveParameter:
+    """A parameter that an optimizer trains here."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """The dtype in which the optimizer updates it."""
+    has_state: bool
+    """Whether it was updated already: whether its optimizer has state that would be lost."""
+    whole_keys: frozenset[str] = NEVER_ALONG
+    """Keys of state that is not cut along with the parameter, whatever its shape."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """An entry of optimizer state that a live parameter takes over."""
+
+    key: str
+    whole: Piece
+    """All of it, under the live parameter's name and in the dtype that it is to have here."""
+    along: bool
+    """Whether it has a number for each element of the parameter, and is cut like it."""
+    python: str | None
+    """The name of the type, where the optimizer holds it as a Python value."""
+
+    def on_host(self, group: Mapping[str, Any]) -> bool:
+        """Whether torch keeps it in the host's memory, given the settings of its group."""
+        return self.python is not None or (self.key == "step" and not (group.get("capturable") or group.get("fused")))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerRestoration:
+    """What live optimizers take over from a checkpoint."""
+
+    over: TakeOver
+    entries: Mapping[str, tuple[Entry, ...]]
+    """For each live parameter its state; nothing for one that has none in the checkpoint, or none that fits."""
+    replaces_state: bool
+    """Whether these entries are all the state there is afterwards; else the live state stays as it is."""
+    findings: tuple[str, ...]
+    """What does not fit."""
+
+    def state_of(self, name: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a live parameter, from the tensors of its entries; Python values as such, None where it was."""
+        known = self.over.source.get(name)
+        state: dict[str, Any] = dict.fromkeys(known[1].none if known is not None and tensors else ())
+        for entry in self.entries.get(name, ()):
+            tensor = tensors[entry.key]
+            state[entry.key] = tensor if entry.python is None else tensor.item()
+        return state
+
+
+def plan_optimizers(
+    live: Sequence[NamedOptimizer],
+    parameters: Sequence[LiveParameter],
+    ties: Mapping[str, str],
+    *,
+    stored: Mapping[str, Piece],
+    settings: Mapping[str, Any],
+) -> OptimizerRestoration:
+    """Find what a checkpoint has for live optimizers.
+
+    parameters: those whose state is held here, which may be some of those in the groups. ties: other names of live
+    parameters, alias -> name. stored: every tensor of the checkpoint as one piece. Raises CheckpointError for settings
+    that are not understood.
+    """
+    over = plan_take_over(live, ties, settings)
+    by_parameter = _entries_by_parameter(stored)
+    then = stored_names([each.name for each in parameters], ties, by_parameter, settings.get("ties", {}))
+    entries = {
+        each.name: tuple(_entries(each, by_parameter[then[each.name]], _held(stored, then[each.name]), over))
+        for each in parameters
+        if each.name in then and (each.name in over.source or not over.has_groups)
+    }
+    findings = list(over.findings)
+    knows_optimizers = over.has_groups or bool(by_parameter)
+    if not knows_optimizers and any(each.has_state for each in parameters):
+        findings.append(
+            "the checkpoint has no optimizer state, and the optimizer has updated already; load before the first "
+            "update, or keep the state that it has"
+        )
+    return OptimizerRestoration(
+        over=over,
+        entries={name: each for name, each in entries.items() if each},
+        replaces_state=knows_optimizers,
+        findings=tuple(findings),
+    )
+
+
+def names_without_elements(
+    shapes: Mapping[str, tuple[int, ...]],
+    ties: Mapping[str, str],
+    *,
+    stored: Mapping[str, Piece],
+    settings: Mapping[str, Any],
+) -> frozenset[str]:
+    """Names of live tensors without elements that a checkpoint has in the same shape, and its names of all they have.
+
+    There is nothing to read for them, and their dtype does not matter.
+    """
+    empty = [name for name, shape in shapes.items() if 0 in shape]
+    then = stored_names(empty, ties, stored, settings.get("ties", {}))
+    there = {name: then[name] for name in empty if name in then and stored[then[name]].global_shape == shapes[name]}
+    if not there:
+        return frozenset()
+    by_parameter = _entries_by_parameter(stored)
+    entries = {piece.name for name in there.values() for piece in by_parameter.get(name, {}).values()}
+    return frozenset({*there, *there.values(), *entries})
+
+
+def _entries_by_parameter(stored: Mapping[str, Piece]) -> dict[str, dict[str, Piece]]:
+    """For each parameter, by its name in the checkpoint, its state by key; masters are no state."""
+    found: dict[str, dict[str, Piece]] = {}
+    for name, piece in stored.items():
+        if name.startswith("optimizer/") and name.count("/") > 1:
+            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+            if key != MASTER:
+                found.setdefault(parameter, {})[key] = piece
+    return found
+
+
+def _held(stored: Mapping[str, Piece], then: str) -> Piece | None:
+    """A parameter of the checkpoint as its optimizer had it."""
+    return stored.get(f"optimizer/{then}/{MASTER}") or stored.get(then)
+
+
+def _entries(live: LiveParameter, found: Mapping[str, Piece], held: Piece | None, over: TakeOver) -> Iterator[Entry]:
+    if held is not None and held.global_shape != live.shape:
+        return  # whoever loads refuses the parameter itself
+    plain = over.source[live.name][1].plain if live.name in over.source else {}
+    for key, piece in found.items():
+        python = plain.get(key)
+        if piece.global_shape or PYTHON_DTYPES.get(python or "") != piece.dtype:
+            python = None  # other parameters have a Python value here, this one a tensor
+        along = python is None and piece.global_shape == live.shape and key not in live.whole_keys
+        # What the optimizer made in the parameter's dtype, it needs in the dtype that the parameter has now.
+        follows = held is not None and piece.dtype == held.dtype and (along or bool(piece.global_shape))
+        whole = Piece(
+            name=f"optimizer/{live.name}/{key}",
+            dtype=live.dtype if follows else piece.dtype,
+            global_shape=piece.global_shape,
+        )
+        yield Entry(key=key, whole=whole, along=along, python=python)

@@ -1,0 +1,270 @@
+"""What a checkpoint knows of optimizers beside their numbers, and how a live optimizer takes it over.
+
+Parameters are named, never counted: a parameter that was added, frozen or moved to another group is found and reported,
+and shifts nothing. The JSON form, for each optimizer:
+
+    {"kind": "AdamW",
+     "groups": [{"parameters": ["w", "b"], "settings": {"lr": 0.001, "betas": [0.9, 0.999]}}],
+     "plain": {"step": "int"},       state keys that are Python values, saved as 0-d tensors
+     "none": {"buffer": true}}       state keys that may be None, which is saved by leaving it out
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from shardwise.errors import CheckpointError
+
+PYTHON_DTYPES: Mapping[str, str] = MappingProxyType({"bool": "bool", "int": "int64", "float": "float64"})
+"""The dtype of the 0-d tensor that keeps a Python value of an optimizer's state, by the type's name."""
+
+_HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings that choose between implementations of one update: each run keeps its own."""
+
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""What torch's schedulers note in groups: optimizers never read it, and a scheduler may come after the load."""
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerGroup:
+    """A group of an optimizer."""
+
+    parameters: tuple[str, ...]
+    """Names of all that it trains, on whichever rank they are; frozen parameters are left out."""
+    settings: Mapping[str, Any]
+    """By torch's keys; values of a live optimizer, or of JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedOptimizer:
+    """An optimizer as a checkpoint sees it."""
+
+    kind: str
+    """The name of its class."""
+    groups: tuple[OptimizerGroup, ...]
+    plain: Mapping[str, str] = field(default_factory=dict)
+    """Keys of its state that hold Python values, and the name of their type."""
+    none: frozenset[str] = frozenset()
+    """Keys of its state under which a parameter may have None."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form; settings that JSON cannot hold (functions) and choices of implementation are left out."""
+        groups = [
+            {"parameters": list(group.parameters), "settings": settings_to_json(group.settings)}
+            for group in self.groups
+        ]
+        return {
+            "kind": self.kind,
+            "groups": groups,
+            "plain": dict(self.plain),
+            "none": dict.fromkeys(sorted(self.none), True),
+        }
+
+
+def stored_optimizers(settings: Mapping[str, Any]) -> tuple[NamedOptimizer, ...]:
+    """The optimizers in the settings of a checkpoint; none where nothing is said. Raises CheckpointError."""
+    try:
+        return tuple(
+            NamedOptimizer(
+                kind=each["kind"],
+                groups=tuple(
+                    OptimizerGroup(parameters=tuple(group["parameters"]), settings=dict(group["settings"]))
+                    for group in each["groups"]
+                ),
+                plain=dict(each.get("plain", {})),
+                none=frozenset(each.get("none", {})),
+            )
+            for each in settings.get("optimizers", [])
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's settings of optimizers are not understood ({type(error).__name__}: {error}); each is to "
+            "have a kind and groups, and each group parameters and settings"
+        ) from None
+
+
+def settings_to_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group that a checkpoint keeps, as JSON values."""
+    kept = {
+        key: _to_json(value)
+        for key, value in settings.items()
+        if key not in _HOW_NOT_WHAT and key not in ("params", "param_names")
+    }
+    return {key: value for key, value in kept.items() if value is not _MISSING}
+
+
+def _to_json(value: Any) -> Any:
+    """`_MISSING` for what JSON cannot hold. Numbers that are not finite become {"float": "inf"}: JSON has none."""
+    if hasattr(value, "tolist"):  # a tensor (a learning rate may be one), or a number of numpy
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        values = [_to_json(each) for each in value]
+        return _MISSING if any(each is _MISSING for each in values) else values
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return value if value is None or type(value) in (bool, int, float, str) else _MISSING
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_from_json(each) for each in value]
+    return float(value["float"]) if isinstance(value, Mapping) else value
+
+
+def take_over(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Put stored settings (JSON) into a live group: the same dict, tensors in place, tuples as tuples.
+
+    Schedulers hold the dict, and compiled steps the tensors.
+    """
+    for key, value in settings.items():
+        group[key] = _in_the_form_of(group.get(key), _from_json(value))
+
+
+def _in_the_form_of(live: Any, value: Any) -> Any:
+    if hasattr(live, "new_tensor"):
+        return live.copy_(live.new_tensor(value))
+    if not isinstance(value, list):
+        return value
+    old = live if isinstance(live, list | tuple) and len(live) == len(value) else [None] * len(value)
+    values = [_in_the_form_of(*pair) for pair in zip(old, value, strict=True)]
+    return values if isinstance(live, list) else tuple(values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakeOver:
+    """What a live model and its optimizers take over from the settings of a checkpoint."""
+
+    has_groups: bool
+    """Whether the checkpoint says which optimizer trained what; one of plain weights does not."""
+    settings: tuple[tuple[Mapping[str, Any], ...], ...]
+    """For each live optimizer and each of its groups."""
+    source: Mapping[str, tuple[str, NamedOptimizer]]
+    """For each live parameter that an optimizer of the same kind trained: its name then, and that optimizer."""
+    findings: tuple[str, ...]
+    """What does not fit."""
+
+
+def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], settings: Mapping[str, Any]) -> TakeOver:
+    """Find for each live group what the checkpoint says of its parameters.
+
+    ties: other names of live parameters, alias -> name. Raises CheckpointError for settings that are not understood.
+    """
+    stored = stored_optimizers(settings)
+    stored_ties: Mapping[str, str] = settings.get("ties", {})
+    places = {
+        name: (optimizer, group) for optimizer in stored for group in optimizer.groups for name in group.parameters
+    }
+    names = [name for optimizer in live for group in optimizer.groups for name in group.parameters]
+    then = stored_names(names, ties, places, stored_ties)
+    findings = _findings_of_parameters(names, ties, places, then) if places and live else []
+    taken = []
+    source: dict[str, tuple[str, NamedOptimizer]] = {}
+    for optimizer in live:
+        mine = [name for group in optimizer.groups for name in group.parameters if name in then]
+        others = [name for name in mine if places[then[name]][0].kind != optimizer.kind]
+        if others:
+            kinds = " and ".join(dict.fromkeys(places[then[name]][0].kind for name in others))
+            findings.append(
+                f"{optimizer.kind} trains {_listed(others)} here, which {kinds} trained when the checkpoint was saved; "
+                "build the same optimizer, or load without its state"
+            )
+        source |= {name: (then[name], places[then[name]][0]) for name in mine if name not in others}
+        for group in optimizer.groups:
+            sources = {name: places[then[name]][1].settings for name in group.parameters if name in source}
+            findings += _findings_of_group(optimizer.kind, group, sources)
+        taken.append(tuple(_settings_for(group, source, places) for group in optimizer.groups))
+    return TakeOver(has_groups=bool(places), settings=tuple(taken), source=source, findings=tuple(findings))
+
+
+def stored_names(
+    names: Sequence[str], ties: Mapping[str, str], stored: Mapping[str, Any], stored_ties: Mapping[str, str]
+) -> dict[str, str]:
+    """What the parameters `names` are called in `stored`, through the ties of both sides; without those not there."""
+    aliases: dict[str, list[str]] = {}
+    for alias, name in ties.items():
+        aliases.setdefault(name, []).append(alias)
+    found = {}
+    for name in names:
+        called = (name, *aliases.get(name, ()))
+        candidates = [*called, *(stored_ties[each] for each in called if each in stored_ties)]
+        if (first := next((each for each in candidates if each in stored), None)) is not None:
+            found[name] = first
+    return found
+
+
+def _findings_of_parameters(
+    names: Sequence[str], ties: Mapping[str, str], places: Mapping[str, Any], then: Mapping[str, str]
+) -> list[str]:
+    findings = []
+    if added := [name for name in names if name not in then]:
+        findings.append(
+            f"{len(added)} parameters are trained here that were not when the checkpoint was saved: {_listed(added)}; "
+            "freeze them, or let them start without optimizer state"
+        )
+    known = {*then.values(), *(alias for alias, name in ties.items() if name in then)}
+    if gone := [name for name in places if name not in known]:
+        findings.append(
+            f"{len(gone)} parameters were trained when the checkpoint was saved that are not here: {_listed(gone)}; "
+            "train them here too, or let their optimizer state go"
+        )
+    return findings
+
+
+def _findings_of_group(kind: str, group: OptimizerGroup, sources: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    if not sources:
+        return
+    what = f"the group of {kind} with {_listed(group.parameters)}"
+    here = settings_to_json(group.settings)
+    for key in dict.fromkeys(key for settings in sources.values() for key in settings):
+        first, *others = ((name, settings.get(key, _MISSING)) for name, settings in sources.items())
+        if other := next((each for each in others if each[1] != first[1]), None):
+            yield (
+                f"{what} was several groups when the checkpoint was saved: {key} is {_shown(first[1])} for "
+                f"{first[0]!r} and {_shown(other[1])} for {other[0]!r}; make the same groups"
+            )
+        elif key not in group.settings and key not in _OF_SCHEDULERS and key not in _HOW_NOT_WHAT:
+            yield f"{what} has no setting {key!r}, which the checkpoint has ({_shown(first[1])})"
+        elif hasattr(group.settings.get(key), "new_tensor") and not _alike(here.get(key), first[1]):
+            yield f"{what} has a tensor as {key!r}, and the checkpoint {_shown(first[1])}"
+    if unknown := [
+        key for key in here if key not in _OF_SCHEDULERS and not any(key in settings for settings in sources.values())
+    ]:
+        yield f"{what} has settings that the checkpoint does not have: {_listed(unknown)}"
+
+
+def _settings_for(group: OptimizerGroup, source: Mapping[str, Any], places: Mapping[str, Any]) -> dict[str, Any]:
+    """What the groups that the checkpoint has for these parameters say with one voice, and this group can take."""
+    sources = [places[source[name][0]][1].settings for name in group.parameters if name in source]
+    taken = {}
+    for key in dict.fromkeys(key for settings in sources for key in settings):
+        values = [settings.get(key, _MISSING) for settings in sources]
+        fits = not hasattr(live := group.settings.get(key), "new_tensor") or _alike(_to_json(live), values[0])
+        known = key in group.settings or key in _OF_SCHEDULERS
+        if known and fits and key not in _HOW_NOT_WHAT and all(value == values[0] for value in values):
+            taken[key] = values[0]
+    return taken
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether both are one number, or lists of so many."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_alike(*pair) for pair in zip(one, other, strict=True))
+    return _is_number(one) and _is_number(other)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Mapping) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is _MISSING else repr(_from_json(value))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    shown = ", ".join(map(repr, names[:3]))
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,169 @@
+"""Moves: what two pieces of one tensor share, as a few strided copies between their storages."""
+
+import math
+from dataclasses import dataclass
+from operator import add, sub
+
+from shardwise.errors import PlanError
+from shardwise.space.pieces import Piece
+from shardwise.space.runs import boxes_of_run
+
+__all__ = ["Move", "Part", "check_one_tensor", "moves", "reach"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box within a block: a stretch of a piece's storage, read as a row-major array of the shape `block`.
+
+    A piece without a run is always one block: `start` is 0 and `block` the piece's shape. So the part, of a shape that
+    its move says, is found in both forms of storage::
+
+        box = tuple(slice(first, first + size) for first, size in zip(part.offset, move.shape))
+        tensor[box]                                                          # of the piece's shape, any strides
+        flat[part.start : part.start + prod(part.block)].view(part.block)[box]     # flat, of all its elements
+
+    The first form is for pieces without a run only, the second for all.
+    """
+
+    start: int
+    """The element of the storage with which the block begins."""
+    block: tuple[int, ...]
+    """Shape of the block."""
+    offset: tuple[int, ...]
+    """Where in the block the part begins, per dim."""
+
+    @property
+    def first(self) -> int:
+        """The element of the storage with which the part begins."""
+        first = 0
+        for index, size in zip(self.offset, self.block, strict=True):
+            first = first * size + index
+        return self.start + first
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One copy: a box of a block of the source's storage becomes a box of a block of the target's."""
+
+    shape: tuple[int, ...]
+    """Of the box, the same in both. It has the dims of the tensor, or one dim where both sides are flat stretches."""
+    source: Part
+    target: Part
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements that move."""
+        return math.prod(self.shape)
+
+
+def moves(source: Piece, target: Piece) -> list[Move]:
+    """Return copies that bring every element which two pieces share from one storage to the other, each once.
+
+    They are in the order of both storages. A box that both have is one move, where `overlap` has a pair per row: there
+    are at most `(2 * ndim - 1) ** 2`, and only one when neither piece has a run, and when both are runs of one box or
+    of the tensor itself.
+    Raises `PlanError` for pieces of different tensors. The dtypes may differ.
+
+    >>> columns = Piece(name="w", dtype="float32", global_shape=(4, 8), offset=(0, 6), shape=(4, 2))
+    >>> moves(columns, Piece(name="w", dtype="float32", global_shape=(4, 8), run=(4, 32)))  # doctest: +ELLIPSIS
+    [Move(shape=(1, 2), source=Part(start=0, ...), target=Part(start=0, block=(1, 4), offset=(0, 2))), Move(...)]
+    """
+    check_one_tensor(source, target)
+    same_box = source.offset == target.offset and source.shape == target.shape
+    if same_box and source.run == target.run is None:
+        shape = source.shape
+        if 0 in shape:
+            return []
+        part = Part(0, shape, (0,) * len(shape))
+        return [Move(shape, part, part)]
+    if source.run is not None and target.run is not None:
+        if same_box:
+            return _flat_move(source.run, target.run)
+        a, b = reach(source), reach(target)
+        if a[1] - a[0] == source.run.num_elements and b[1] - b[0] == target.run.num_elements:
+            return _flat_move(a, b)
+    return _block_moves(source, target)
+
+
+def check_one_tensor(a: Piece, b: Piece) -> None:
+    """Raise `PlanError` unless both are pieces of one tensor."""
+    if a.name != b.name or a.global_shape != b.global_shape:
+        raise PlanError(
+            f"pieces of one tensor can overlap, but these are of {a.name} with shape {a.global_shape} "
+            f"and {b.name} with shape {b.global_shape}"
+        )
+
+
+def reach(piece: Piece) -> tuple[int, int]:
+    """Return the shortest run of the tensor, as (start, stop), in which the piece lies; (0, 0) if it has no elements.
+
+    The piece is one stretch of the tensor exactly when this run has as many elements as the piece.
+    """
+    if piece.run is None:
+        if 0 in piece.shape:
+            return 0, 0
+        first = last = 0
+        for whole, start, size in zip(piece.global_shape, piece.offset, piece.shape, strict=True):
+            first = first * whole + start
+            last = last * whole + start + size - 1
+        return first, last + 1
+    first_left, stop = piece.run
+    if first_left == stop:
+        return 0, 0
+    if piece.shape == piece.global_shape:
+        return first_left, stop
+    last_left = stop - 1
+    first = last = 0
+    stride = 1
+    for whole, start, size in zip(piece.global_shape[::-1], piece.offset[::-1], piece.shape[::-1], strict=True):
+        first_left, index = divmod(first_left, size)
+        first += (start + index) * stride
+        last_left, index = divmod(last_left, size)
+        last += (start + index) * stride
+        stride *= whole
+    return first, last + 1
+
+
+def _flat_move(source: tuple[int, int], target: tuple[int, int]) -> list[Move]:
+    """The one move between two storages that are runs of one and the same sequence of elements."""
+    start, stop = max(source[0], target[0]), min(source[1], target[1])
+    if start >= stop:
+        return []
+    shape = (stop - start,)
+    return [Move(shape, Part(start - source[0], shape, (0,)), Part(start - target[0], shape, (0,)))]
+
+
+_Block = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Where in the storage a block begins, its shape, and its first index in the tensor."""
+
+
+def _blocks(piece: Piece) -> list[_Block]:
+    """The boxes of a piece, each a stretch of its storage, in order."""
+    if piece.run is None:
+        return [(0, piece.shape, piece.offset)]
+    blocks = []
+    start = 0
+    for box in boxes_of_run(piece.shape, piece.run):
+        blocks.append((start, box.shape, tuple(map(add, box.offset, piece.offset))))
+        start += math.prod(box.shape)
+    return blocks
+
+
+def _block_moves(source: Piece, target: Piece) -> list[Move]:
+    """Intersect every block of the one with every block of the other.
+
+    Blocks follow one another in row-major order of the tensor's indices, whatever the boxes: so do their intersections,
+    which is the order of both storages.
+    """
+    found = []
+    sources = _blocks(source)
+    for target_start, target_block, target_offset in _blocks(target):
+        target_stop = tuple(map(add, target_offset, target_block))
+        for source_start, source_block, source_offset in sources:
+            low = tuple(map(max, source_offset, target_offset))
+            shape = tuple(map(sub, map(min, map(add, source_offset, source_block), target_stop), low))
+            if min(shape, default=1) > 0:
+                source_part = Part(source_start, source_block, tuple(map(sub, low, source_offset)))
+                target_part = Part(target_start, target_block, tuple(map(sub, low, target_offset)))
+                found.append(Move(shape, source_part, target_part))
+    return found

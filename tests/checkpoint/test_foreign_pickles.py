@@ -1,0 +1,43 @@
+"""Pickles are parsed to the values that pickle loads, and never run."""
+
+import contextlib
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.checkpoint.foreign.pickles import parse
+from shardwise.errors import CheckpointError
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.text(), st.integers()), inner, max_size=4)
+        | st.sets(st.integers(), max_size=4)
+        | st.frozensets(st.text(), max_size=4)
+    ),
+)
+
+
+@given(plain, st.integers(4, 5))
+def test_plain_values_are_parsed_as_pickle_loads_them(value: object, protocol: int) -> None:
+    data = pickle.dumps([value, value], protocol=protocol)
+    parsed = parse(data, lambda module, name: False)
+    assert repr(parsed) == repr(pickle.loads(data))
+    assert parsed[0] is parsed[1] or value in ((), "", b"", frozenset()) or isinstance(value, int | float | str | bytes)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
+    with contextlib.suppress(CheckpointError):
+        parse(data, lambda module, name: True)
+
+
+def test_an_absurd_place_in_the_memo_or_length_costs_nothing() -> None:
+    assert parse(b"N" + b"r\xff\xff\xff\xff" + b".", lambda module, name: False) is None
+    for code in (b"\x8d", b"\x8e"):
+        with pytest.raises(CheckpointError, match="damaged"):
+            parse(code + b"\xff" * 8, lambda module, name: False)

@@ -1,0 +1,391 @@
+"""LocalStore: what is particular to a folder of a file system, above all what is there after something went wrong."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.checkpoint.local import LocalStore
+from tests.contracts.store_cases import content, put, read
+
+NUM_PROCESSES, NUM_ROUNDS = 4, 50
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def failing(number: int) -> Callable[..., None]:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def files_under(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def _create_in_turns(folder: str, process: int, barrier: Barrier, hard_links: bool) -> None:
+    if not hard_links:
+        os.link = failing(errno.EPERM)
+    won = []
+    for turn in range(NUM_ROUNDS):
+        barrier.wait(60)
+        try:
+            LocalStore(folder).create(f"save-{turn}/manifest", content(5000, seed=process))
+            won.append(turn)
+        except FileExistsError:
+            continue
+    Path(folder, f"won-{process}").write_text(json.dumps(won))
+
+
+def _die_at(name: str, folder: str) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if name == "rename":
+        os.link = failing(errno.EPERM)
+    setattr(os, name, die)
+    LocalStore(folder).create("save/manifest", b"from the dead")
+
+
+def started(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["tests.checkpoint.test_local"])
+    process = server.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_one_of_many_processes_creates_a_name(hard_links: bool, tmp_path: Path) -> None:
+    barrier = multiprocessing.get_context("forkserver").Barrier(NUM_PROCESSES)
+    processes = [
+        started(_create_in_turns, str(tmp_path), process, barrier, hard_links) for process in range(NUM_PROCESSES)
+    ]
+    for each in processes:
+        each.join(90)
+        assert each.exitcode == 0
+    won = [json.loads((tmp_path / f"won-{process}").read_text()) for process in range(NUM_PROCESSES)]
+    assert sorted(turn for turns in won for turn in turns) == list(range(NUM_ROUNDS))
+    for process, turns in enumerate(won):
+        for turn in turns:
+            assert read(LocalStore(tmp_path), f"save-{turn}/manifest") == content(5000, seed=process)
+    assert [path.name for path in tmp_path.glob("save-*/*")] == ["manifest"] * NUM_ROUNDS
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("call", "left"), [("link", ["new"]), ("rename", ["new", "lock"])])
+def test_a_creator_that_dies_leaves_only_what_can_be_deleted_and_blocks_nobody(
+    call: str, left: list[str], store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = started(_die_at, call, store.location)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    strays = list(store.names())
+    assert sorted(stray.rpartition(".")[2] for stray in strays) == sorted(left)
+    assert all(stray.startswith("save/.manifest.") for stray in strays)
+    if call == "rename":
+        monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    store.create("save/manifest", b"from the living")
+    assert read(store, "save/manifest") == b"from the living"
+    for stray in store.names():
+        if stray.startswith("save/."):
+            store.delete(stray)
+    assert list(store.names()) == ["save/manifest"]
+
+
+def test_short_reads_and_writes_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, preadv = os.write, os.preadv
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, start: preadv(descriptor, [buffers[0][:5]], start))
+    put(store, "written", content(100), chunk_bytes=40)
+    store.create("created", content(100))
+    assert read(store, "written") == read(store, "created") == content(100)
+    assert read(store, "written", 13, 29) == content(100)[13:42]
+
+
+def test_a_full_disk_shows_before_the_first_byte(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+    with pytest.raises(OSError, match=r"No space left on device: '.*/store/save/data'"):
+        store.write("save/data", num_bytes=10).__enter__()
+    assert files_under(tmp_path) == ["store"]
+
+
+def test_a_disk_that_fills_while_writing_is_named_and_freed(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "write", failing(errno.ENOSPC))
+    with pytest.raises(OSError, match=r"No space left on device: '.*/store/save/data'"):
+        put(store, "save/data", b"12345")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/store/save/manifest'"):
+        store.create("save/manifest", b"12345")
+    assert files_under(tmp_path) == ["store"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_file_systems_that_reserve_no_room_are_written_all_the_same(
+    number: int, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", failing(number))
+    put(store, "file", content(100))
+    assert read(store, "file") == content(100)
+
+
+def test_the_room_of_a_file_is_taken_when_it_begins(store: LocalStore) -> None:
+    with store.write("file", num_bytes=1 << 20) as writer:
+        status = os.stat(f"{store.location}/file")
+        assert (status.st_size, status.st_blocks * 512 >= 1 << 20) == (1 << 20, True)
+        writer.write(memoryview(bytes(1 << 20)))
+
+
+class Syncs:
+    """Records what is synced, in order: the names of the files and folders."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.paths: list[str] = []
+        sync = os.fsync
+
+        def record(descriptor: int) -> None:
+            self.paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", record)
+
+
+def test_a_written_file_is_synced_before_the_folders_that_lead_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncs = Syncs(monkeypatch)
+    put(LocalStore(tmp_path / "x/store"), "a/b/file", b"12345")
+    expected = ["x/store/a/b/file", "x/store/a/b", "x/store/a", "x/store", "x", "."]
+    assert syncs.paths == [str(tmp_path / path) for path in expected]
+    syncs.paths.clear()
+    put(LocalStore(tmp_path / "x/store"), "a/b/other", b"12345")
+    # Its folders may be a moment old, made by a process that has not synced them yet.
+    assert syncs.paths == [str(tmp_path / f"x/store{path}") for path in ("/a/b/other", "/a/b", "/a", "")]
+
+
+def test_a_created_file_is_synced_before_it_has_its_name(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncs = Syncs(monkeypatch)
+    link = os.link
+
+    def record(hidden: str, path: str) -> None:
+        assert syncs.paths == [hidden]
+        link(hidden, path)
+        syncs.paths.append(f"named {path}")
+
+    monkeypatch.setattr(os, "link", record)
+    store.create("save/manifest", b"12345")
+    folder = f"{store.location}/save"
+    assert syncs.paths[1:] == [f"named {folder}/manifest", folder, store.location, str(tmp_path)]
+
+
+def test_what_is_deleted_first_is_gone_for_good_first(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.create("save/manifest", b"12345")
+    store.create("save/data", b"12345")
+    syncs = Syncs(monkeypatch)
+    store.delete("save/manifest")
+    assert syncs.paths == [f"{store.location}/save"]
+
+
+def test_folders_that_cannot_be_synced_are_tolerated_but_failing_disks_are_not(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, number = os.fsync, errno.EINVAL
+
+    def refuse_folders(descriptor: int) -> None:
+        if os.path.isdir(descriptor):
+            failing(number)()
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    put(store, "file", b"12345")
+    store.create("other", b"12345")
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        store.create("third", b"12345")
+
+
+def test_a_file_that_cannot_be_synced_is_not_left_behind(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    with pytest.raises(OSError, match=r"Input/output error: '.*/save/data'"):
+        put(store, "save/data", b"12345")
+    with pytest.raises(OSError, match=r"Input/output error: '.*/save/manifest'"):
+        store.create("save/manifest", b"12345")
+    assert files_under(tmp_path) == ["store"]
+
+
+@pytest.mark.parametrize(("error", "left"), [(ZeroDivisionError, []), (KeyboardInterrupt, ["save", "save/data"])])
+def test_an_error_takes_the_parts_away_and_an_interruption_does_not_wait_for_that(
+    error: type[BaseException], left: list[str], store: LocalStore
+) -> None:
+    def stop_half_way() -> None:
+        with store.write("save/data", num_bytes=100) as writer:
+            writer.write(memoryview(content(60)))
+            raise error
+
+    with pytest.raises(error):
+        stop_half_way()
+    assert files_under(Path(store.location)) == left
+
+
+def test_no_descriptor_stays_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.listdir("/proc/self/fd")
+    put(store, "save/data", content(100))
+    store.create("save/manifest", content(100))
+    read(store, "save/data")
+    for error in (ZeroDivisionError, KeyboardInterrupt):
+        context = store.write("save/torn", num_bytes=100)
+        context.__enter__()
+        context.__exit__(error, error(), None)
+        store.delete("save/torn")
+    with pytest.raises(IsADirectoryError):
+        store.open("save")
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    store.create("save/other", content(100))
+    acts = {"put": partial(put, store, "save/failed", b"1"), "create": partial(store.create, "save/failed", b"1")}
+    for call, act in product(("posix_fallocate", "write", "fsync", "link"), acts):
+        if (call, act) not in (("posix_fallocate", "create"), ("link", "put")):  # which do not call it
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, failing(errno.EIO))
+                with pytest.raises(OSError, match="Input/output error"):
+                    acts[act]()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_link_whose_answer_was_lost_is_known_by_its_file(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def link_twice(hidden: str, path: str) -> None:
+        link(hidden, path)
+        link(hidden, path)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    store.create("manifest", b"mine")
+    assert list(store.names()) == ["manifest"]
+
+
+def test_a_cleanup_that_takes_the_hidden_file_does_not_stop_its_creator(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+    taken: list[str] = []
+
+    def clean_up_first(hidden: str, path: str) -> None:
+        if len(taken) < 3:
+            taken.append(hidden)
+            store.delete(os.path.relpath(hidden, store.location))
+            assert files_under(tmp_path) == ["store"]
+        link(hidden, path)
+
+    monkeypatch.setattr(os, "link", clean_up_first)
+    store.create("save/manifest", b"mine")
+    assert len(set(taken)) == 3
+    assert read(store, "save/manifest") == b"mine"
+
+
+def test_a_lock_whose_file_the_last_holder_removed_is_taken_anew(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, take = f"{store.location}/save/.manifest.lock", fcntl.flock
+    files_exist: list[bool] = []
+
+    def take_after_its_removal(descriptor: int, operation: int) -> None:
+        if not files_exist:
+            os.unlink(lock)
+        files_exist.append(os.path.exists(lock))
+        take(descriptor, operation)
+
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    monkeypatch.setattr(fcntl, "flock", take_after_its_removal)
+    store.create("save/manifest", b"mine")
+    assert files_exist == [False, True]
+    assert list(store.names()) == ["save/manifest"]
+
+
+def test_a_file_system_with_neither_links_nor_locks_refuses_to_create(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
+    with pytest.raises(OSError, match=r"No locks available: '.*/save/manifest'"):
+        store.create("save/manifest", b"mine")
+    assert not any(path.endswith(("manifest", "new")) for path in files_under(tmp_path))
+
+
+def test_folders_go_with_their_last_file_but_the_store_stays(store: LocalStore, tmp_path: Path) -> None:
+    store.create("a/b/c/x", b"x")
+    store.create("a/y", b"y")
+    store.delete("a/b/c/x")
+    assert files_under(tmp_path) == ["store", "store/a", "store/a/y"]
+    store.delete("a/y")
+    assert files_under(tmp_path) == ["store"]
+
+
+def test_permissions_follow_the_umask(store: LocalStore) -> None:
+    before = os.umask(0o027)
+    try:
+        put(store, "folder/written", b"x")
+        store.create("folder/created", b"x")
+    finally:
+        os.umask(before)
+    modes = [os.stat(f"{store.location}/{name}").st_mode & 0o777 for name in ("folder", *store.names())]
+    assert modes == [0o750, 0o640, 0o640]
+
+
+def test_a_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = LocalStore("runs")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.create("file", b"x")
+    assert store.location == f"{tmp_path}/runs"
+    assert files_under(tmp_path) == ["elsewhere", "runs", "runs/file"]
+
+
+def test_links_to_files_are_files_and_links_to_folders_are_not_entered(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/1").write_bytes(b"linked")
+    store.create("snapshot/real", b"real")
+    folder = Path(store.location, "snapshot")
+    (folder / "link").symlink_to(tmp_path / "blobs/1")
+    (folder / "dangling").symlink_to(tmp_path / "blobs/2")
+    (folder / "around").symlink_to(folder)
+    (folder / "blobs").symlink_to(tmp_path / "blobs")
+    assert list(store.names()) == ["snapshot/dangling", "snapshot/link", "snapshot/real"]
+    assert read(store, "snapshot/link") == b"linked"
+    with pytest.raises(FileExistsError):
+        put(store, "snapshot/dangling", b"x")
+    with pytest.raises(FileExistsError):
+        store.create("snapshot/dangling", b"x")
+    store.delete("snapshot/link")
+    assert (tmp_path / "blobs/1").read_bytes() == b"linked"
+
+
+def test_a_file_in_the_place_of_the_store_is_not_an_empty_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    store = LocalStore(tmp_path / "file")
+    for act in (store.names, partial(store.create, "x", b"x"), partial(put, store, "x", b"x")):
+        with pytest.raises(NotADirectoryError, match="file"):
+            act()

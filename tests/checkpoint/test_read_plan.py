@@ -1,0 +1,358 @@
+"""Reads that ranks plan alone, against a count of every block and every element."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.checkpoint.contents import StoredPiece
+from shardwise.checkpoint.read_plan import ReadPlan, Span, Wanted, exact_ranges, missing, plan_reads
+from shardwise.plan import Ownership, Parameter, Sharding, plan_ownership
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Box, Layout, Mesh, Move, Part, Piece, Shard
+from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, shapes
+
+proven: Callable[[Any], Any] = settings(deadline=None, max_examples=100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    stored: list[StoredPiece]
+    wanted: list[list[Wanted]]
+    readers: frozenset[int]
+    block_bytes: int
+
+    def plan(self, rank: int) -> ReadPlan:
+        return plan_reads(self.stored, self.wanted, rank, block_bytes=self.block_bytes, readers=self.readers)
+
+    def plans(self) -> list[ReadPlan]:
+        return [self.plan(rank) for rank in range(len(self.wanted))]
+
+    def elements_of_span(self, span: Span) -> list[int]:
+        """The elements of the tensor that the span has, in the order of its bytes."""
+        piece = self.stored[span.ordinal].piece
+        per_block = self.block_bytes // itemsize_bytes(piece.dtype)
+        return elements_of_piece(piece)[span.first_block * per_block : span.last_block * per_block]
+
+    def needers_of_blocks(self) -> dict[tuple[int, int], set[int]]:
+        """Who needs each block (ordinal, block) that anybody needs, found element by element."""
+        needers: dict[tuple[int, int], set[int]] = {}
+        for ordinal, stored in enumerate(self.stored):
+            per_block = self.block_bytes // itemsize_bytes(stored.piece.dtype)
+            block_of = {element: at // per_block for at, element in enumerate(elements_of_piece(stored.piece))}
+            for rank, wants in enumerate(self.wanted):
+                for want in wants:
+                    if want.tensor == stored.piece.name:
+                        for element in elements_of_piece(want.piece):
+                            if element in block_of:
+                                needers.setdefault((ordinal, block_of[element]), set()).add(rank)
+        return needers
+
+
+def stored_in_files(pieces: Sequence[Piece], num_files: int = 1) -> list[StoredPiece]:
+    """The pieces one after the other in files, by turns."""
+    ends = [0] * num_files
+    stored = []
+    for at, piece in enumerate(pieces):
+        file = at % num_files
+        stored.append(StoredPiece(piece=piece, file=f"file{9 - file}", start=ends[file], checksums=None))
+        ends[file] += stored[-1].num_bytes
+    return stored
+
+
+@st.composite
+def disjoint_pieces(draw: st.DrawFn, name: str, dtype: str, shape: Shape) -> list[Piece]:
+    """Pieces with elements that are cut from a tensor, and mostly make it up; in any order."""
+    todo = [Box((0,) * len(shape), shape)]
+    pieces: list[Piece] = []
+    while todo:
+        box = todo.pop()
+        dim = draw(st.integers(-2, len(shape) - 1))
+        if dim >= 0 and len(todo) + len(pieces) < 8:
+            at = draw(st.integers(0, box.shape[dim]))
+            sizes = [
+                tuple(n if d == dim else size for d, size in enumerate(box.shape)) for n in (at, box.shape[dim] - at)
+            ]
+            after = tuple(start + at * (d == dim) for d, start in enumerate(box.offset))
+            todo += [Box(box.offset, sizes[0]), Box(after, sizes[1])]
+            continue
+        at = draw(st.integers(0, box.num_elements))
+        runs = draw(st.sampled_from([(None,), ((0, at), (at, box.num_elements))]))
+        pieces += [
+            Piece(name=name, dtype=dtype, global_shape=shape, offset=box.offset, shape=box.shape, run=run)
+            for run in runs
+        ]
+    pieces = [piece for piece in draw(st.permutations(pieces)) if piece.num_elements]
+    return pieces[draw(st.sampled_from([0, 0, 0, 1])) :]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    pieces: list[Piece] = []
+    tensors: dict[str, Shape] = {}
+    for name in ("w", "optimizer/w/master", "step")[: draw(st.integers(1, 3))]:
+        tensors[name] = draw(shapes().filter(lambda shape: 0 not in shape))
+        dtype = draw(st.sampled_from(["int8", "bfloat16", "float32", "complex64"]))
+        pieces += draw(disjoint_pieces(name, dtype, tensors[name]))
+    stored = stored_in_files(pieces, draw(st.integers(1, 3)))
+    known = sorted({piece.name for piece in pieces})
+    wanted: list[list[Wanted]] = []
+    for _ in range(draw(st.integers(1, 6))):
+        if len(wanted) > 0 and draw(st.booleans()):
+            wanted.append(wanted[draw(st.integers(0, len(wanted) - 1))])  # a replica
+            continue
+        names = draw(st.lists(st.sampled_from(known), max_size=4)) if known else []
+        held = [(draw(pieces_of(tensors[name], draw(st.sampled_from([name, "other"])))), name) for name in names]
+        wanted.append([Wanted(piece, name) for piece, name in held if piece.num_elements])
+    ranks = st.integers(0, len(wanted) - 1)
+    readers = set(range(len(wanted))) if draw(st.booleans()) else draw(st.sets(ranks, min_size=1))
+    block_bytes = draw(st.sampled_from([8, 16, 24, 64, 4096]))
+    return Case(stored=stored, wanted=wanted, readers=frozenset(readers), block_bytes=block_bytes)
+
+
+@proven
+@given(cases())
+def test_every_needed_block_is_read_once_by_a_reader_that_needs_it_and_no_other_block(case: Case) -> None:
+    needers = case.needers_of_blocks()
+    reader_of: dict[tuple[int, int], int] = {}
+    for rank, plan in enumerate(case.plans()):
+        for span in plan.reads:
+            for block in range(span.first_block, span.last_block):
+                assert (span.ordinal, block) not in reader_of
+                reader_of[span.ordinal, block] = rank
+    assert reader_of.keys() == needers.keys()
+    for place, rank in reader_of.items():
+        assert rank in (needers[place] & case.readers or case.readers)
+
+
+@proven
+@given(cases())
+def test_reads_are_in_order_of_file_and_byte_and_as_long_as_possible(case: Case) -> None:
+    for plan in case.plans():
+        places = [
+            (case.stored[span.ordinal].file, case.stored[span.ordinal].start + span.first_block * case.block_bytes)
+            for span in plan.reads
+        ]
+        assert places == sorted(places)
+        assert all(a.ordinal != b.ordinal or a.last_block < b.first_block for a, b in pairwise(plan.reads))
+
+
+def places(part: Part, shape: Shape) -> list[int]:
+    return [part.start + element for element in elements_of_box(part.block, Box(part.offset, shape))]
+
+
+def arrive(held: list[list[int]], elements: list[int], moved: list[Move]) -> None:
+    """Put what arrives with the moves where it goes, behind what arrived there before."""
+    for move in moved:
+        for a, b in zip(places(move.source, move.shape), places(move.target, move.shape), strict=True):
+            held[b].append(elements[a])
+
+
+@proven
+@given(cases(), st.booleans())
+def test_every_wanted_element_arrives_exactly_once_and_all_ranks_agree(case: Case, in_blocks: bool) -> None:
+    plans = case.plans()
+    spans = [span for plan in plans for span in plan.reads]
+    if in_blocks:  # whoever executes the plan may cut spans
+        spans = [Span(span.ordinal, at, at + 1) for span in spans for at in range(span.first_block, span.last_block)]
+    ranks = range(len(case.wanted))
+    held: list[list[list[list[int]]]] = [
+        [[[] for _ in range(want.piece.num_elements)] for want in wants] for wants in case.wanted
+    ]
+    for span in spans:
+        elements = case.elements_of_span(span)
+        per_rank = [plans[0].transfers(span, rank) for rank in ranks]
+        assert all(plan.transfers(span, rank) == per_rank[rank] for rank in ranks for plan in plans)
+        needers = tuple(rank for rank in ranks if per_rank[rank])
+        assert needers
+        assert all(plan.needers(span) == needers for plan in plans)
+        for rank, transfers in enumerate(per_rank):
+            assert [index for index, _ in transfers] == sorted({index for index, _ in transfers})
+            for index, moved in transfers:
+                assert moved
+                arrive(held[rank][index], elements, moved)
+    for rank, wants in enumerate(case.wanted):
+        for index, want in enumerate(wants):
+            there = {e for each in case.stored if each.piece.name == want.tensor for e in elements_of_piece(each.piece)}
+            wanted = [[element] if element in there else [] for element in elements_of_piece(want.piece)]
+            assert held[rank][index] == wanted
+
+
+@proven
+@given(cases())
+def test_exact_ranges_bring_every_wanted_element_once(case: Case) -> None:
+    for wants in case.wanted:
+        held: list[list[list[int]]] = [[[] for _ in range(want.piece.num_elements)] for want in wants]
+        found = list(exact_ranges(case.stored, wants))
+        assert found == sorted(found, key=lambda each: (each[2], each[0], each[1]))
+        for ordinal, source, index, target in found:
+            assert case.stored[ordinal].piece.name == wants[index].tensor
+            for a, b in zip(range(*source), range(*target), strict=True):
+                held[index][b].append(elements_of_piece(case.stored[ordinal].piece)[a])
+        for want, elements in zip(wants, held, strict=True):
+            there = {e for each in case.stored if each.piece.name == want.tensor for e in elements_of_piece(each.piece)}
+            assert elements == [[element] if element in there else [] for element in elements_of_piece(want.piece)]
+
+
+@st.composite
+def maybe_overlapping(draw: st.DrawFn) -> tuple[list[Piece], Piece]:
+    shape = draw(shapes())
+    disjoint = draw(disjoint_pieces("w", "float32", shape))
+    others = draw(st.just([]) | st.lists(pieces_of(shape), max_size=3))
+    return disjoint + others, draw(pieces_of(shape, "v"))
+
+
+@proven
+@given(maybe_overlapping())
+def test_missing_elements_are_counted_one_by_one_also_where_stored_pieces_overlap(
+    case: tuple[list[Piece], Piece],
+) -> None:
+    pieces, wanted = case
+    there = {element for piece in pieces for element in elements_of_piece(piece)}
+    expected = sum(element not in there for element in elements_of_piece(wanted))
+    assert missing(stored_in_files(pieces), wanted) == expected
+
+
+def test_missing_of_a_fine_grid_is_quick_and_finds_the_hole() -> None:
+    layout = Layout(Mesh(dp_shard=32, tp=32), {"dp_shard": Shard(0), "tp": Shard(1)})
+    grid = [layout.piece(rank, name="w", dtype="float32", global_shape=(10**6, 10**6)) for rank in range(1024)]
+    whole = Piece(name="w", dtype="float32", global_shape=(10**6, 10**6))
+    begun = time.process_time()
+    assert missing(stored_in_files(grid), whole) == 0
+    del grid[517]
+    assert missing(stored_in_files(grid), whole) == (10**6 // 32) ** 2
+    assert time.process_time() - begun < 5
+
+
+def box(shape: Shape, offset: Shape, size: Shape) -> Piece:
+    return Piece(name="w", dtype="int8", global_shape=shape, offset=offset, shape=size)
+
+
+def test_the_figure_is_what_is_planned() -> None:
+    boxes = [box((9, 4), (0, 0), (9, 1)), box((9, 4), (0, 0), (4, 4)), box((9, 4), (3, 0), (3, 4))]
+    stored = stored_in_files([box((9, 4), (0, 0), (9, 4))])
+    wanted = [[Wanted(each, "w")] for each in boxes]
+    case = Case(stored=stored, wanted=wanted, readers=frozenset({0, 1, 2}), block_bytes=4)
+    letters = [""] * 9
+    for letter, plan in zip("abc", case.plans(), strict=True):
+        for span in plan.reads:
+            letters[span.first_block : span.last_block] = letter * (span.last_block - span.first_block)
+    assert "".join(letters) == "abbcacaaa"
+
+
+def test_strips_read_only_the_blocks_that_they_touch() -> None:
+    strip = box((100, 4000), (0, 40), (100, 20))
+    stored = stored_in_files([box((100, 4000), (0, 0), (100, 4000))])
+    case = Case(stored=stored, wanted=[[Wanted(strip, "w")]], readers=frozenset({0}), block_bytes=80)
+    assert case.plan(0).reads == tuple(Span(0, 50 * row, 50 * row + 1) for row in range(100))
+    coarse = Case(stored=stored, wanted=case.wanted, readers=case.readers, block_bytes=4000)
+    assert coarse.plan(0).reads == (Span(0, 0, 100),)
+
+
+def test_what_all_need_is_read_in_equal_parts_by_all_who_see_the_storage() -> None:
+    large = Piece(name="large", dtype="int8", global_shape=(1000 * 8,))
+    small = [Piece(name=f"small{at}", dtype="int8", global_shape=(5,)) for at in range(400)]
+    wants = [Wanted(piece, piece.name) for piece in (large, *small)]
+    stored = stored_in_files([large, *small])
+    for readers in ({0, 1, 2, 3}, {1, 3}, {2}):
+        case = Case(stored=stored, wanted=[wants] * 4, readers=frozenset(readers), block_bytes=8)
+        for rank, plan in enumerate(case.plans()):
+            of_large = [span for span in plan.reads if span.ordinal == 0]
+            num_small = len(plan.reads) - len(of_large)
+            if rank in readers:
+                assert [span.last_block - span.first_block for span in of_large] == [1000 // len(readers)]
+                assert num_small == 400 // len(readers)
+            else:
+                assert plan.reads == ()
+
+
+def test_readers_share_what_only_others_need() -> None:
+    pieces = [Piece(name=f"w{at}", dtype="int8", global_shape=(8,)) for at in range(90)]
+    wanted = [[], [], [], [Wanted(piece, piece.name) for piece in pieces]]
+    case = Case(stored=stored_in_files(pieces), wanted=wanted, readers=frozenset({0, 1, 2}), block_bytes=8)
+    assert [len(plan.reads) for plan in case.plans()] == [30, 30, 30, 0]
+
+
+def test_a_wanted_tensor_that_is_not_stored_is_an_error() -> None:
+    piece = Piece(name="w", dtype="int8", global_shape=(8,))
+    with pytest.raises(KeyError, match="v"):
+        plan_reads(stored_in_files([piece]), [[Wanted(piece, "v")]], 0, block_bytes=8, readers={0})
+
+
+def slices(ownership: Ownership, parameters: Sequence[Parameter]) -> list[list[Piece]]:
+    """What every owner has of the flat buckets, as runs of parameters."""
+    shape_of = {parameter.name: parameter.shape for parameter in parameters}
+    held: list[list[Piece]] = [[] for _ in range(ownership.num_owners)]
+    for bucket in ownership.buckets:
+        part = bucket.counts[0]
+        for slot in bucket.slots:
+            start = slot.start
+            while start < slot.run.stop:
+                owner = start // part
+                stop = min(slot.run.stop, (owner + 1) * part)
+                run = (start - slot.start, stop - slot.start)
+                held[owner].append(Piece(name=slot.name, dtype="float32", global_shape=shape_of[slot.name], run=run))
+                start = stop
+    return held
+
+
+def parameters_of_a_large_model(num_parameters: int) -> list[Parameter]:
+    shapes = [(4096, 4096), (4096,), (14336, 4096), (1024, 4096), (4096,)]
+    return [
+        Parameter(
+            name=f"layers.{at // 5}.{at % 5}",
+            shape=shapes[at % 5],
+            dtype="bfloat16",
+            working="bfloat16",
+            master="float32",
+        )
+        for at in range(num_parameters)
+    ]
+
+
+def layout_of_slices(parameters: Sequence[Parameter], num_owners: int, bucket_bytes: int) -> list[list[Piece]]:
+    sharding = Sharding(bucket_bytes=bucket_bytes)
+    return slices(plan_ownership(parameters, sharding, num_owners=num_owners, num_replicas=1), parameters)
+
+
+def stored_by_writers(held: Sequence[Sequence[Piece]]) -> list[StoredPiece]:
+    stored = []
+    for writer, pieces in enumerate(held):
+        end = 0
+        for piece in pieces:
+            stored.append(StoredPiece(piece=piece, file=f"rank{writer:05}", start=end, checksums=None))
+            end += stored[-1].num_bytes
+    return stored
+
+
+def test_one_of_a_thousand_ranks_plans_ten_thousand_tensors_in_seconds() -> None:
+    parameters = parameters_of_a_large_model(10_000)
+    stored = stored_by_writers(layout_of_slices(parameters, 1024, 4 << 30))
+    wanted = [[Wanted(piece, piece.name) for piece in pieces] for pieces in layout_of_slices(parameters, 768, 3 << 30)]
+    begun = time.process_time()
+    plan = plan_reads(stored, wanted, 123, block_bytes=1 << 18, readers=frozenset(range(768)))
+    for span in plan.reads:
+        for rank in plan.needers(span):
+            assert plan.transfers(span, rank)
+    assert time.process_time() - begun < 5
+    wanted_bytes = sum(want.piece.num_elements * 4 for want in wanted[123])
+    read_bytes = sum(
+        min(span.last_block << 18, stored[span.ordinal].num_bytes) - (span.first_block << 18) for span in plan.reads
+    )
+    assert 0.9 * wanted_bytes < read_bytes < 1.1 * wanted_bytes
+
+
+def test_a_hundred_thousand_tiny_tensors_are_planned_and_handed_out_in_seconds() -> None:
+    pieces = [Piece(name=f"w{at}", dtype="float32", global_shape=(4, 4)) for at in range(100_000)]
+    stored = stored_in_files(pieces)
+    wanted = [[Wanted(piece, piece.name) for piece in pieces]]
+    begun = time.process_time()
+    plan = plan_reads(stored, wanted, 0, block_bytes=1 << 18, readers={0})
+    handed_out = sum(len(moved) for span in plan.reads for _, moved in plan.transfers(span, 0))
+    assert time.process_time() - begun < 6
+    assert handed_out == 100_000

@@ -1,0 +1,299 @@
+"""A plain model with its torch optimizers is a state by names, which an engine takes over, and gives back."""
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.states import Restorable
+from shardwise.checkpoint.torch_state import TorchRestoration, TorchState
+from shardwise.errors import CheckpointError, OptimizerError
+from tests.engine.checkpoints import (
+    OPTIMIZERS,
+    SLICES,
+    WHOLE,
+    Mixed,
+    Saved,
+    after,
+    assert_same_bits,
+    engine_of,
+    load,
+    plan_of,
+    saved,
+    snapshot,
+    train,
+)
+from tests.engine.expected import adamw, points, seeded, sgd, square_loss
+from tests.engine.oracle import Optimizers
+
+
+def saved_of(state: TorchState) -> Saved:
+    tensors = {piece.name: tensor.clone() for piece, tensor in state.state().items()}
+    return Saved(tensors=tensors, settings=json.loads(json.dumps(state.settings(), allow_nan=False)))
+
+
+def take(state: TorchState, checkpoint: Saved, *, findings: Iterable[str] = ()) -> TorchRestoration:
+    """The plain loader: by name, a master before its working copy."""
+    restoration = state.restore(checkpoint.stored(), checkpoint.settings)
+    assert list(restoration.findings) == list(findings)
+    for piece, target in restoration.wanted.items():
+        master = f"optimizer/{piece.name}/master"
+        source = checkpoint.tensors[master if master in checkpoint.tensors else piece.name]
+        assert source.dtype == target.dtype
+        target.copy_(source)
+    restoration.finish()
+    return restoration
+
+
+def model_and_optimizer(optimizer: Optimizers, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Mixed()
+    return model, optimizer(list(model.parameters()))
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
+    losses = []
+    for at in numbers:
+        optimizer.zero_grad()
+        batch = points(at, 24)
+        loss = square_loss(model(batch["x"]), batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_goes_on_to_the_bit(optimizer: str, num_before: int) -> None:
+    model, trainer = model_and_optimizer(OPTIMIZERS[optimizer])
+    steps(model, trainer, range(2))
+    checkpoint = saved_of(TorchState(model, trainer))
+    losses = steps(model, trainer, range(2, 5))
+
+    other, its_trainer = model_and_optimizer(OPTIMIZERS[optimizer], seed=1)
+    steps(other, its_trainer, range(7, 7 + num_before))
+    its_trainer.param_groups[0]["lr"] = 7.0
+    take(TorchState(other, its_trainer), checkpoint)
+    assert steps(other, its_trainer, range(2, 5)) == losses
+    assert_same_bits(dict(other.state_dict()), dict(model.state_dict()))
+    ours, theirs = saved_of(TorchState(model, trainer)), saved_of(TorchState(other, its_trainer))
+    assert_same_bits(ours.tensors, theirs.tensors)
+    assert ours.settings == theirs.settings
+
+
+@pytest.mark.parametrize("compute", [None, "bfloat16"])
+@pytest.mark.parametrize("sharding", [SLICES, WHOLE])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_an_engine_saved_is_a_plain_models_own(optimizer: str, sharding: sw.Sharding, compute: str | None) -> None:
+    checkpoint = after(plan_of(2, sharding, compute=compute), OPTIMIZERS[optimizer], 2)
+    model, trainer = model_and_optimizer(OPTIMIZERS[optimizer], seed=1)
+    take(TorchState(model, trainer), checkpoint)
+    again = saved_of(TorchState(model, trainer))
+    assert again.settings["optimizers"] == checkpoint.settings["optimizers"]
+    assert again.settings["ties"] == checkpoint.settings["ties"]
+    expected = {name: value for name, value in checkpoint.tensors.items() if not name.endswith("/master")}
+    expected |= {name.split("/")[1]: value for name, value in checkpoint.tensors.items() if name.endswith("/master")}
+    again.tensors.pop("nothing")
+    expected.pop("nothing")
+    assert_same_bits(again.tensors, expected)
+
+
+@pytest.mark.parametrize("compute", [None, "bfloat16"])
+@pytest.mark.parametrize("sharding", [SLICES, WHOLE])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_a_plain_model_saved_is_an_engines_own(optimizer: str, sharding: sw.Sharding, compute: str | None) -> None:
+    model, trainer = model_and_optimizer(OPTIMIZERS[optimizer])
+    steps(model, trainer, range(2))
+    checkpoint = saved_of(TorchState(model, trainer))
+    plan = plan_of(2, sharding, compute=compute)
+
+    def run(channel: sw.Channel) -> Any:
+        engine = engine_of(channel, plan, OPTIMIZERS[optimizer], seed=1)
+        load(engine, checkpoint)
+        held = snapshot(engine)
+        train(engine, channel, range(2, 3))
+        return held
+
+    again = saved(sw.simulate(2, run))
+    assert again.settings["optimizers"] == checkpoint.settings["optimizers"]
+    for name, value in again.tensors.items():
+        if name.endswith("/master"):
+            assert torch.equal(value, checkpoint.tensors[name.split("/")[1]])
+        elif name in checkpoint.tensors:
+            assert torch.equal(value, checkpoint.tensors[name].to(value.dtype))
+    empty = {name for name, value in checkpoint.tensors.items() if not value.numel()}
+    assert checkpoint.tensors.keys() - again.tensors.keys() <= empty
+
+
+def test_the_state_is_views_by_the_names_of_the_state_dict() -> None:
+    model, trainer = model_and_optimizer(adamw)
+    steps(model, trainer, range(1))
+    restorable: Restorable = TorchState(model, trainer)
+    state = {piece.name: tensor for piece, tensor in restorable.state().items()}
+    weights = {name: value for name, value in model.state_dict().items() if name != "again.weight"}
+    assert {name for name in state if not name.startswith("optimizer/")} == weights.keys()
+    assert all(state[name].data_ptr() == value.data_ptr() for name, value in weights.items())
+    assert restorable.settings()["ties"] == {"again.weight": "first.weight"}
+    parameters = dict(model.named_parameters())
+    for name, value in state.items():
+        if name.startswith("optimizer/"):
+            _, parameter, key = name.split("/")
+            assert value.data_ptr() == trainer.state[parameters[parameter]][key].data_ptr()
+
+
+def test_a_model_alone_ignores_optimizers() -> None:
+    checkpoint = after(plan_of(1, SLICES), adamw, 1)
+    model, _ = model_and_optimizer(adamw, seed=1)
+    restoration = take(TorchState(model), checkpoint)
+    assert not any(piece.name.startswith("optimizer/") for piece in restoration.wanted)
+    assert_same_bits({**model.state_dict(), "scalar": model.get_parameter("scalar").detach()}, dict(model.state_dict()))
+    assert torch.equal(model.get_parameter("out.weight"), checkpoint.tensors["out.weight"])
+
+
+def wrapped(model: nn.Module, how: str) -> nn.Module:
+    if how == "compiled":
+        return torch.compile(model, backend="eager")  # type: ignore[return-value]
+    if how == "compiled inside":
+        model.first = torch.compile(model.get_submodule("first"), backend="eager")  # type: ignore[assignment]
+        return model
+    if how == "data parallel":
+        return nn.DataParallel(model)
+    return torch.compile(nn.DataParallel(model), backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("how", ["compiled", "compiled inside", "data parallel", "both"])
+def test_wrappers_leave_no_trace_in_names(how: str) -> None:
+    plain, trainer = model_and_optimizer(adamw)
+    steps(plain, trainer, range(1))
+    model = wrapped(copy.deepcopy(plain), how)
+    its_trainer = adamw(list(model.parameters()))
+    checkpoint = saved_of(TorchState(plain, trainer))
+    take(TorchState(model, its_trainer), checkpoint)
+    again = saved_of(TorchState(model, its_trainer))
+    assert_same_bits(again.tensors, checkpoint.tensors)
+    assert again.settings == checkpoint.settings
+
+
+class NamedLikeWrappers(nn.Module):
+    """Modules whose own names are those of wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2, bias=False)
+        self._orig_mod = nn.Linear(2, 2, bias=False)
+
+
+def test_names_that_only_look_like_wrappers_stay() -> None:
+    assert {piece.name for piece in TorchState(NamedLikeWrappers()).state()} == {"module.weight", "_orig_mod.weight"}
+
+
+def test_several_optimizers_keep_their_own() -> None:
+    model, _ = model_and_optimizer(adamw)
+
+    def trainers(rate: float) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        trained = [each for each in model.parameters() if each.requires_grad]
+        matrices, others = ([each for each in trained if (each.ndim > 1) == flag] for flag in (True, False))
+        return torch.optim.SGD(matrices, lr=rate, momentum=0.5), torch.optim.AdamW(others, lr=rate)
+
+    first, second = trainers(0.25)
+    batch = points(0, 8)
+    square_loss(model(batch["x"]), batch).backward()  # type: ignore[no-untyped-call]
+    first.step()
+    second.step()
+    checkpoint = saved_of(TorchState(model, first, second))
+    fresh = trainers(0.5)
+    take(TorchState(model, *fresh), checkpoint)
+    assert [each.param_groups[0]["lr"] for each in fresh] == [0.25, 0.25]
+    assert_same_bits(saved_of(TorchState(model, *fresh)).tensors, checkpoint.tensors)
+
+
+def test_settings_go_into_the_groups_that_schedulers_hold() -> None:
+    model, trainer = model_and_optimizer(sgd)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer, 0.5)
+    steps(model, trainer, range(1))
+    scheduler.step()
+    checkpoint = saved_of(TorchState(model, trainer))
+    other, its_trainer = model_and_optimizer(sgd, seed=1)
+    its_scheduler = torch.optim.lr_scheduler.ExponentialLR(its_trainer, 0.5)
+    group = its_trainer.param_groups[0]
+    take(TorchState(other, its_trainer), checkpoint)
+    assert its_trainer.param_groups[0] is group
+    assert group["lr"] == 0.05
+    steps(other, its_trainer, range(1))
+    its_scheduler.step()
+    assert group["lr"] == 0.025
+
+
+def test_state_of_a_parameter_frozen_since_is_left_out() -> None:
+    model, trainer = model_and_optimizer(adamw)
+    steps(model, trainer, range(1))
+    model.get_parameter("out.bias").requires_grad_(False)
+    checkpoint = saved_of(TorchState(model, trainer))
+    assert not any(name.startswith("optimizer/out.bias/") for name in checkpoint.tensors)
+    take(TorchState(model, trainer), checkpoint)
+
+
+def test_another_optimizer_is_a_finding() -> None:
+    checkpoint = after(plan_of(1, SLICES), sgd, 1)
+    model, trainer = model_and_optimizer(adamw)
+    (finding,) = TorchState(model, trainer).restore(checkpoint.stored(), checkpoint.settings).findings
+    assert "which SGD trained when the checkpoint was saved" in finding
+
+
+def test_optimizers_that_do_not_fit_the_model_are_refused() -> None:
+    model, trainer = model_and_optimizer(adamw)
+    with pytest.raises(OptimizerError, match=r"1 parameters of AdamW are not the model's, the first of shape \[3\]"):
+        TorchState(model, adamw([nn.Parameter(torch.zeros(3))]))
+    with pytest.raises(OptimizerError, match=r"'again\.bias' is trained twice, by several optimizers"):
+        TorchState(model, trainer, adamw(list(model.parameters())))
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Mapping[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class WithMadeUpState(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "doubled"] = self.weight * 2
+
+
+@pytest.mark.parametrize(("kind", "name"), [(WithExtraState, "inner._extra_state"), (WithMadeUpState, "inner.doubled")])
+def test_entries_that_a_load_could_not_write_are_refused_by_name(kind: type[nn.Linear], name: str) -> None:
+    model = nn.ModuleDict({"inner": kind(2, 2)})
+    with pytest.raises(CheckpointError, match=f"'{name}' in model.state_dict.. is neither a parameter nor a buffer"):
+        TorchState(model)
+
+
+def test_nothing_changes_before_finish() -> None:
+    checkpoint = after(plan_of(1, SLICES), adamw, 2)
+    model, trainer = model_and_optimizer(adamw, seed=1)
+    steps(model, trainer, range(1))
+    state = TorchState(model, trainer)
+    before = saved_of(state)
+    state.restore(checkpoint.stored(), checkpoint.settings)
+    assert_same_bits(saved_of(state).tensors, before.tensors)
+    assert saved_of(state).settings == before.settings
+
+
+def test_the_layout_in_memory_of_a_parameter_is_that_of_its_state() -> None:
+    model = seeded(lambda: nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last))()  # type: ignore[call-overload]
+    trainer = adamw(list(model.parameters()))
+    model(torch.ones(1, 3, 4, 4)).square().sum().backward()
+    trainer.step()
+    checkpoint = saved_of(TorchState(model, trainer))
+    fresh = adamw(list(model.parameters()))
+    take(TorchState(model, fresh), checkpoint)
+    assert fresh.state[model.weight]["exp_avg"].stride() == model.weight.stride()
+    assert_same_bits(saved_of(TorchState(model, fresh)).tensors, checkpoint.tensors)

@@ -1,0 +1,273 @@
+"""The contract of `Store` on every implementation, and what is particular to those behind fsspec."""
+
+import builtins
+import errno
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec import AbstractFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shardwise.checkpoint.addresses import store_of
+from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.remote import FsspecStore
+from shardwise.checkpoint.stores import Store
+from shardwise.errors import CheckpointError
+from tests.checkpoint.faulty import Counting
+from tests.contracts.object_file_system import ObjectFileSystem
+from tests.contracts.store_cases import CASES, Case, content, put, read
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def without_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "link", refuse)
+
+
+def in_memory() -> tuple[Store, Store]:
+    file_system = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    return FsspecStore("runs/a", file_system=file_system), FsspecStore("/runs/a/", file_system=file_system)
+
+
+@each_case
+def test_a_local_folder_fulfils_the_contract(case: Case, tmp_path: Path) -> None:
+    case(LocalStore(tmp_path / "made" / "on demand"), LocalStore(f"{tmp_path}/made/on demand/"))
+
+
+@each_case
+def test_a_local_folder_without_hard_links_fulfils_the_contract(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_hard_links(monkeypatch)
+    case(LocalStore(tmp_path / "runs"), LocalStore(tmp_path / "runs"))
+    assert not [name for name in LocalStore(tmp_path).names() if "." in name and name.endswith(("lock", "new"))]
+
+
+@each_case
+def test_fsspec_in_memory_fulfils_the_contract(case: Case) -> None:
+    case(*in_memory())
+
+
+@each_case
+def test_the_root_of_fsspec_in_memory_fulfils_the_contract(case: Case) -> None:
+    file_system = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    case(FsspecStore("", file_system=file_system), FsspecStore("/", file_system=file_system))
+
+
+@each_case
+def test_fsspec_on_local_files_fulfils_the_contract(case: Case, tmp_path: Path) -> None:
+    case(FsspecStore(f"file://{tmp_path}/runs"), store_of(f"local://{tmp_path}/runs/"))
+
+
+@each_case
+def test_fsspec_on_objects_fulfils_the_contract(case: Case) -> None:
+    objects: dict[str, bytes] = {}
+    case(
+        FsspecStore("bucket/runs", file_system=ObjectFileSystem(objects)),
+        FsspecStore("objects://bucket/runs", file_system=ObjectFileSystem(objects)),
+    )
+
+
+@each_case
+def test_a_counted_store_fulfils_the_contract(case: Case, tmp_path: Path) -> None:
+    case(Counting(LocalStore(tmp_path)), Counting(LocalStore(tmp_path)))
+
+
+@pytest.fixture
+def service() -> ObjectFileSystem:
+    return ObjectFileSystem({})
+
+
+@pytest.fixture
+def store(service: ObjectFileSystem) -> FsspecStore:
+    return FsspecStore("bucket/runs", file_system=service)
+
+
+def test_only_the_wanted_range_is_asked_for(service: ObjectFileSystem, store: FsspecStore) -> None:
+    store.create("file", content(1000))
+    assert read(store, "file", 10, 20) == content(1000)[10:30]
+    assert service.ranges == [(10, 30)]
+
+
+def test_a_large_read_is_split_into_requests(
+    service: ObjectFileSystem, store: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.checkpoint.remote._REQUEST_BYTES", 64)
+    store.create("file", content(1000))
+    assert read(store, "file", 10, 150) == content(1000)[10:160]
+    assert service.ranges == [(10, 74), (74, 138), (138, 160)]
+
+
+def test_a_file_that_shrank_after_it_was_opened_ends_early(service: ObjectFileSystem, store: FsspecStore) -> None:
+    store.create("file", content(1000))
+    reader = store.open("file")
+    service.objects["bucket/runs/file"] = content(100)
+    with pytest.raises(EOFError, match="wanted 50 bytes from byte 80 on, but the file has only 20 of them"):
+        reader.read_into(memoryview(bytearray(50)), 80)
+
+
+def test_a_folder_is_not_opened_as_a_file(store: FsspecStore, tmp_path: Path) -> None:
+    for each in (store, in_memory()[0], LocalStore(tmp_path), FsspecStore(f"file://{tmp_path}")):
+        if "folder/file" not in each.names():
+            each.create("folder/file", b"x")
+        with pytest.raises(IsADirectoryError, match="folder"):
+            each.open("folder")
+
+
+@pytest.mark.parametrize(
+    ("broken", "act"),
+    [
+        ("ls", lambda store: list(store.names())),
+        ("info", lambda store: store.open("file")),
+        ("info", lambda store: store.create("new", b"x")),
+        ("cat_file", lambda store: read(store, "file")),
+        ("pipe_file", lambda store: store.create("new", b"x")),
+        ("upload", lambda store: put(store, "new", b"x" * 100)),
+        ("rm_file", lambda store: store.delete("file")),
+    ],
+)
+def test_failures_of_the_service_are_os_errors_that_name_the_file(
+    broken: str, act: Callable[[Store], Any], service: ObjectFileSystem, store: FsspecStore
+) -> None:
+    store.create("file", b"12345")
+    service.breaks.add(broken)
+    with pytest.raises(OSError, match="bucket/runs") as caught:
+        act(store)
+    assert caught.value.errno == errno.EIO
+    assert caught.value.strerror == "ServiceError: 503 slow down"
+    service.breaks.clear()
+    assert list(store.names()) == ["file"]
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    store: FsspecStore, service: ObjectFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create("save/file", b"x")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("403")
+
+    monkeypatch.setattr(service, "ls", refuse)
+    with pytest.raises(PermissionError) as caught:
+        store.names()
+    assert caught.value.strerror == "PermissionError: 403"
+
+
+def test_a_put_whose_answer_was_lost_is_known_by_its_bytes(service: ObjectFileSystem, store: FsspecStore) -> None:
+    service.loses_answers = True
+    store.create("manifest", b"mine")
+    assert read(store, "manifest") == b"mine"
+    with pytest.raises(FileExistsError):
+        store.create("manifest", b"mine")
+
+
+def test_a_race_that_the_service_decides_has_one_winner(
+    service: ObjectFileSystem, store: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create("manifest", b"theirs")
+    look = service.info
+    looked: list[str] = []
+
+    def too_early(path: str, **options: Any) -> Any:
+        looked.append(path)
+        if len(looked) == 1:
+            raise FileNotFoundError(path)
+        return look(path, **options)
+
+    monkeypatch.setattr(service, "info", too_early)
+    with pytest.raises(FileExistsError, match="manifest"):
+        store.create("manifest", b"mine")
+    assert looked == ["bucket/runs/manifest"]
+    assert read(store, "manifest") == b"theirs"
+
+
+def test_an_upload_that_failed_leaves_no_object(service: ObjectFileSystem, store: FsspecStore) -> None:
+    def stop_half_way() -> None:
+        with store.write("file", num_bytes=100) as writer:
+            writer.write(memoryview(content(90)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        stop_half_way()
+    with pytest.raises(ValueError, match="only 90 came"), store.write("file", num_bytes=100) as writer:
+        writer.write(memoryview(content(90)))
+    assert service.objects == {}
+
+
+def test_a_missing_bucket_is_not_made(
+    service: ObjectFileSystem, store: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_bucket(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    def must_not_be_called(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(service, "pipe_file", no_bucket)
+    monkeypatch.setattr(service, "makedirs", must_not_be_called)
+    with pytest.raises(FileNotFoundError, match="The specified bucket does not exist"):
+        store.create("file", b"x")
+
+
+def test_real_folders_of_a_file_system_are_made(tmp_path: Path) -> None:
+    class Folders(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no annotations
+        """Local files, not known as such."""
+
+        files = fsspec.filesystem("file")
+        ls, info, makedirs, rm_file, _open = files.ls, files.info, files.makedirs, files.rm_file, files._open
+
+    store = FsspecStore(f"{tmp_path}/runs", file_system=Folders())
+    put(store, "written/deep/file", b"12345")
+    store.create("created/deep/file", b"123")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("file")) == [
+        "runs/created/deep/file",
+        "runs/written/deep/file",
+    ]
+    assert list(store.names()) == ["created/deep/file", "written/deep/file"]
+
+
+def test_paths_addresses_and_stores_are_told_apart(tmp_path: Path) -> None:
+    local = store_of(tmp_path)
+    assert isinstance(local, LocalStore)
+    assert isinstance(store_of(str(tmp_path)), LocalStore)
+    assert store_of(local) is local
+    for address in (f"file://{tmp_path}", "memory://runs/a"):
+        remote = store_of(address)
+        assert isinstance(remote, FsspecStore)
+        assert remote.location == address
+
+
+def test_passwords_in_addresses_are_kept_out_of_messages() -> None:
+    assert FsspecStore("memory://user:secret@host/a@b:c").location == "memory://user@host/a@b:c"
+    assert FsspecStore("memory://container@account/a").location == "memory://container@account/a"
+
+
+def test_an_address_says_what_it_needs_when_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"nonsense://x is no address that fsspec knows"):
+        store_of("nonsense://x")
+    plain_import = builtins.__import__
+
+    def without_s3fs(name: str, *rest: Any, **options: Any) -> Any:
+        if name == "s3fs":
+            raise ImportError("No module named 's3fs'")
+        return plain_import(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_s3fs)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(CheckpointError, match=r"s3://bucket/x cannot be reached: Install s3fs"):
+        store_of("s3://bucket/x")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(CheckpointError, match=r"memory://x needs fsspec: pip install shardwise\[object\]"):
+        store_of("memory://x")
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) > 15

@@ -1,0 +1,264 @@
+"""Settings of optimizers survive JSON, and go to the parameters they were of, however groups were cut since."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import CheckpointError, OptimizerError
+from shardwise.plan.optimizer_entries import LiveParameter, plan_optimizers, python_type, values_of
+from shardwise.plan.optimizer_settings import (
+    NamedOptimizer,
+    OptimizerGroup,
+    plan_take_over,
+    settings_to_json,
+    stored_optimizers,
+    take_over,
+)
+from shardwise.space import Piece
+from tests.plan.strategies import proven
+
+numbers = st.booleans() | st.integers() | st.floats()
+values = st.recursive(st.none() | numbers | st.text(), lambda each: st.lists(each, max_size=3).map(tuple), max_leaves=6)
+settings = st.dictionaries(st.sampled_from(["lr", "betas", "eps", "mode"]), values)
+
+
+class Tensor:
+    """As much of a tensor as settings need."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tolist(self) -> Any:
+        return self.value
+
+    def new_tensor(self, value: Any) -> "Tensor":
+        return Tensor(value)
+
+    def copy_(self, other: "Tensor") -> "Tensor":
+        self.value = other.value
+        return self
+
+
+def group(parameters: str, **settings: Any) -> OptimizerGroup:
+    return OptimizerGroup(parameters=tuple(parameters), settings=settings)
+
+
+def adam(*groups: OptimizerGroup, kind: str = "Adam", **more: Any) -> NamedOptimizer:
+    return NamedOptimizer(kind=kind, groups=groups, **more)
+
+
+def as_saved(*optimizers: NamedOptimizer, ties: Mapping[str, str] | None = None) -> dict[str, Any]:
+    saved = {"ties": dict(ties or {}), "optimizers": [each.to_json() for each in optimizers]}
+    return json.loads(json.dumps(saved, allow_nan=False))  # type: ignore[no-any-return]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type and value; nan is nan, and -0.0 is not 0.0."""
+    return repr(one) == repr(other)
+
+
+@proven
+@given(settings, settings)
+def test_settings_come_back_from_json_as_they_were(mine: dict[str, Any], others: dict[str, Any]) -> None:
+    saved = as_saved(adam(group("ab", **mine)))
+    over = plan_take_over([adam(group("ab", **{**mine, **others}))], {}, saved)
+    live = {"params": [1, 2], **{key: others.get(key, value) for key, value in mine.items()}}
+    take_over(live, over.settings[0][0])
+    assert same(live, {"params": [1, 2], **mine})
+
+
+@proven
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 2), st.integers(0, 2)), unique_by=lambda each: each[0])
+)
+def test_every_group_gets_what_its_parameters_had_or_a_finding(cut: list[tuple[str, int, int]]) -> None:
+    """Brute force: parameter by parameter."""
+    rates = (0.5, 0.25, 0.5)
+    then = [group("".join(name for name, was, _ in cut if was == at), lr=rates[at]) for at in range(3)]
+    now = [group("".join(name for name, _, at in cut if at == number), lr=1.0) for number in range(3)]
+    over = plan_take_over([adam(*now)], {}, as_saved(adam(*then)))
+    conflicts = 0
+    for number, taken in enumerate(over.settings[0]):
+        wanted = {rates[was] for _, was, at in cut if at == number}
+        conflicts += len(wanted) > 1
+        assert dict(taken) == ({"lr": wanted.pop()} if len(wanted) == 1 else {})
+    assert len(over.findings) == conflicts
+    assert set(over.source) == {name for name, *_ in cut}
+
+
+def test_lists_stay_lists_and_tuples_tuples() -> None:
+    live = {"a": [1, 2], "b": (1, (2, 3)), "c": None}
+    take_over(live, {"a": [3, 4], "b": [5, [6, 7]], "c": [8]})
+    assert live == {"a": [3, 4], "b": (5, (6, 7)), "c": (8,)}
+
+
+def test_tensors_are_written_in_place_wherever_they_are() -> None:
+    rate, beta = Tensor(0.5), Tensor(0.9)
+    live = {"lr": rate, "betas": (beta, 0.99)}
+    saved = settings_to_json(live)
+    assert saved == {"lr": 0.5, "betas": [0.9, 0.99]}
+    take_over(live, {"lr": 0.25, "betas": [0.8, 0.98]})
+    assert live["lr"] is rate
+    assert live["betas"] == (beta, 0.98)
+    assert (rate.value, beta.value) == (0.25, 0.8)
+
+
+def test_functions_and_choices_of_implementation_are_left_out() -> None:
+    held = {
+        "params": [1],
+        "param_names": ["w"],
+        "lr": 1.0,
+        "hook": len,
+        "pairs": [(1, len)],
+        "fused": True,
+        "foreach": None,
+    }
+    assert settings_to_json(held) == {"lr": 1.0}
+
+
+def test_numbers_that_json_lacks_are_written_as_objects() -> None:
+    assert settings_to_json({"max": math.inf, "eps": [math.nan]}) == {
+        "max": {"float": "inf"},
+        "eps": [{"float": "nan"}],
+    }
+
+
+def test_a_choice_of_implementation_in_a_checkpoint_is_not_taken() -> None:
+    saved = as_saved(adam(group("a", lr=1.0)))
+    saved["optimizers"][0]["groups"][0]["settings"]["fused"] = True
+    over = plan_take_over([adam(group("a", lr=2.0, fused=None))], {}, saved)
+    assert (over.settings, over.findings) == ((({"lr": 1.0},),), ())
+
+
+def test_what_schedulers_note_is_taken_kept_and_never_a_finding() -> None:
+    saved = as_saved(adam(group("a", lr=1.0, initial_lr=4.0)))
+    over = plan_take_over([adam(group("a", lr=2.0, max_lr=8.0))], {}, saved)
+    assert over.findings == ()
+    assert over.settings == (({"lr": 1.0, "initial_lr": 4.0},),)
+
+
+def test_a_tensor_takes_a_number_only() -> None:
+    over = plan_take_over([adam(group("a", lr=Tensor(1.0)))], {}, as_saved(adam(group("a", lr="auto"))))
+    assert over.settings == (({},),)
+    assert over.findings == ("the group of Adam with 'a' has a tensor as 'lr', and the checkpoint 'auto'",)
+
+
+def test_another_kind_gives_no_settings_and_a_finding() -> None:
+    saved = as_saved(adam(group("ab", lr=1.0), kind="SGD"), adam(group("c", lr=3.0)))
+    over = plan_take_over([adam(group("abc", lr=2.0))], {}, saved)
+    assert over.settings == (({"lr": 3.0},),)
+    assert set(over.source) == {"c"}
+    (finding,) = over.findings
+    assert finding.startswith("Adam trains 'a', 'b' here, which SGD trained when the checkpoint was saved")
+
+
+def test_parameters_are_found_through_the_ties_of_both_sides() -> None:
+    saved = as_saved(adam(group("ab", lr=1.0)), ties={"x": "a"})
+    over = plan_take_over([adam(group("xy", lr=2.0))], {"b": "y"}, saved)
+    assert {name: then for name, (then, _) in over.source.items()} == {"x": "a", "y": "b"}
+    assert over.findings == ()
+
+
+def test_a_parameter_that_was_two_is_no_finding_for_the_second() -> None:
+    over = plan_take_over([adam(group("a", lr=2.0))], {"b": "a"}, as_saved(adam(group("ab", lr=1.0))))
+    assert over.findings == ()
+
+
+@pytest.mark.parametrize(
+    "optimizers", [3, [3], [{}], [{"kind": "Adam"}], [{"kind": "Adam", "groups": [{"parameters": ["w"]}]}]]
+)
+def test_settings_that_are_not_understood_are_refused(optimizers: Any) -> None:
+    with pytest.raises(CheckpointError, match="settings of optimizers are not understood"):
+        stored_optimizers({"optimizers": optimizers})
+
+
+def parameter(name: str = "w", *, dtype: str = "float32", has_state: bool = False, **more: Any) -> LiveParameter:
+    return LiveParameter(name=name, shape=more.pop("shape", (4, 2)), dtype=dtype, has_state=has_state, **more)
+
+
+def pieces(**shapes: tuple[str, tuple[int, ...]]) -> dict[str, Piece]:
+    """Stored tensors; `w__key` is the state `key` of `w`."""
+    named = {f"optimizer/{key.replace('__', '/')}" if "__" in key else key: each for key, each in shapes.items()}
+    return {name: Piece(name=name, dtype=dtype, global_shape=shape) for name, (dtype, shape) in named.items()}
+
+
+def test_entries_are_along_where_they_have_the_shape_of_the_parameter() -> None:
+    stored = pieces(
+        w=("float32", (4, 2)),
+        w__moment=("float32", (4, 2)),
+        w__rows=("float32", (4, 1)),
+        w__eta=("float32", ()),
+        w__master=("float32", (4, 2)),
+    )
+    restoration = plan_optimizers([adam(group("w"))], [parameter()], {}, stored=stored, settings={})
+    assert {entry.key: entry.along for entry in restoration.entries["w"]} == {
+        "moment": True,
+        "rows": False,
+        "eta": False,
+    }
+
+
+def test_of_a_scalar_parameter_only_keys_tell() -> None:
+    stored = pieces(w__moment=("float32", ()), w__step=("float32", ()), w__eta=("float32", ()))
+    live = parameter(shape=(), whole_keys=frozenset({"step", "eta"}))
+    restoration = plan_optimizers([adam(group("w"))], [live], {}, stored=stored, settings={})
+    assert {entry.key: entry.along for entry in restoration.entries["w"]} == {
+        "moment": True,
+        "step": False,
+        "eta": False,
+    }
+
+
+@pytest.mark.parametrize("held", ["w", "w__master"])
+def test_state_made_in_the_dtype_of_the_parameter_follows_it(held: str) -> None:
+    shapes = {"w": ("bfloat16", (4, 2)), held: ("float32", (4, 2))}
+    state = {"w__moment": ("float32", (4, 2)), "w__low": ("bfloat16", (4, 2)), "w__step": ("float32", ())}
+    restoration = plan_optimizers(
+        [adam(group("w"))], [parameter(dtype="float64")], {}, stored=pieces(**shapes, **state), settings={}
+    )
+    assert {entry.key: entry.whole.dtype for entry in restoration.entries["w"]} == {
+        "moment": "float64",
+        "low": "bfloat16",
+        "step": "float32",
+    }
+
+
+def test_python_values_are_told_from_tensors_of_other_parameters() -> None:
+    stored = pieces(w__step=("int64", ()), v__step=("float32", ()), w__moment=("float32", (4, 2)))
+    saved = as_saved(adam(group("wv"), plain={"step": "int", "moment": "float"}))
+    restoration = plan_optimizers(
+        [adam(group("wv"))], [parameter("w"), parameter("v")], {}, stored=stored, settings=saved
+    )
+    assert {entry.key: entry.python for entry in restoration.entries["w"]} == {"step": "int", "moment": None}
+    assert [entry.python for entry in restoration.entries["v"]] == [None]
+
+
+def test_a_parameter_of_another_shape_takes_no_state() -> None:
+    stored = pieces(w=("float32", (2, 4)), w__moment=("float32", (2, 4)))
+    restoration = plan_optimizers([adam(group("w"))], [parameter()], {}, stored=stored, settings={})
+    assert restoration.entries == {}
+
+
+def test_live_state_is_kept_where_the_checkpoint_knows_no_optimizers() -> None:
+    stored = pieces(w=("float32", (4, 2)))
+    fresh = plan_optimizers([adam(group("w"))], [parameter()], {}, stored=stored, settings={})
+    assert (fresh.findings, fresh.replaces_state) == ((), False)
+    trained = plan_optimizers([adam(group("w"))], [parameter(has_state=True)], {}, stored=stored, settings={})
+    assert len(trained.findings) == 1
+    assert not trained.replaces_state
+
+
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 63) - 1, 1j, "x", [], object()])
+def test_values_that_no_tensor_keeps_are_refused(value: object) -> None:
+    with pytest.raises(OptimizerError, match="the optimizer's state 'k' of 'w' is"):
+        python_type("w", "k", value)
+
+
+def test_state_of_nothing_known_is_refused() -> None:
+    with pytest.raises(OptimizerError, match="Adam has state for 'all', which it was not given at first"):
+        list(values_of("Adam", {"all": {"step": 1}}, {"w": "w"}))

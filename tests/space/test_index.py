@@ -1,0 +1,63 @@
+"""Indexes of pieces, against asking every piece."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import PlanError
+from shardwise.space import Layout, Mesh, Piece, PieceIndex, Shard
+from tests.space.plain import elements_of_piece, pieces_of, proven, shapes
+
+
+@st.composite
+def pieces_and_a_piece(draw: st.DrawFn) -> tuple[list[Piece], Piece]:
+    shape = draw(shapes())
+    return draw(st.lists(pieces_of(shape), max_size=10)), draw(pieces_of(shape))
+
+
+@proven
+@given(pieces_and_a_piece())
+def test_overlapping_pieces_are_those_with_a_common_element(case: tuple[list[Piece], Piece]) -> None:
+    pieces, piece = case
+    elements = set(elements_of_piece(piece))
+    expected = [at for at, each in enumerate(pieces) if not elements.isdisjoint(elements_of_piece(each))]
+    assert PieceIndex(pieces).overlapping(piece) == expected
+
+
+def runs(num_pieces: int) -> list[Piece]:
+    borders = [at * 10**12 // num_pieces for at in range(num_pieces + 1)]
+    return [Piece(name="w", dtype="float32", global_shape=(10**6, 10**6), run=run) for run in pairwise(borders)]
+
+
+def rows(num_pieces: int) -> list[Piece]:
+    layout = Layout(Mesh(dp_shard=num_pieces // 4, tp=4), {"dp_shard": Shard(0), "tp": Shard(1)})
+    return [layout.piece(rank, name="w", dtype="float32", global_shape=(10**6, 10**6)) for rank in range(num_pieces)]
+
+
+@pytest.mark.parametrize("pieces", [pytest.param(runs(5000), id="runs"), pytest.param(rows(5000), id="rows")])
+def test_a_search_looks_at_few_of_many_runs_and_blocks_of_rows(
+    pieces: list[Piece], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = PieceIndex(pieces)
+    looked_at: list[Piece] = []
+    num_elements = Piece.num_elements
+
+    def counted(piece: Piece) -> int:
+        looked_at.append(piece)
+        return num_elements.__get__(piece)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Piece, "num_elements", property(counted))
+    assert index.overlapping(pieces[2345]) == [2345]
+    assert 1 <= len(looked_at) <= 10
+
+
+def test_an_index_of_nothing_finds_nothing() -> None:
+    assert PieceIndex([]).overlapping(Piece(name="w", dtype="float32", global_shape=(4,))) == []
+
+
+def test_a_piece_of_another_tensor_is_refused() -> None:
+    index = PieceIndex([Piece(name="w", dtype="float32", global_shape=(4,), run=(0, 1))])
+    with pytest.raises(PlanError, match=r"of w with shape .* and v with shape"):
+        index.overlapping(Piece(name="v", dtype="float32", global_shape=(4,), run=(2, 3)))

@@ -1,0 +1,148 @@
+"""Moves between the storages of two pieces, against copying element by element."""
+
+import math
+from itertools import combinations_with_replacement, pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import PlanError
+from shardwise.space import Box, Cut, Layout, Mesh, Move, Part, Piece, Shard, moves, overlap
+from shardwise.space.moves import reach
+from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, proven, shapes
+
+
+def piece(shape: Shape, offset: Shape, box: Shape, run: tuple[int, int] | None = None, dtype: str = "float32") -> Piece:
+    return Piece(name="w", dtype=dtype, global_shape=shape, offset=offset, shape=box, run=run)
+
+
+@st.composite
+def piece_pairs(draw: st.DrawFn) -> tuple[Piece, Piece]:
+    shape = draw(shapes())
+    return draw(pieces_of(shape)), draw(pieces_of(shape))
+
+
+def places(part: Part, shape: Shape) -> list[int]:
+    """The elements of the storage that a part of `shape` takes, one by one, in row-major order of the part."""
+    return [part.start + element for element in elements_of_box(part.block, Box(part.offset, shape))]
+
+
+def copied(source: Piece, target: Piece) -> list[tuple[int, int]]:
+    """Every (place in the source's storage, place in the target's) that moves copy, in their order."""
+    found = moves(source, target)
+    for move in found:
+        assert move.num_elements == len(places(move.source, move.shape)) > 0
+        assert move.source.first == places(move.source, move.shape)[0]
+        assert move.target.first == places(move.target, move.shape)[0]
+    pairs = [
+        pair
+        for move in found
+        for pair in zip(places(move.source, move.shape), places(move.target, move.shape), strict=True)
+    ]
+    heads = [(move.source.first, move.target.first) for move in found]
+    assert all(a < c and b < d for (a, b), (c, d) in pairwise(heads))
+    return pairs
+
+
+def plainly_copied(source: Piece, target: Piece) -> list[tuple[int, int]]:
+    in_source = {element: place for place, element in enumerate(elements_of_piece(source))}
+    return [
+        (in_source[element], place) for place, element in enumerate(elements_of_piece(target)) if element in in_source
+    ]
+
+
+@proven
+@given(piece_pairs())
+def test_moves_copy_every_shared_element_once_to_its_place_in_the_order_of_both_storages(
+    pair: tuple[Piece, Piece],
+) -> None:
+    source, target = pair
+    pairs = copied(source, target)
+    assert sorted(pairs, key=lambda places: places[1]) == plainly_copied(source, target)
+    assert sorted(copied(target, source)) == sorted((a, b) for b, a in pairs)
+
+
+def test_moves_of_every_two_boxes_and_runs_of_a_small_tensor() -> None:
+    spans = [[(start, size - start) for start in range(size)] + [(0, 1)] for size in (2, 3, 2)]
+    boxes = [piece((2, 3, 2), offset, shape) for offset, shape in (zip(*each, strict=True) for each in product(*spans))]
+    runs = [
+        piece((2, 3, 2), offset, shape, run)
+        for offset, shape in (((0, 0, 0), (2, 3, 2)), ((0, 1, 0), (2, 2, 2)))
+        for run in combinations_with_replacement(range(math.prod(shape) + 1), 2)
+    ]
+    for source, target in [*product(boxes, boxes), *product(boxes, runs), *product(runs, boxes)]:
+        assert sorted(copied(source, target), key=lambda places: places[1]) == plainly_copied(source, target)
+
+
+@proven
+@given(piece_pairs())
+def test_a_piece_without_a_run_is_one_block_and_no_side_has_other_dims_than_the_other(
+    pair: tuple[Piece, Piece],
+) -> None:
+    source, target = pair
+    for move in moves(source, target):
+        for held, part in ((source, move.source), (target, move.target)):
+            assert len(move.shape) == len(part.block) == len(part.offset)
+            assert part.start + math.prod(part.block) <= held.num_elements
+            if held.run is None:
+                assert (part.start, part.block) == (0, held.shape)
+
+
+@proven
+@given(piece_pairs())
+def test_there_are_few_moves_however_many_rows(pair: tuple[Piece, Piece]) -> None:
+    source, target = pair
+    runs = (source.run is not None) + (target.run is not None)
+    assert len(moves(source, target)) <= max(1, 2 * len(source.global_shape) - 1) ** runs
+    assert len(moves(source, target)) <= len(list(overlap(source, target))) or runs
+    assert len(moves(source, source)) == (source.num_elements > 0)
+
+
+def test_columns_to_rows_is_one_move() -> None:
+    columns, rows = piece((6, 8), (0, 4), (6, 4)), piece((6, 8), (2, 0), (3, 8), dtype="bfloat16")
+    assert moves(columns, rows) == [Move((3, 4), Part(0, (6, 4), (2, 0)), Part(0, (3, 8), (0, 4)))]
+
+
+def test_runs_of_one_sequence_collapse_to_one_flat_move() -> None:
+    layout = Layout(Mesh(dp_shard=2, tp=2), {"tp": Shard(1), "dp_shard": Cut((0, 7, 16))})
+    part = layout.piece(2, name="w", dtype="float32", global_shape=(4, 8))
+    assert part.run == (7, 16)
+    assert moves(part, piece((4, 8), (0, 0), (4, 4), (5, 12))) == [Move((5,), Part(0, (5,), (0,)), Part(2, (5,), (0,)))]
+    whole_rows, of_tensor = piece((4, 8), (2, 0), (2, 8), (3, 14)), piece((4, 8), (0, 0), (4, 8), (0, 25))
+    assert moves(whole_rows, of_tensor) == [Move((6,), Part(0, (6,), (0,)), Part(19, (6,), (0,)))]
+    assert moves(piece((4,), (0,), (4,), (0, 2)), piece((4,), (0,), (4,), (2, 4))) == []
+
+
+def test_a_run_to_a_tensor_with_a_shape_keeps_the_dims() -> None:
+    assert moves(piece((4, 8), (0, 0), (4, 8), (6, 19)), piece((4, 8), (0, 0), (4, 8))) == [
+        Move((1, 2), Part(0, (1, 2), (0, 0)), Part(0, (4, 8), (0, 6))),
+        Move((1, 8), Part(2, (1, 8), (0, 0)), Part(0, (4, 8), (1, 0))),
+        Move((1, 3), Part(10, (1, 3), (0, 0)), Part(0, (4, 8), (2, 0))),
+    ]
+
+
+def test_work_does_not_grow_with_the_tensor() -> None:
+    size = 10**9
+    columns, rows = piece((size, size), (0, 5), (size, 10)), piece((size, size), (0, 0), (size, size), (7, size * size))
+    first, rest = moves(columns, rows)
+    assert (first.shape, rest.shape) == ((1, 8), (size - 1, 10))
+
+
+def test_scalars_move_and_empty_pieces_do_not() -> None:
+    assert moves(piece((), (), ()), piece((), (), (), (0, 1))) == [Move((), Part(0, (), ()), Part(0, (), ()))]
+    assert moves(piece((0, 3), (0, 0), (0, 3)), piece((0, 3), (0, 0), (0, 3))) == []
+
+
+def test_pieces_of_different_tensors_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"of w with shape \(4,\) and w with shape \(5,\)"):
+        moves(piece((4,), (0,), (4,)), piece((5,), (0,), (4,)))
+    with pytest.raises(PlanError, match=r"of w with shape .* and v with shape"):
+        moves(piece((4,), (0,), (4,)), Piece(name="v", dtype="float32", global_shape=(4,)))
+
+
+@proven
+@given(shapes().flatmap(pieces_of))
+def test_reach_is_from_the_first_element_to_the_last(held: Piece) -> None:
+    elements = elements_of_piece(held)
+    assert reach(held) == ((min(elements), max(elements) + 1) if elements else (0, 0))
