@@ -11,6 +11,10 @@ class ShardwiseError(Exception):
     """The root of every error that shardwise raises on purpose."""
 
 
+_SHOWN_PROBLEMS = 40
+"""Lines of a message whose problems can be as many as a model has parameters."""
+
+
 def _listed(problems: Sequence[str]) -> str:
     return problems[0] if len(problems) == 1 else "\n".join(f"  - {problem}" for problem in problems)
 
@@ -47,13 +51,17 @@ class DataError(ShardwiseError):
 class CheckpointError(ShardwiseError):
     """A checkpoint that cannot be written, found, trusted, or read into its target. Carries every problem found.
 
+    `problems` has them all; the message lists the first of many, under `about`, what they are problems of.
     Unless the message says otherwise nothing was changed: neither an older save nor the target of a load.
     """
 
-    def __init__(self, *problems: str) -> None:
+    def __init__(self, *problems: str, about: str = "") -> None:
         self.problems: tuple[str, ...] = problems
+        shown = list(problems[:_SHOWN_PROBLEMS])
+        if len(problems) > len(shown):
+            shown.append(f"and {len(problems) - len(shown)} more")
         heading = "" if len(problems) == 1 else f"{len(problems)} problems:\n"
-        super().__init__(heading + _listed(problems))
+        super().__init__((f"{about}: " if about else "") + heading + _listed(shown))
 
 
 class DivergedError(ShardwiseError):

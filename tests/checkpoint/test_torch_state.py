@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -30,6 +30,15 @@ from tests.engine.checkpoints import (
 )
 from tests.engine.expected import adamw, points, seeded, sgd, square_loss
 from tests.engine.oracle import Optimizers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Every tensor here is tiny."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def saved_of(state: TorchState) -> Saved:
@@ -63,7 +72,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) ->
         optimizer.zero_grad()
         batch = points(at, 24)
         loss = square_loss(model(batch["x"]), batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -128,8 +137,8 @@ def test_what_a_plain_model_saved_is_an_engines_own(optimizer: str, sharding: sw
             assert torch.equal(value, checkpoint.tensors[name.split("/")[1]])
         elif name in checkpoint.tensors:
             assert torch.equal(value, checkpoint.tensors[name].to(value.dtype))
-    empty = {name for name, value in checkpoint.tensors.items() if not value.numel()}
-    assert checkpoint.tensors.keys() - again.tensors.keys() <= empty
+    gone = checkpoint.tensors.keys() - again.tensors.keys()
+    assert all("nothing" in name.split("/") for name in gone), "nobody owns what has no elements"
 
 
 def test_the_state_is_views_by_the_names_of_the_state_dict() -> None:
@@ -153,7 +162,6 @@ def test_a_model_alone_ignores_optimizers() -> None:
     model, _ = model_and_optimizer(adamw, seed=1)
     restoration = take(TorchState(model), checkpoint)
     assert not any(piece.name.startswith("optimizer/") for piece in restoration.wanted)
-    assert_same_bits({**model.state_dict(), "scalar": model.get_parameter("scalar").detach()}, dict(model.state_dict()))
     assert torch.equal(model.get_parameter("out.weight"), checkpoint.tensors["out.weight"])
 
 
@@ -204,7 +212,7 @@ def test_several_optimizers_keep_their_own() -> None:
 
     first, second = trainers(0.25)
     batch = points(0, 8)
-    square_loss(model(batch["x"]), batch).backward()  # type: ignore[no-untyped-call]
+    square_loss(model(batch["x"]), batch).backward()
     first.step()
     second.step()
     checkpoint = saved_of(TorchState(model, first, second))

@@ -1,11 +1,14 @@
 """Addresses: where a checkpoint is, as users write it."""
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.remote import FsspecStore
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import Reader, Store, Writer
 from shardwise.errors import CheckpointError
 
 __all__ = ["Address", "store_of"]
@@ -21,5 +24,47 @@ def store_of(where: Address) -> Store:
     if not isinstance(where, str | os.PathLike):
         return where
     if not os.fspath(where):
-        raise CheckpointError("an empty path was given; \".\" is the current folder")
-    return LocalStore(where)
+        raise CheckpointError('an empty path was given; "." is the current folder')
+    folder, name = os.path.split(os.path.abspath(where))
+    return OneFile(LocalStore(folder), name) if os.path.isfile(where) else LocalStore(where)
+
+
+class OneFile:
+    """A store in which one file of another is to be seen, and nothing can be changed."""
+
+    __slots__ = ("_name", "_store")
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    @property
+    def location(self) -> str:
+        """The folder of the file."""
+        return self._store.location
+
+    def names(self, folder: str = "") -> Iterator[str]:
+        """See `Store.names`."""
+        return iter([] if folder else [self._name])
+
+    def open(self, name: str) -> Reader:
+        """See `Store.open`."""
+        if name != self._name:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return self._store.open(name)
+
+    def write(self, name: str, *, num_bytes: int) -> AbstractContextManager[Writer]:
+        """Refused: the address is a file."""
+        raise self._refusal(name)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Refused: the address is a file."""
+        raise self._refusal(name)
+
+    def delete(self, name: str) -> None:
+        """Refused: the address is a file."""
+        raise self._refusal(name)
+
+    def _refusal(self, name: str) -> OSError:
+        text = f"{self._name} is a file; name a folder to save to"
+        return NotADirectoryError(errno.ENOTDIR, text, name)

@@ -17,14 +17,13 @@ from typing import Any, Self
 
 import torch
 
-from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.addresses import Address
 from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.checkpoint.commit import SaveReport, Written, commit, discard, storing
 from shardwise.checkpoint.held import Held, bytes_of
 from shardwise.checkpoint.saves import read_file
-from shardwise.checkpoint.saving import Prepared, Request, prepare, write_pieces
+from shardwise.checkpoint.saving import Arguments, Prepared, prepare, write_pieces
 from shardwise.checkpoint.states import State
-from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.streaming import stream_whole
 from shardwise.checkpoint.writing import Filling
 from shardwise.comm import Channel, default_channel
@@ -58,7 +57,7 @@ class AsyncSaver:
         channel: Channel | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        self._store = store_of(path)
+        self._path = path
         self._channel = channel if channel is not None else default_channel()
         self._layout = layout
         self._timeout_seconds = timeout_seconds
@@ -73,8 +72,7 @@ class AsyncSaver:
         """
         self.wait()
         try:
-            request = Request.checked(extra, step, self._layout)
-            prepared = prepare(self._channel, self._store, state, request)
+            prepared = prepare(self._channel, self._path, state, Arguments(extra, step, self._layout))
             self._take_snapshot(prepared)
         except ShardwiseError:
             raise
@@ -82,7 +80,7 @@ class AsyncSaver:
             self._channel.abort(f"{type(error).__name__} in the snapshot of a save: {error}")
             raise
         prepared = replace(prepared, held=Held(tensors={}))  # the snapshot is all that is needed now
-        self._task = _Task(self._store, prepared, self._channel, self._snapshot, self._timeout_seconds)
+        self._task = _Task(prepared, self._channel, self._snapshot, self._timeout_seconds)
         self._task.start()
 
     def wait(self) -> SaveReport | None:
@@ -97,7 +95,7 @@ class AsyncSaver:
         self._channel.exchange(b"", purpose="wait for a save in the background")
         task.join()
         agree(self._channel, task.refusal, purpose="verdict on a save in the background")
-        return task.prepared.report(self._store, self._channel.rank)
+        return task.prepared.report(self._channel.rank)
 
     def close(self) -> None:
         """Wait for the save under way, and give back the snapshot."""
@@ -148,12 +146,10 @@ class _Memory:
 class _Task:
     """One save in the background, seen from one rank."""
 
-    def __init__(
-        self, store: Store, prepared: Prepared, channel: Channel, snapshot: torch.Tensor, timeout_seconds: float
-    ) -> None:
+    def __init__(self, prepared: Prepared, channel: Channel, snapshot: torch.Tensor, timeout_seconds: float) -> None:
         self.prepared = prepared
         self.refusal: ShardwiseError | None = None
-        self._store = store
+        self._store = prepared.store
         self._rank = channel.rank
         self._snapshot = snapshot
         self._timeout_seconds = timeout_seconds

@@ -150,4 +150,5 @@ def _json_problems(value: object, place: str) -> Iterator[str]:
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of flat bytes on the CPU."""
-    return memoryview(flat.numpy())
+    array: Any = flat.numpy()  # whose stubs do not say that it is a buffer
+    return memoryview(array)

@@ -118,9 +118,9 @@ def load(
     channel: the ranks that load together; all of them call this. Default: see `default_channel`.
 
     Everything that does not fit is found from metadata alone, and raised as one CheckpointError on all ranks while the
-    target is as it was. Damage to data is found while reading: the target is as it was if it is found in the first
-    round (48 MiB in one process, 16 MiB per rank in several) or with verify="first"; otherwise the error says that the
-    target is partly overwritten.
+    target is as it was. Damage to data is found while reading: the target is as it was where no rank reads more than
+    16 MiB (48 MiB in one process), and with verify="first"; otherwise the error says that the target is partly
+    overwritten.
     The report is the result's `.report`.
     """
     channel = channel if channel is not None else default_channel()
@@ -146,7 +146,7 @@ def _load(channel: Channel, store: Store, state: State, step: int | None, option
     if channel.rank in readers:
         findings += _file_findings(channel, store, contents, {each.file for each in stored}, verify=verify)
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
-        raise CheckpointError(*findings)
+        raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
     with torch.no_grad():
         if options.shared and not verify:
             read_bytes = read_exactly(channel, store, stored, sources[channel.rank], tensors)
@@ -201,7 +201,7 @@ def _settle(
     if options.strict:
         findings += [*found.missing, *found.unexpected, *misfits]
     if findings:
-        raise CheckpointError(*(f"{contents.location}: {each}" for each in findings))
+        raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
     found.unexpected.extend(misfits)
     present = [[piece for piece in pieces if Kind.of(piece) in found.source] for pieces in wanted]
     return target, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
@@ -222,7 +222,7 @@ def _coverage(wanted: Sequence[Wanted], contents: Contents) -> list[str]:
         lacking = missing(contents.tensors[each.tensor].pieces, each.piece)
         if lacking:
             findings.append(
-                f"{contents.location}: {each.piece}: {lacking} of {each.piece.num_elements} elements are in no piece "
+                f"{each.piece}: {lacking} of {each.piece.num_elements} elements are in no piece "
                 f"of {each.tensor} that the checkpoint has; it is incomplete"
             )
     return findings

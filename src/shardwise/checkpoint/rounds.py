@@ -19,11 +19,17 @@ from shardwise.space import Move, Piece, Run, moves
 
 __all__ = ["read_exactly", "read_in_rounds"]
 
-ROUND_BYTES = 16 << 20
-"""So much a rank reads in a round; a message out and one in are at most as large."""
+ONE_ROUND_BYTES = 16 << 20
+"""Where no rank reads more, everything is read and agreed upon before anything is written."""
 
-ROUND_BYTES_ALONE = 48 << 20
-"""So much where there are no messages."""
+ONE_ROUND_BYTES_ALONE = 48 << 20
+"""The same where there are no messages, which take as much again twice."""
+
+ROUND_BYTES = 8 << 20
+"""So much a rank reads in a round where there are several; a message out and one in are at most as large."""
+
+ROUND_BYTES_ALONE = 4 << 20
+"""The same where no other rank takes part: what has just been read is verified and copied out of the cache."""
 
 
 def read_in_rounds(
@@ -43,14 +49,23 @@ def read_in_rounds(
     rounds are read and verified before the first is used.
     Raises the same CheckpointError on all ranks; it says so when tensors have been written by then.
     """
-    max_bytes = ROUND_BYTES if channel.size > 1 else ROUND_BYTES_ALONE
-    batches = batches_of(plan.reads, stored, block_bytes=contents.block_bytes, max_bytes=max_bytes)
-    counts = [int(each) for each in channel.exchange(str(len(batches)).encode(), purpose="number of rounds")]
+    alone = channel.size == 1
+    at_once, max_bytes = (ONE_ROUND_BYTES_ALONE, ROUND_BYTES_ALONE) if alone else (ONE_ROUND_BYTES, ROUND_BYTES)
+
+    def cut(max_bytes: int) -> tuple[list[list[Span]], int]:
+        """This rank's batches, and the largest number of them that a rank has."""
+        batches = batches_of(plan.reads, stored, block_bytes=contents.block_bytes, max_bytes=max_bytes)
+        counts = channel.exchange(str(len(batches)).encode(), purpose="number of rounds")
+        return batches, max(map(int, counts))
+
+    batches, num_rounds = cut(at_once)
+    if num_rounds > 1:
+        batches, num_rounds = cut(max_bytes)
     reader = BatchReader(store, contents, stored, verify=verify)
     handover = _Handover(channel, stored, plan, tensors)
     try:
         for dry in (True, False) if twice else (False,):
-            for turn in range(max(counts)):
+            for turn in range(num_rounds):
                 batch = batches[turn] if turn < len(batches) else []
                 read, by_rank = _agreed(channel, reader, batch, is_late=not dry and turn > 0)
                 if not dry:
@@ -166,7 +181,7 @@ def _read_run(reader: Reader, start: int, dtype: torch.dtype, tensor: torch.Tens
         memory = tensor.view(-1)[target.start : target.stop].view(torch.uint8)
         reader.read_into(bytes_of(memory), start)
         return
-    step = ROUND_BYTES // dtype.itemsize
+    step = ROUND_BYTES_ALONE // dtype.itemsize
     for first in range(target.start, target.stop, step):
         run = Run(first, min(first + step, target.stop))
         elements = torch.empty(run.num_elements, dtype=dtype)

@@ -29,49 +29,49 @@ from shardwise.comm.agreement import agree
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.space import Piece
 
-__all__ = ["Prepared", "Request", "prepare", "save", "write_pieces"]
+__all__ = ["Arguments", "Prepared", "prepare", "save", "write_pieces"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What a caller asks to have saved, beside the state."""
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a caller asks to have saved beside the state, and how."""
 
-    extra: Mapping[str, Any]
+    extra: Mapping[str, Any] | None
     step: int | None
     file_layout: FileLayout
-    block_bytes: int = BLOCK_BYTES
 
-    @classmethod
-    def checked(cls, extra: Mapping[str, Any] | None, step: int | None, file_layout: FileLayout) -> "Request":
-        """Take over arguments of `save`; raises CheckpointError for what cannot be saved."""
-        extra = {} if extra is None else extra
+    def checked(self) -> "Arguments":
+        """With all defaults filled in. Raises CheckpointError for what cannot be saved."""
+        extra = {} if self.extra is None else self.extra
         check_json(extra, "extra")
-        if file_layout not in get_args(FileLayout):
+        if self.file_layout not in get_args(FileLayout):
             raise CheckpointError(
-                f"layout {file_layout!r} was asked for; a save is laid out as {' or '.join(get_args(FileLayout))}"
+                f"layout {self.file_layout!r} was asked for; a save is laid out as {' or '.join(get_args(FileLayout))}"
             )
+        step = self.step
         if step is None and type(extra.get("step")) is int:
             step = extra["step"]
-        return cls(extra=extra, step=step, file_layout=file_layout)
+        return Arguments(extra, step, self.file_layout)
 
     def text(self) -> bytes:
         """What has to be equal on all ranks."""
-        return json.dumps([self.extra, self.step, self.file_layout, self.block_bytes], sort_keys=True).encode()
+        return json.dumps([self.extra, self.step, self.file_layout], sort_keys=True).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """What is decided before a byte is written."""
 
+    store: Store
     attempt: Attempt
     arrangement: Arrangement
     description: Description
     held: Held
 
-    def report(self, store: Store, rank: int) -> SaveReport:
+    def report(self, rank: int) -> SaveReport:
         """What `rank` tells its caller when all is done."""
         return SaveReport(
-            location=f"{store.location}/{self.attempt.folder}".rstrip("/"),
+            location=f"{self.store.location}/{self.attempt.folder}".rstrip("/"),
             step=self.description.step,
             num_tensors=len(self.arrangement.tensors),
             num_bytes=self.arrangement.num_bytes,
@@ -103,7 +103,7 @@ def save(
     """
     channel = channel if channel is not None else default_channel()
     try:
-        return _save(channel, store_of(path), state, Request.checked(extra, step, layout))
+        return _save(channel, path, state, Arguments(extra, step, layout))
     except ShardwiseError:
         raise
     except BaseException as error:
@@ -113,11 +113,12 @@ def save(
 
 def _save(
     channel: Channel,
-    store: Store,
+    path: Address,
     state: State,
-    request: Request,
+    arguments: Arguments,
 ) -> SaveReport:
-    prepared = prepare(channel, store, state, request)
+    prepared = prepare(channel, path, state, arguments)
+    store = prepared.store
     arrangement, attempt = prepared.arrangement, prepared.attempt
     written = Written([])
     refusal: ShardwiseError | None = None
@@ -128,7 +129,7 @@ def _save(
         if file.pieces:
             with storing(store, name, "written"), store.write(name, num_bytes=file.num_bytes) as writer:
                 filling = Filling(file, writer, block_bytes=prepared.description.block_bytes)
-                if request.file_layout == "whole":
+                if arrangement.file_layout == "whole":
                     streamed = True
                     stream_whole(channel, arrangement, prepared.held.tensors, filling)
                 else:
@@ -137,7 +138,7 @@ def _save(
             written = Written(filling.checksums)
     except CheckpointError as error:
         refusal = error
-    if request.file_layout == "whole" and not streamed:
+    if arrangement.file_layout == "whole" and not streamed:
         stream_whole(channel, arrangement, prepared.held.tensors, None)
     try:
         reports = agree(channel, refusal, purpose="verdict on the files of a save", value=written.pack())
@@ -154,32 +155,30 @@ def _save(
     except CheckpointError:  # all ranks refuse; after a lost peer nobody knows whether it was committed
         discard(store, attempt, channel.rank)
         raise
-    return prepared.report(store, channel.rank)
+    return prepared.report(channel.rank)
 
 
-def prepare(
-    channel: Channel,
-    store: Store,
-    state: State,
-    request: "Request",
-) -> Prepared:
+def prepare(channel: Channel, path: Address, state: State, arguments: Arguments) -> Prepared:
     """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse."""
     refusal: ShardwiseError | None = None
-    held = Held(tensors={})
-    attempt: Attempt | None = None
+    place = request = b""
     try:
+        arguments = arguments.checked()
+        request = arguments.text()
+        store = store_of(path)
         held = hold(state)
-        attempt = begin(store) if channel.rank == 0 else None
+        if channel.rank == 0:
+            attempt = begin(store)
+            place = json.dumps([attempt.number, attempt.id]).encode()
     except ShardwiseError as error:
         refusal = error
-    place = json.dumps([attempt.number, attempt.id]) if attempt else ""
-    requests = gather_texts(channel, request.text(), purpose="request of a save", refusal=refusal)
+    requests = gather_texts(channel, request, purpose="request of a save", refusal=refusal)
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
         raise MismatchError(
             f"rank {different[0]} was called with other arguments than rank 0: extra, step and layout are "
             f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0; make the same call on all"
         )
-    number, name = json.loads(channel.exchange(place.encode(), purpose="place of a save")[0])
+    number, name = json.loads(channel.exchange(place, purpose="place of a save")[0])
     texts = gather_texts(channel, pack_pieces(list(held.tensors)), purpose="pieces of a save")
     pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
     facts = gather_texts(
@@ -190,17 +189,21 @@ def prepare(
         aliases |= ties
     settings = merge_settings([json.loads(text)[1] for text in dict.fromkeys(facts)])
     by_rank = [[piece for piece in pieces_of[text] if piece.name not in aliases] for text in texts]
-    arrangement = arrange(by_rank, request.file_layout, block_bytes=request.block_bytes)
+    arrangement = arrange(by_rank, arguments.file_layout, block_bytes=BLOCK_BYTES)
     description = Description(
-        step=request.step,
+        step=arguments.step,
         layout=_layout_in_words(settings, channel.size),
-        block_bytes=request.block_bytes,
+        block_bytes=BLOCK_BYTES,
         aliases=aliases,
         settings=settings,
-        extra=request.extra,
+        extra=arguments.extra or {},
     )
     return Prepared(
-        attempt=Attempt(number=number, id=name), arrangement=arrangement, description=description, held=held
+        store=store,
+        attempt=Attempt(number=number, id=name),
+        arrangement=arrangement,
+        description=description,
+        held=held,
     )
 
 

@@ -5,7 +5,7 @@ import json
 import xxhash
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.foreign import dcp, huggingface, recognise
+from shardwise.checkpoint.foreign import read_foreign, recognise
 from shardwise.checkpoint.manifest import pack_tables, unpack_tables
 from shardwise.checkpoint.saves import load_contents, metadata_files, select
 from shardwise.checkpoint.stores import Store
@@ -32,7 +32,7 @@ def read_contents(store: Store, *, step: int | None = None) -> Contents:
         raise CheckpointError(
             f"{store.location} is a {kind} checkpoint, which has no steps to choose from; leave out step"
         )
-    return dcp.read_contents(store) if kind == "dcp" else huggingface.read_contents(store)
+    return read_foreign(store)
 
 
 def agree_on_contents(

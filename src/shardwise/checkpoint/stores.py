@@ -49,8 +49,8 @@ class Store(Protocol):
     def write(self, name: str, *, num_bytes: int) -> AbstractContextManager[Writer]:
         """Begin a new file of `num_bytes` bytes under a name that is not in use; it is durable when the context ends.
 
-        Raises FileExistsError for a name in use, and ValueError when other than `num_bytes` bytes were written. When the
-        context ends by an error the file may stay, in parts.
+        Raises FileExistsError for a name in use, and ValueError when other than `num_bytes` bytes were written. When
+        the context ends by an error the file may stay, in parts.
         """
 
     def create(self, name: str, data: bytes) -> None:

@@ -84,9 +84,8 @@ class FlatBuffers:
         self._publish(trainable, "parameters of bucket", counters)
 
     def publish_restored(self, counters: Counters) -> None:
-        """Publish masters that were written from outside, frozen ones too; what the parameters had before is gone."""
+        """Publish masters that were written from outside, frozen ones too."""
         self._publish(range(len(self.ownership.buckets)), "restored parameters of bucket", counters)
-        self._placed = {name: (self._placed[name][0], each._version) for name, each in self._parameters.items()}
 
     @torch.no_grad()
     def _publish(self, indices: Sequence[int], subject: str, counters: Counters) -> None:

@@ -161,7 +161,7 @@ class Engine:
         for plain weights. Raises ModelError for a model whose parameters were replaced since parallelize, and
         CheckpointError for settings that are not understood.
         """
-        self._check_model()
+        self._check_model()  # also adopts writes from outside, which would otherwise come over the values that are read
         return EngineRestoration(
             inventory=self._inventory,
             model=self.model,
