@@ -91,10 +91,24 @@ class AsyncSaver:
         task, self._task = self._task, None
         if task is None:
             return None
-        # Rank 0's thread waits for what the threads of all ranks leave: none may wait before all have begun.
-        self._channel.exchange(b"", purpose="wait for a save in the background")
-        task.join()
-        agree(self._channel, task.refusal, purpose="verdict on a save in the background")
+        # Rank 0's thread waits for the reports of the others, which wait for nobody. That some have ended without one
+        # (the disk is full), or are lost, it is told here.
+        try:
+            if self._channel.rank:
+                task.join()
+            failed = b"failed" if self._channel.rank and task.refusal else b""
+            if any(self._channel.exchange(failed, purpose="wait for a save in the background")):
+                task.give_up_waiting()
+        except ShardwiseError:
+            task.give_up_waiting()
+            raise
+        finally:
+            task.join()
+        try:
+            agree(self._channel, task.refusal, purpose="verdict on a save in the background")
+        except CheckpointError:
+            task.discard()  # what was written after another rank had failed and cleaned up
+            raise
         return task.prepared.report(self._channel.rank)
 
     def close(self) -> None:
@@ -169,6 +183,10 @@ class _Task:
         """Do not wait for reports that are not there yet."""
         self._given_up.set()
 
+    def discard(self) -> None:
+        """Remove what was written, unless it was committed."""
+        discard(self._store, self.prepared.attempt, self._rank)
+
     def _run(self) -> None:
         try:
             written = self._write()
@@ -181,7 +199,7 @@ class _Task:
             self.refusal = CheckpointError(f"{type(error).__name__} while saving in the background: {error}")
         if self.refusal is not None:
             self._report_failure(str(self.refusal))
-            discard(self._store, self.prepared.attempt, self._rank)
+            self.discard()
 
     def _write(self) -> Written:
         """This rank's file, out of the snapshot."""
@@ -227,12 +245,18 @@ class _Task:
         """What the other ranks have left, in rank order."""
         awaited = [self._report_name(rank) for rank in range(1, self.prepared.arrangement.num_ranks)]
         deadline = time.monotonic() + self._timeout_seconds
-        while missing := set(awaited) - set(self._store.names(self.prepared.attempt.folder.rstrip("/"))):
+        while missing := set(awaited) - self._names():
             if self._given_up.is_set() or time.monotonic() > deadline:
-                why = "training stopped" if self._given_up.is_set() else f"{self._timeout_seconds:g} s have passed"
+                late = f"{self._timeout_seconds:g} s have passed"
+                why = "training stopped or a rank failed" if self._given_up.is_set() else late
                 raise CheckpointError(
                     f"{self._store.location}: {why}, and {', '.join(sorted(missing))} is not there: a rank has not "
                     "finished its file, or does not share this storage; nothing was committed"
                 )
             time.sleep(_POLL_SECONDS)
         return [json.loads(read_file(self._store, name)) for name in awaited]
+
+    def _names(self) -> set[str]:
+        folder = self.prepared.attempt.folder.rstrip("/")
+        with storing(self._store, folder, "listed"):
+            return set(self._store.names(folder))

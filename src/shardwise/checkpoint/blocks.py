@@ -15,8 +15,8 @@ def num_blocks(num_bytes: int, block_bytes: int) -> int:
 
 
 def checksum(data: bytes | memoryview) -> bytes:
-    """xxh3_64 of `data`, little-endian."""
-    return int(xxhash.xxh3_64_intdigest(data)).to_bytes(CHECKSUM_BYTES, "little")
+    """xxh3_64 of `data`, in its canonical form (big-endian)."""
+    return bytes(xxhash.xxh3_64_digest(data))
 
 
 class BlockSums:
@@ -48,7 +48,7 @@ class BlockSums:
         return sums
 
     def _close(self) -> None:
-        self._done += int(self._open.intdigest()).to_bytes(CHECKSUM_BYTES, "little")
+        self._done += self._open.digest()
         self._open.reset()
         self._num_open_bytes = 0
 

@@ -152,13 +152,7 @@ def commit(
         extra=dict(description.extra),
         settings=dict(description.settings),
     )
-    try:
-        with storing(store, folder + MANIFEST, "created"):
-            store.create(folder + MANIFEST, head.pack())
-    except CheckpointError as error:
-        if isinstance(error.__cause__, FileExistsError):
-            raise _lost(store, attempt) from error
-        raise
+    _create_manifest(store, attempt, head.pack())
     # The save stands. What cannot be removed now goes with the next one.
     with contextlib.suppress(OSError, CheckpointError):
         clean_up(store, attempt.number)
@@ -170,10 +164,9 @@ def discard(store: Store, attempt: Attempt, rank: int) -> None:
     Nothing is removed where the manifest is there after all: creating it may have failed after it took effect.
     """
     with contextlib.suppress(OSError, CheckpointError):
-        names = list(store.names(attempt.folder.rstrip("/")))
-        if attempt.folder + MANIFEST in names and read_head(store, attempt.number).id == attempt.id:
+        if _stands(store, attempt):
             return
-        for name in names:
+        for name in store.names(attempt.folder.rstrip("/")):
             if name.startswith(attempt.folder + attempt.id) and (rank == 0 or attempt.data_file(rank) in name):
                 store.delete(name)
 
@@ -209,9 +202,44 @@ def _check_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> No
                 "save to storage that all ranks share. Nothing was committed"
             )
     if problems:
-        if attempt.number in list_saves(store).committed:
+        with storing(store, "", "listed"):
+            committed = list_saves(store).committed
+        if attempt.number in committed:
             raise _lost(store, attempt)
         raise CheckpointError(*problems)
+
+
+def _create_manifest(store: Store, attempt: Attempt, data: bytes) -> None:
+    """The commit. A failure may come after it took effect: then the error says so."""
+    try:
+        with storing(store, attempt.folder + MANIFEST, "created"):
+            store.create(attempt.folder + MANIFEST, data)
+    except CheckpointError as error:
+        is_there = False
+        with contextlib.suppress(OSError, CheckpointError):
+            is_there = _stands(store, attempt)
+        exists = isinstance(error.__cause__, FileExistsError)
+        if exists and not is_there:
+            raise _lost(store, attempt) from error
+        if is_there and not exists:
+            raise _doubtful(store, attempt, error.__cause__ or error) from error
+        if not exists:
+            raise
+        # It exists and is ours: the store asked twice, because the answer to the first time was lost.
+
+
+def _stands(store: Store, attempt: Attempt) -> bool:
+    """Whether the manifest of this very attempt is there. Raises OSError or CheckpointError where it cannot be seen."""
+    if attempt.folder + MANIFEST not in store.names(attempt.folder.rstrip("/")):
+        return False
+    return read_head(store, attempt.number).id == attempt.id
+
+
+def _doubtful(store: Store, attempt: Attempt, cause: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{store.location}/{attempt.folder}{MANIFEST} was created, but then the store failed: {reason(cause)}; the "
+        "save is there and loads, but may not outlast a failure of the machine. Older saves are as they were; save again"
+    )
 
 
 def _lost(store: Store, attempt: Attempt) -> CheckpointError:

@@ -14,7 +14,7 @@ BLOCK_BYTES = 1 << 18
 """Bytes under one checksum, where nothing else is said: they fit the cache of a core, which reads them twice."""
 
 CHECKSUM_BYTES = 8
-"""Bytes of one checksum (xxh3_64, little-endian)."""
+"""Bytes of one checksum (xxh3_64, in its canonical form)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,8 @@ def _load(channel: Channel, store: Store, state: State, step: int | None, option
     verify = bool(options.verify) and contents.verifiable
     findings = _coverage(sources[channel.rank], contents)
     if channel.rank in readers:
-        findings += _file_findings(channel, store, contents, {each.file for each in stored}, verify=verify)
+        turn = (sorted(readers).index(channel.rank), len(readers)) if verify else None
+        findings += _file_findings(store, contents, {each.file for each in stored}, turn)
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
     with torch.no_grad():
@@ -178,6 +179,7 @@ def _settle(
     target = _Target(Held(tensors={}), None)
     try:
         target = _target(state, contents)
+        _check_writable(target.held)
     except ShardwiseError as error:
         refusal = error
     own = [piece for piece in target.held.tensors if piece.num_elements or piece.whole]
@@ -215,6 +217,17 @@ def _target(state: State, contents: Contents) -> _Target:
     return _Target(hold(restoration.wanted, what="the target"), restoration)
 
 
+def _check_writable(held: Held) -> None:
+    """Raises CheckpointError when elements of a target share memory, as those of an expanded tensor."""
+    if problems := [
+        f"{piece} is to be read into a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, whose "
+        "elements share memory (expand()); give it memory of its own: clone()"
+        for piece, tensor in held.tensors.items()
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ]:
+        raise CheckpointError(*problems)
+
+
 def _coverage(wanted: Sequence[Wanted], contents: Contents) -> list[str]:
     """Wanted pieces that the stored pieces of their tensor do not cover."""
     findings = []
@@ -228,10 +241,11 @@ def _coverage(wanted: Sequence[Wanted], contents: Contents) -> list[str]:
     return findings
 
 
-def _file_findings(channel: Channel, store: Store, contents: Contents, files: set[str], *, verify: bool) -> list[str]:
+def _file_findings(store: Store, contents: Contents, files: set[str], turn: tuple[int, int] | None) -> list[str]:
     """Data files that are missing, of another size than they were written with, or damaged in their first bytes.
 
-    Each rank that sees the storage looks at all sizes (they cost no reading), and verifies the headers of some.
+    Each rank that sees the storage looks at all sizes (they cost no reading); with `turn` = (i, n) it verifies the
+    headers of each n-th file from the i-th on.
     """
     findings = []
     for number, name in enumerate(sorted(files)):
@@ -247,7 +261,7 @@ def _file_findings(channel: Channel, store: Store, contents: Contents, files: se
                     f"{where} has {reader.size} bytes, but {contents.file_sizes[name]} were written; it was truncated, "
                     "grown, or swapped for another file"
                 )
-            elif verify and name in contents.file_heads and number % channel.size == channel.rank:
+            elif turn is not None and name in contents.file_heads and number % turn[1] == turn[0]:
                 num_bytes, expected = contents.file_heads[name]
                 head = bytearray(num_bytes)
                 reader.read_into(memoryview(head), 0)

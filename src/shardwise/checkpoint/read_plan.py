@@ -265,7 +265,7 @@ def _block_ranges(move: Move, item_bytes: int, block_bytes: int) -> Iterator[tup
     steps: list[range] = []
     for size, block in zip(reversed(move.shape), reversed(move.source.block), strict=True):
         if size > 1:
-            if not steps and stride - extent < block_bytes:
+            if stride - extent < block_bytes:
                 extent += (size - 1) * stride
             else:
                 steps.append(range(0, size * stride, stride))

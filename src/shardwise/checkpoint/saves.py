@@ -8,6 +8,7 @@ one creates it, the other finds it there and says so. Names of files begin with 
 which share a folder never mix.
 """
 
+import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -74,21 +75,32 @@ def list_saves(store: Store) -> Listing:
 
 
 def select(store: Store, *, step: int | None = None) -> int:
-    """The number of the newest committed save, or of the newest at `step`; CheckpointError when there is none."""
+    """The number of the newest committed save, or of the newest at `step`; CheckpointError when there is none.
+
+    Saves whose manifest is damaged are passed over in the search for a step, and named when it is not found.
+    """
     listing = list_saves(store)
     if not listing.committed:
         what = "holds no committed save" if listing.files else "holds no checkpoint: it is empty or does not exist"
         raise CheckpointError(f"{store.location} {what}{listing.torn_note()}")
     if step is None:
         return listing.committed[-1]
-    steps = []
+    steps: list[int | None] = []
+    damaged: list[str] = []
     for number in reversed(listing.committed):
-        saved = read_head(store, number).step
+        try:
+            saved = read_head(store, number).step
+        except CheckpointError as error:
+            damaged += error.problems
+            continue
         if saved == step:
             return number
         steps.append(saved)
     known = ", ".join("none" if each is None else str(each) for each in reversed(steps))
-    raise CheckpointError(f"{store.location} has no save of step {step}; it has saves of these steps: {known}")
+    raise CheckpointError(
+        f"{store.location} has no save of step {step}; it has saves of these steps: {known or 'none that is readable'}",
+        *damaged,
+    )
 
 
 def read_head(store: Store, number: int) -> Head:
@@ -97,12 +109,12 @@ def read_head(store: Store, number: int) -> Head:
     return Head.unpack(read_file(store, name), location=f"{store.location}/{name}")
 
 
-def read_file(store: Store, name: str, *, num_bytes: int | None = None) -> bytes:
-    """A whole file, or its first bytes. Raises CheckpointError, which names it."""
+def read_file(store: Store, name: str) -> bytes:
+    """A whole file. Raises CheckpointError, which names it."""
     try:
         reader = store.open(name)
         try:
-            buffer = bytearray(reader.size if num_bytes is None else num_bytes)
+            buffer = bytearray(reader.size)
             reader.read_into(memoryview(buffer), 0)
         finally:
             reader.close()
@@ -114,12 +126,12 @@ def read_file(store: Store, name: str, *, num_bytes: int | None = None) -> bytes
 
 
 def read_listed(store: Store, folder: str, entry: FileEntry) -> bytes:
-    """What of a listed file lies under its checksum, verified. Raises CheckpointError, which names the file."""
-    data = read_file(store, folder + entry.name, num_bytes=entry.head_bytes)
-    if checksum(data).hex() != entry.checksum:
+    """A listed table, verified. Raises CheckpointError, which names the file."""
+    data = read_file(store, folder + entry.name)
+    if len(data) != entry.bytes or checksum(data).hex() != entry.checksum:
         raise CheckpointError(
-            f"{store.location}/{folder}{entry.name} is damaged: its first {entry.head_bytes} bytes do not have the "
-            f"checksum that {MANIFEST} states"
+            f"{store.location}/{folder}{entry.name} is damaged: its {len(data)} bytes are not the {entry.bytes} with "
+            f"the checksum that {MANIFEST} states. Load an older save (step=...), or get a good copy"
         )
     return data
 
@@ -141,19 +153,18 @@ def load_contents(metadata: list[bytes], number: int, *, location: str) -> Conte
 
 
 def clean_up(store: Store, number: int) -> None:
-    """After the commit of save `number`: remove torn saves up to it, and what other attempts left in its folder.
+    """After the commit of save `number`: remove torn saves up to it, and what other attempts left in committed ones.
 
     Saves with a higher number are left alone: they were begun after this commit and may still be at work.
     """
     listing = list_saves(store)
-    head = read_head(store, number)
-    keep = {folder_of(number) + name for name in _own_files(head)}
-    for name in listing.files[number]:
-        if name not in keep:
-            store.delete(name)
     for torn in listing.torn:
         if torn <= number:
             _delete_all(store, listing.files[torn])
+    for committed in listing.committed:
+        if committed <= number:
+            with contextlib.suppress(CheckpointError):  # its manifest is damaged: nobody knows what is its own
+                _delete_all(store, strays(store, listing, committed))
 
 
 def remove_save(store: Store, listing: Listing, number: int) -> None:

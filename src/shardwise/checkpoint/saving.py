@@ -18,7 +18,7 @@ from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard, storing
 from shardwise.checkpoint.contents import BLOCK_BYTES
 from shardwise.checkpoint.held import Held, bytes_of, check_json, hold
-from shardwise.checkpoint.sharing import gather_texts, merge_settings, pack_pieces, unpack_pieces
+from shardwise.checkpoint.sharing import gather_texts, merge_settings, merge_ties, pack_pieces, unpack_pieces
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.streaming import stream_whole
@@ -184,10 +184,9 @@ def prepare(channel: Channel, path: Address, state: State, arguments: Arguments)
     facts = gather_texts(
         channel, json.dumps([held.aliases, held.settings]).encode(), purpose="ties and settings of a save"
     )
-    aliases: dict[str, str] = {}
-    for ties, _ in map(json.loads, dict.fromkeys(facts)):
-        aliases |= ties
-    settings = merge_settings([json.loads(text)[1] for text in dict.fromkeys(facts)])
+    known = {text: json.loads(text) for text in dict.fromkeys(facts)}
+    aliases = merge_ties([known[text][0] for text in facts], [pieces_of[text] for text in texts])
+    settings = merge_settings([settings for _, settings in known.values()])
     by_rank = [[piece for piece in pieces_of[text] if piece.name not in aliases] for text in texts]
     arrangement = arrange(by_rank, arguments.file_layout, block_bytes=BLOCK_BYTES)
     description = Description(

@@ -11,7 +11,7 @@ from shardwise.comm.agreement import agree
 from shardwise.errors import MismatchError, ShardwiseError
 from shardwise.space import Piece
 
-__all__ = ["gather_findings", "gather_texts", "merge_settings", "pack_pieces", "unpack_pieces"]
+__all__ = ["gather_findings", "gather_texts", "merge_settings", "merge_ties", "pack_pieces", "unpack_pieces"]
 
 
 def gather_texts(channel: Channel, text: bytes, *, purpose: str, refusal: ShardwiseError | None = None) -> list[bytes]:
@@ -55,6 +55,20 @@ def unpack_pieces(text: bytes) -> list[Piece]:
             piece = Piece(name=name, dtype=dtype, global_shape=shape, offset=offset, shape=size, run=run)
             pieces.append((at, piece))
     return [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
+
+
+def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:
+    """The ties that ranks know together. Raises MismatchError where what is one tensor to a rank is two to another."""
+    merged = {alias: name for each in ties for alias, name in each.items()}
+    for rank, (own, held) in enumerate(zip(ties, pieces, strict=True)):
+        names = {piece.name for piece in held}
+        for alias, name in merged.items():
+            if name in merged or own.get(alias, name) != name or {alias, name} <= names:
+                raise MismatchError(
+                    f"{alias} and {name} are one tensor to some ranks, but rank {rank} has them otherwise (as two, or "
+                    "in another order); tie the same tensors on all ranks, and give states in the same order"
+                )
+    return merged
 
 
 def merge_settings(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@
               and every bucket is gathered
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -56,13 +56,7 @@ class EngineRestoration:
         self._pending_buffers = model_buffers.changed()
         self.aliases: Mapping[str, str] = inventory.ties()
         """Other names of wanted tensors (ties): alias -> name."""
-        trained = {owned.parameter: owned for owned in buffers.owned}
-        self._trained = [
-            (known, group, trained[parameter])
-            for known in optimizers
-            for group in known.optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        self._trained = list(_trained(buffers, optimizers))
         self._plan = plan_optimizers(
             [known.named() for known in optimizers],
             [self._live(known, owned) for known, _, owned in self._trained],
@@ -121,6 +115,17 @@ class EngineRestoration:
             piece, view = placed(entry.whole.name, tensor, shape, segment)
             self.wanted[piece] = view
             self._taken[name][entry.key] = tensor
+
+
+def _trained(
+    buffers: FlatBuffers, optimizers: Sequence[KnownOptimizer]
+) -> Iterator[tuple[KnownOptimizer, Mapping[str, Any], Owned]]:
+    """Everything that is trained here, with its optimizer and group."""
+    owned_of = {owned.parameter: owned for owned in buffers.owned}
+    for known in optimizers:
+        for group in known.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield known, group, owned_of[parameter]
 
 
 def _room_for(entry: Entry, live: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:

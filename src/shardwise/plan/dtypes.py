@@ -31,12 +31,26 @@ ITEMSIZE_BYTES: Mapping[str, int] = MappingProxyType(
 )
 """Bytes of one element."""
 
+CHECKPOINT_ONLY_DTYPES = frozenset(
+    {
+        "uint16",
+        "uint32",
+        "uint64",
+        "float4_e2m1fn_x2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "complex32",
+    }
+)
+"""Dtypes that a checkpoint can hold and a plan cannot: torch computes too little in them."""
+
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 """The dtypes a plan may compute, keep masters, accumulate and reduce in."""
 
 
 def itemsize_bytes(dtype: str) -> int:
-    """Bytes of one element of `dtype`; raises KeyError for a dtype that no parameter of a plan can have."""
+    """Bytes of one element of `dtype`; raises KeyError for an unknown one."""
     return ITEMSIZE_BYTES[dtype]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
-from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, promote
+from shardwise.plan.dtypes import CHECKPOINT_ONLY_DTYPES, ITEMSIZE_BYTES, is_complex, promote
 from shardwise.plan.names import any_matches, unmatched
 from shardwise.plan.specs import Precision
 
@@ -52,7 +52,7 @@ def describe(
     master is never narrower than the working copy; a frozen parameter keeps its values as they were given. A parameter
     that works `beside_statistics` (of a batch norm, which are never cast) is kept like those that `keep` names.
     """
-    if dtype not in ITEMSIZE_BYTES:
+    if dtype not in ITEMSIZE_BYTES or dtype in CHECKPOINT_ONLY_DTYPES:
         raise PlanError(f"parameter {name!r} has dtype {dtype}, which no plan can hold; convert it before parallelize")
     if dtype not in ("float16", "bfloat16", "float32", "float64") and not is_complex(dtype):
         working = master = dtype  # integers and the like: never trained, never cast

@@ -13,9 +13,14 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import Merge, Plan
 from shardwise.plan.specs import read_strategy, unknown_setting
 from shardwise.space import Mesh
-from shardwise.train.tables import DataTable, ModelTable, Table, TrainTable, file_problems
+from shardwise.train.tables import CheckpointTable, DataTable, ModelTable, Table, TrainTable, file_problems
 
-_TABLES: dict[str, type[Table]] = {"model": ModelTable, "data": DataTable, "train": TrainTable}
+_TABLES: dict[str, type[Table]] = {
+    "model": ModelTable,
+    "data": DataTable,
+    "train": TrainTable,
+    "checkpoint": CheckpointTable,
+}
 _KNOWN = [*_TABLES, "mesh", "sharding", "precision"]
 
 SomeTable = TypeVar("SomeTable", bound=Table)
@@ -30,6 +35,7 @@ class RunConfig:
     model: ModelTable
     data: DataTable
     train: TrainTable
+    checkpoint: CheckpointTable
     plan: Plan
     """The layout, with the microbatches per rank that `train.global_batch` asks for."""
 
@@ -48,6 +54,11 @@ class RunConfig:
         """Where the run writes."""
         return Path(self.train.output) if self.train.output is not None else Path("runs") / self.name
 
+    @property
+    def saves(self) -> str:
+        """The folder or address of the run's saves."""
+        return self.checkpoint.path if self.checkpoint.path is not None else str(self.output / "checkpoints")
+
 
 def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int = 1) -> RunConfig:
     """The configuration in `path`, changed by `overrides` ("train.steps=5"), for `num_processes` processes.
@@ -60,13 +71,14 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     model = _table(ModelTable, "model", tables, problems)
     data = _table(DataTable, "data", tables, problems)
     train = _table(TrainTable, "train", tables, problems)
+    checkpoint = _table(CheckpointTable, "checkpoint", tables, problems)
     plan = _plan(tables, train, num_processes, problems)
     problems += file_problems(model, data, path.parent)
     if train is not None and train.warmup_steps > train.steps:
         problems.append(f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}")
-    if problems or model is None or data is None or train is None or plan is None:
+    if problems or model is None or data is None or train is None or checkpoint is None or plan is None:
         raise ConfigError(*problems)
-    return RunConfig(path=path, model=model, data=data, train=train, plan=plan)
+    return RunConfig(path=path, model=model, data=data, train=train, checkpoint=checkpoint, plan=plan)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

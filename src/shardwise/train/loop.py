@@ -71,6 +71,29 @@ class Place:
     num_data_ranks: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far a run is: all that the loop has to know to go on from there."""
+
+    step: int = 0
+    """Updates that were tried."""
+    num_taken: int = 0
+    """Updates that were taken, which is what the schedule counts: a skipped one does not use up its learning rate."""
+    num_skipped: int = 0
+    """Updates that were skipped in a row, up to now."""
+    held_out_loss: float | None = None
+    """What the last evaluation gave."""
+    elapsed_s: float = 0.0
+    """Since training began."""
+
+
+class Keeper(Protocol):
+    """Something that keeps a run, so that it can go on."""
+
+    def after_update(self, position: Position) -> None:
+        """An update was tried, and its evaluation made. Called on every rank."""
+
+
 def fit(
     engine: Trainee,
     train: TrainTable,
@@ -79,19 +102,24 @@ def fit(
     *,
     place: Place,
     observers: Sequence[Observer],
+    begin: Position | None = None,
+    keeper: Keeper | None = None,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Make `train.steps` updates and return the held-out loss after the last one.
+    """Make the updates up to `train.steps` and return the held-out loss after the last one.
 
-    `held_out` is [num_rows, sequence_length], the same on every rank.
+    held_out: [num_rows, sequence_length], the same on every rank. begin: where an earlier run was, whose values the
+    engine holds; its groups then have the full learning rate as `initial_lr`. When no update is left, it evaluates.
     """
-    # The schedule goes on with updates that were taken: a skipped one does not use up its learning rate.
-    schedulers = [LambdaLR(optimizer, Schedule.of(train)) for optimizer in engine.optimizers]
+    position = begin if begin is not None else Position()
+    if position.step >= train.steps:
+        return evaluate(engine, held_out, place, global_batch=train.global_batch)
+    schedulers = [
+        LambdaLR(optimizer, Schedule.of(train), last_epoch=position.num_taken - 1) for optimizer in engine.optimizers
+    ]
     tokens_per_update = train.global_batch * corpus.sequence_length
-    began_s = now_s()
-    held_out_loss = float("nan")
-    num_skipped = 0  # in a row
-    for update in range(train.steps):
+    began_s = now_s() - position.elapsed_s
+    for update in range(position.step, train.steps):
         update_began_s = now_s()
         samples = rank_samples(
             update=update,
@@ -101,7 +129,7 @@ def fit(
         )
         learning_rate = float(schedulers[0].get_last_lr()[0])
         report = engine.step(as_batch(corpus.rows(samples, seed=train.seed)))
-        num_skipped = num_skipped + 1 if report.skipped else 0
+        num_skipped = position.num_skipped + 1 if report.skipped else 0
         if num_skipped == PATIENCE_UPDATES:
             raise DivergedError(
                 f"the gradient has not been finite since step {update + 2 - num_skipped}: {num_skipped} updates in a "
@@ -113,8 +141,14 @@ def fit(
         update_s = now_s() - update_began_s
         step = update + 1
         evaluated = step % train.evaluate_every == 0 or step == train.steps
-        if evaluated:
-            held_out_loss = evaluate(engine, held_out, place, global_batch=train.global_batch)
+        found = evaluate(engine, held_out, place, global_batch=train.global_batch) if evaluated else None
+        position = Position(
+            step=step,
+            num_taken=position.num_taken + (not report.skipped),
+            num_skipped=num_skipped,
+            held_out_loss=found if evaluated else position.held_out_loss,
+            elapsed_s=now_s() - began_s,
+        )
         metrics = StepMetrics(
             step=step,
             loss=report.loss,
@@ -122,12 +156,15 @@ def fit(
             grad_norm=report.grad_norm,
             tokens_per_second=tokens_per_update / update_s if update_s > 0 else 0.0,
             skipped=report.skipped,
-            held_out_loss=held_out_loss if evaluated else None,
-            elapsed_s=now_s() - began_s,
+            held_out_loss=found,
+            elapsed_s=position.elapsed_s,
         )
         for observer in observers:
             observer.on_step(metrics)
-    return held_out_loss
+        if keeper is not None:
+            keeper.after_update(position)
+    assert position.held_out_loss is not None, "the last update is evaluated"
+    return position.held_out_loss
 
 
 def evaluate(engine: Trainee, held_out: npt.NDArray[np.int64], place: Place, *, global_batch: int) -> float:

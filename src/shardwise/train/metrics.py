@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,9 @@ class StepMetrics:
     """Since training began."""
 
 
+_MAY_BE_NAN = frozenset({"loss", "grad_norm"})
+
+
 class Observer(Protocol):
     """Something that is told about every update, on rank 0."""
 
@@ -41,10 +45,20 @@ class Observer(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object per update, on disk as soon as the update is done."""
+    """`metrics.jsonl`: one JSON object per update, on disk as soon as the update is done.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8", buffering=1)
+    after_step: the file is continued: lines of updates up to this one stay, others go. 0: it begins anew.
+    """
+
+    def __init__(self, path: Path, *, after_step: int = 0) -> None:
+        lines = _lines_of(path, after_step) if after_step else {}
+        self.kept: Sequence[StepMetrics] = list(lines.values())
+        """The updates before, as far as the file has them."""
+        # In one act: a run that is stopped here has the old file or the new one.
+        begun = path.with_name(f"{path.name}.part")
+        begun.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        begun.replace(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Write one line; a number that is not finite has no JSON and becomes null."""
@@ -60,11 +74,11 @@ class MetricsFile:
 class TensorBoard:
     """Curves for TensorBoard, in a folder of their own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, after_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides what an earlier run wrote into the same folder.
-        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=1)
+        # purge_step hides what an earlier run wrote into the same folder from there on.
+        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=after_step + 1)
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Add one point to each curve."""
@@ -81,3 +95,19 @@ class TensorBoard:
 def tensorboard_installed() -> bool:
     """Whether curves for TensorBoard can be written."""
     return importlib.util.find_spec("tensorboard") is not None
+
+
+def _lines_of(path: Path, last_step: int) -> dict[str, StepMetrics]:
+    """The whole lines of a file of metrics, up to an update; a run that was killed may have left a torn one."""
+    lines = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+            metrics = StepMetrics(
+                **{key: math.nan if value is None and key in _MAY_BE_NAN else value for key, value in values.items()}
+            )
+        except (json.JSONDecodeError, AttributeError, TypeError):
+            continue
+        if metrics.step <= last_step:
+            lines[line] = metrics
+    return lines

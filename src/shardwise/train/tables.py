@@ -1,4 +1,4 @@
-"""The tables of a training configuration that the trainer itself reads: [model], [data] and [train]."""
+"""The tables of a training configuration that the trainer itself reads: [model], [data], [train] and [checkpoint]."""
 
 from pathlib import Path
 from typing import Literal
@@ -77,10 +77,26 @@ class TrainTable(Table):
     log_every: int = Field(default=10, ge=1)
     """Updates between two lines of progress where there is no terminal."""
     output: str | None = None
-    """Folder of metrics and pictures, relative to where the command runs; replaced by the next run. Left out:
-    "runs/<name of the config>"."""
+    """Folder of metrics and pictures, relative to where the command runs; they are replaced by the next run, unless it
+    resumes this one. Left out: "runs/<name of the config>"."""
     timeout_seconds: float = Field(default=120.0, gt=0)
     """How long a rank waits for another before it gives up."""
+
+
+class CheckpointTable(Table):
+    """[checkpoint]: what is kept of a run, so that it can go on."""
+
+    every: int | None = Field(default=None, ge=1)
+    """Updates between two saves; there is one after the last update too. Left out: nothing is saved."""
+    keep: int = Field(default=2, ge=1)
+    """Newest saves that stay. While the next one is written there is one more."""
+    layout: Literal["pieces", "whole"] = "pieces"
+    """"pieces": each rank writes what it holds; "whole": every tensor lies whole in one file."""
+    background: bool = True
+    """Training goes on while a save is written, from a copy in memory of what this rank writes."""
+    path: str | None = None
+    """Folder of the saves, relative to where the command runs, or an address such as "s3://bucket/run"; all ranks see
+    it. Left out: "checkpoints" in `train.output`."""
 
 
 def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path) -> list[str]:

@@ -1,0 +1,104 @@
+"""Keeping a run: saves every so many updates, of which the newest stay."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+from shardwise.checkpoint import AsyncSaver, SaveReport, State, prune, save
+from shardwise.comm import Channel
+from shardwise.comm.agreement import agree
+from shardwise.errors import CheckpointError
+from shardwise.train.config import RunConfig
+from shardwise.train.loop import Position
+from shardwise.train.random_states import RandomStates
+from shardwise.train.run_state import RunState, Samples, Settings
+
+
+class _Saver(Protocol):
+    """A way to save."""
+
+    def save(self, position: Position) -> None:
+        """Begin to save the run as it is now."""
+
+    def wait(self) -> SaveReport | None:
+        """The report of the save that was begun before, once it is committed; None when there is none."""
+
+    def give_up(self, error: BaseException) -> None:
+        """The run stops with an error: commit what all ranks have written, and wait for nothing else."""
+
+
+class RunKeeper:
+    """Saves a run as [checkpoint] asks. Used as a context, whose end waits for the last save.
+
+    samples, settings: see `RunState`. on_commit: called on every rank when a save is known to be committed; with saves
+    in the background that is when the next one begins. Every rank makes the same calls; errors are raised on all.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: State,
+        channel: Channel,
+        *,
+        samples: Samples,
+        settings: Settings,
+        on_commit: Callable[[SaveReport], None],
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._channel = channel
+        self._samples = samples
+        self._settings = settings
+        self._on_commit = on_commit
+        self._mesh = str(config.plan.mesh)
+        table = config.checkpoint
+        self._background = (
+            AsyncSaver(config.saves, layout=table.layout, channel=channel)
+            if table.every is not None and table.background
+            else None
+        )
+
+    def after_update(self, position: Position) -> None:
+        """Save when it is time: every so many updates, and after the last one."""
+        table = self._config.checkpoint
+        if table.every is None or (position.step % table.every and position.step != self._config.train.steps):
+            return
+        extra = self._extra(position)
+        if self._background is None:
+            self._committed(
+                save(self._config.saves, self._engine, extra=extra, layout=table.layout, channel=self._channel)
+            )
+        else:
+            self._committed(self._background.wait())
+            self._background.save(self._engine, extra=extra)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._background is None:
+            return
+        if error is None:
+            self._committed(self._background.wait())
+        self._background.__exit__(kind, error, traceback)
+
+    def _extra(self, position: Position) -> dict[str, object]:
+        """What is saved beside the engine, the same on all ranks."""
+        random = RandomStates.gathered(self._channel, self._mesh)
+        state = RunState.of(position, self._samples, self._settings, random).to_extra()
+        return state
+
+    def _committed(self, report: SaveReport | None) -> None:
+        """Remove what is older than the newest saves, now that one more is committed."""
+        if report is None:
+            return
+        refusal: CheckpointError | None = None
+        if self._channel.rank == 0:
+            try:
+                prune(self._config.saves, keep=self._config.checkpoint.keep)
+            except CheckpointError as error:
+                refusal = error
+        agree(self._channel, refusal, purpose="verdict on removing old saves")
+        self._on_commit(report)
