@@ -15,7 +15,7 @@ from shardwise.checkpoint.read_plan import ReadPlan, Span, Wanted, exact_ranges,
 from shardwise.plan import Ownership, Parameter, Sharding, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Box, Layout, Mesh, Move, Part, Piece, Shard
-from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, shapes
+from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, runs_within, shapes
 
 proven: Callable[[Any], Any] = settings(deadline=None, max_examples=100)
 
@@ -201,10 +201,23 @@ def test_exact_ranges_bring_every_wanted_element_once(case: Case) -> None:
 
 @st.composite
 def maybe_overlapping(draw: st.DrawFn) -> tuple[list[Piece], Piece]:
-    shape = draw(shapes())
-    disjoint = draw(disjoint_pieces("w", "float32", shape))
-    others = draw(st.just([]) | st.lists(pieces_of(shape), max_size=3))
-    return disjoint + others, draw(pieces_of(shape, "v"))
+    if draw(st.booleans()):
+        shape = draw(shapes())
+        some = disjoint_pieces("w", "float32", shape) | st.lists(pieces_of(shape), max_size=4)
+        return draw(some), draw(pieces_of(shape, "v"))
+    shape = draw(st.sampled_from([(5, 6), (4, 3, 5)]))  # boxes in the middle of it, which leave a rest on every side
+    boxes = st.tuples(*map(runs_within, shape)).filter(lambda spans: all(start < stop for start, stop in spans))
+    pieces = [
+        Piece(
+            name="w",
+            dtype="float32",
+            global_shape=shape,
+            offset=[start for start, _ in spans],
+            shape=[stop - start for start, stop in spans],
+        )
+        for spans in draw(st.lists(boxes, min_size=2, max_size=4))
+    ]
+    return pieces, Piece(name="v", dtype="float32", global_shape=shape)
 
 
 @proven

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
 from shardwise.space import Layout, Mesh, Piece, PieceIndex, Shard
-from tests.space.plain import elements_of_piece, pieces_of, proven, shapes
+from tests.space.plain import elements_of_piece, pieces_of, proven, runs_within, shapes
 
 
 @st.composite
@@ -17,8 +17,15 @@ def pieces_and_a_piece(draw: st.DrawFn) -> tuple[list[Piece], Piece]:
     return draw(st.lists(pieces_of(shape), max_size=10)), draw(pieces_of(shape))
 
 
+@st.composite
+def runs_and_a_run(draw: st.DrawFn) -> tuple[list[Piece], Piece]:
+    runs = draw(st.lists(runs_within(30), min_size=6, max_size=10))
+    pieces = [Piece(name="w", dtype="float32", global_shape=(5, 6), run=run) for run in runs]
+    return pieces[1:], pieces[0]
+
+
 @proven
-@given(pieces_and_a_piece())
+@given(pieces_and_a_piece() | runs_and_a_run())
 def test_overlapping_pieces_are_those_with_a_common_element(case: tuple[list[Piece], Piece]) -> None:
     pieces, piece = case
     elements = set(elements_of_piece(piece))

@@ -66,12 +66,12 @@ def test_moves_copy_every_shared_element_once_to_its_place_in_the_order_of_both_
 def test_moves_of_every_two_boxes_and_runs_of_a_small_tensor() -> None:
     spans = [[(start, size - start) for start in range(size)] + [(0, 1)] for size in (2, 3, 2)]
     boxes = [piece((2, 3, 2), offset, shape) for offset, shape in (zip(*each, strict=True) for each in product(*spans))]
-    runs = [
-        piece((2, 3, 2), offset, shape, run)
+    whole, columns = (
+        [piece((2, 3, 2), offset, shape, run) for run in combinations_with_replacement(range(math.prod(shape) + 1), 2)]
         for offset, shape in (((0, 0, 0), (2, 3, 2)), ((0, 1, 0), (2, 2, 2)))
-        for run in combinations_with_replacement(range(math.prod(shape) + 1), 2)
-    ]
-    for source, target in [*product(boxes, boxes), *product(boxes, runs), *product(runs, boxes)]:
+    )
+    pairs = [*product(boxes, boxes), *product(boxes, whole + columns), *product(whole, columns)]
+    for source, target in [*pairs, *((target, source) for source, target in pairs)]:
         assert sorted(copied(source, target), key=lambda places: places[1]) == plainly_copied(source, target)
 
 

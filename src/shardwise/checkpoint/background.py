@@ -22,7 +22,7 @@ from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.checkpoint.commit import SaveReport, Written, commit, discard, storing
 from shardwise.checkpoint.held import Held, bytes_of
 from shardwise.checkpoint.saves import read_file
-from shardwise.checkpoint.saving import Arguments, Prepared, prepare, write_pieces
+from shardwise.checkpoint.saving import Arguments, Memory, Prepared, prepare, write_pieces
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.streaming import stream_whole
 from shardwise.checkpoint.writing import Filling
@@ -62,6 +62,7 @@ class AsyncSaver:
         self._layout = layout
         self._timeout_seconds = timeout_seconds
         self._snapshot = torch.empty(0, dtype=torch.uint8)
+        self._memory = Memory()
         self._task: _Task | None = None
 
     def save(self, state: State, *, extra: Mapping[str, Any] | None = None, step: int | None = None) -> None:
@@ -72,7 +73,7 @@ class AsyncSaver:
         """
         self.wait()
         try:
-            prepared = prepare(self._channel, self._path, state, Arguments(extra, step, self._layout))
+            prepared = prepare(self._channel, self._path, state, Arguments(extra, step, self._layout), self._memory)
             self._take_snapshot(prepared)
         except ShardwiseError:
             raise

@@ -238,7 +238,7 @@ def _stands(store: Store, attempt: Attempt) -> bool:
 def _doubtful(store: Store, attempt: Attempt, cause: BaseException) -> CheckpointError:
     return CheckpointError(
         f"{store.location}/{attempt.folder}{MANIFEST} was created, but then the store failed: {reason(cause)}; the "
-        "save is there and loads, but may not outlast a failure of the machine. Older saves are as they were; save again"
+        "save is there and loads, but may not outlast a failure of the machine; save again"
     )
 
 

@@ -26,10 +26,11 @@ from shardwise.checkpoint.transfers import row_major_bytes
 from shardwise.checkpoint.writing import Filling, Sink
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agree
-from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError, PlanError, ShardwiseError
+from shardwise.plan import Plan
 from shardwise.space import Piece
 
-__all__ = ["Arguments", "Prepared", "prepare", "save", "write_pieces"]
+__all__ = ["Arguments", "Memory", "Prepared", "prepare", "save", "write_pieces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,29 @@ def _save(
     return prepared.report(channel.rank)
 
 
-def prepare(channel: Channel, path: Address, state: State, arguments: Arguments) -> Prepared:
+class Memory:
+    """The arrangement of the last save, which holds for the next one of a state that is cut alike."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._kept: tuple[dict[str, str], Arrangement] | None = None
+
+    def arranged(
+        self, texts: Sequence[bytes], ties: Sequence[Mapping[str, str]], file_layout: FileLayout
+    ) -> tuple[dict[str, str], Arrangement]:
+        """The ties of all ranks, and who writes what, from the texts of every rank's pieces."""
+        key = (tuple(texts), tuple(map(repr, ties)), file_layout)
+        if self._kept is None or key != self._key:
+            pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
+            aliases = merge_ties(ties, [pieces_of[text] for text in texts])
+            by_rank = [[piece for piece in pieces_of[text] if piece.name not in aliases] for text in texts]
+            self._key, self._kept = key, (aliases, arrange(by_rank, file_layout, block_bytes=BLOCK_BYTES))
+        return self._kept
+
+
+def prepare(
+    channel: Channel, path: Address, state: State, arguments: Arguments, memory: Memory | None = None
+) -> Prepared:
     """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse."""
     refusal: ShardwiseError | None = None
     place = request = b""
@@ -180,15 +203,13 @@ def prepare(channel: Channel, path: Address, state: State, arguments: Arguments)
         )
     number, name = json.loads(channel.exchange(place, purpose="place of a save")[0])
     texts = gather_texts(channel, pack_pieces(list(held.tensors)), purpose="pieces of a save")
-    pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
     facts = gather_texts(
         channel, json.dumps([held.aliases, held.settings]).encode(), purpose="ties and settings of a save"
     )
     known = {text: json.loads(text) for text in dict.fromkeys(facts)}
-    aliases = merge_ties([known[text][0] for text in facts], [pieces_of[text] for text in texts])
+    memory = memory if memory is not None else Memory()
+    aliases, arrangement = memory.arranged(texts, [known[text][0] for text in facts], arguments.file_layout)
     settings = merge_settings([settings for _, settings in known.values()])
-    by_rank = [[piece for piece in pieces_of[text] if piece.name not in aliases] for text in texts]
-    arrangement = arrange(by_rank, arguments.file_layout, block_bytes=BLOCK_BYTES)
     description = Description(
         step=arguments.step,
         layout=_layout_in_words(settings, channel.size),
@@ -220,4 +241,9 @@ def write_pieces(pieces: Sequence[Piece], tensors: Mapping[Piece, torch.Tensor],
 
 
 def _layout_in_words(settings: Mapping[str, Any], num_ranks: int) -> str:
-    return str(settings.get("layout") or f"{num_ranks} rank{'s' if num_ranks > 1 else ''}")
+    """What people call the layout that saves: of an engine its plan in short."""
+    try:
+        plan = Plan.parse(settings["plan"])
+    except (KeyError, PlanError):
+        return f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    return f"{plan.mesh}, stage {plan.sharding.stage}, {plan.sharding.partition}"

@@ -1,7 +1,8 @@
 """Data files of a save: laid out before a byte is written, then filled from front to back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from shardwise.checkpoint.blocks import BlockSums
@@ -12,6 +13,9 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
 __all__ = ["DataFile", "Filling", "Sink", "lay_out"]
+
+_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
+"""What readers of safetensors files look for."""
 
 _CHUNK_BYTES = 1 << 20
 """So much is hashed and written at a time: it stays in the cache between the two."""
@@ -42,13 +46,17 @@ class DataFile:
         ]
 
 
-def lay_out(pieces: Sequence[Piece]) -> DataFile:
-    """The safetensors file with these pieces: wide elements first, so that all are aligned, else in the order given."""
-    held = sorted((piece for piece in pieces if piece.num_elements), key=lambda each: -itemsize_bytes(each.dtype))
+def lay_out(pieces: Sequence[Piece], *, metadata: Mapping[str, str] = _METADATA, empty: bool = False) -> DataFile:
+    """The safetensors file with these pieces: wide elements first, so that all are aligned, else in the order given.
+
+    `metadata` goes into its header. Pieces without elements are left out, unless `empty` says that they stay.
+    """
+    held = [piece for piece in pieces if piece.num_elements or empty]
+    held.sort(key=lambda each: -itemsize_bytes(each.dtype))
     keys = unique_keys([each.name if each.whole else str(each) for each in held])
     shapes = [each.shape if each.run is None else (each.num_elements,) for each in held]
     entries = [(key, each.dtype, shape) for key, each, shape in zip(keys, held, shapes, strict=True)]
-    head, starts = header(entries, {"format": "pt"})
+    head, starts = header(entries, metadata)
     return DataFile(
         pieces=tuple(held),
         header=head,

@@ -1,4 +1,4 @@
-"""`shardwise train CONFIG.toml [--nproc N] [--set a.b=v]...`."""
+"""`shardwise train CONFIG.toml [--nproc N] [--set a.b=v]... [--resume auto|PATH]`."""
 
 import os
 import sys
@@ -19,9 +19,21 @@ if TYPE_CHECKING:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--nproc", type=click.IntRange(min=1), help="Start this many processes; leave out under torchrun.")
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Change a setting; repeatable.")
+@click.option(
+    "--resume",
+    metavar="auto|PATH",
+    help="Go on from the newest save of this run, if there is one (auto), or from a folder or address of saves.",
+)
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.option("--verdicts", type=click.Path(path_type=Path), hidden=True, help="Where ranks leave their verdicts.")
-def train(config: Path, nproc: int | None, overrides: tuple[str, ...], debug: bool, verdicts: Path | None) -> None:
+def train(
+    config: Path,
+    nproc: int | None,
+    overrides: tuple[str, ...],
+    resume: str | None,
+    debug: bool,
+    verdicts: Path | None,
+) -> None:
     """Train the model that CONFIG describes.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
@@ -31,8 +43,8 @@ def train(config: Path, nproc: int | None, overrides: tuple[str, ...], debug: bo
     try:
         run_config = _checked(config, overrides, int(os.environ["WORLD_SIZE"]) if is_rank else nproc or 1)
         if nproc is not None and nproc > 1:
-            sys.exit(_launch(config, nproc, overrides, debug))
-        _run(run_config, is_rank=is_rank)
+            sys.exit(_launch(config, nproc, overrides, resume, debug))
+        _run(run_config, resume, is_rank=is_rank)
     except KeyboardInterrupt:
         if verdicts is None:
             click.echo("stopped by Ctrl-C", err=True)
@@ -62,7 +74,7 @@ def _checked(path: Path, overrides: Sequence[str], num_processes: int) -> "RunCo
     return config
 
 
-def _run(config: "RunConfig", *, is_rank: bool) -> None:
+def _run(config: "RunConfig", resume: str | None, *, is_rank: bool) -> None:
     """Be one rank, or the only one."""
     import torch
     from rich.console import Console
@@ -75,14 +87,14 @@ def _run(config: "RunConfig", *, is_rank: bool) -> None:
     else:
         channel = alone("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        run(config, channel, Console())
+        run(config, channel, Console(), resume=resume)
     except BaseException as error:
         channel.abort(f"{type(error).__name__}: {error}")
         raise
     channel.close()
 
 
-def _launch(path: Path, num_processes: int, overrides: Sequence[str], debug: bool) -> int:
+def _launch(path: Path, num_processes: int, overrides: Sequence[str], resume: str | None, debug: bool) -> int:
     """Start the ranks, wait for them, and tell the one verdict that matters."""
     from shardwise.comm import launch
 
@@ -90,6 +102,8 @@ def _launch(path: Path, num_processes: int, overrides: Sequence[str], debug: boo
         arguments = ["train", str(path), "--verdicts", folder]
         for override in overrides:
             arguments += ["--set", override]
+        if resume is not None:
+            arguments += ["--resume", resume]
         code = launch("shardwise.cli", [*arguments, *(["--debug"] if debug else [])], num_processes=num_processes)
         verdict = weighed(Path(folder))
     if code == INTERRUPTED:

@@ -1,8 +1,9 @@
 """Keeping a run: saves every so many updates, of which the newest stay."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Self
 
 from shardwise.checkpoint import AsyncSaver, SaveReport, State, prune, save
 from shardwise.comm import Channel
@@ -12,19 +13,6 @@ from shardwise.train.config import RunConfig
 from shardwise.train.loop import Position
 from shardwise.train.random_states import RandomStates
 from shardwise.train.run_state import RunState, Samples, Settings
-
-
-class _Saver(Protocol):
-    """A way to save."""
-
-    def save(self, position: Position) -> None:
-        """Begin to save the run as it is now."""
-
-    def wait(self) -> SaveReport | None:
-        """The report of the save that was begun before, once it is committed; None when there is none."""
-
-    def give_up(self, error: BaseException) -> None:
-        """The run stops with an error: commit what all ranks have written, and wait for nothing else."""
 
 
 class RunKeeper:
@@ -84,11 +72,12 @@ class RunKeeper:
             self._committed(self._background.wait())
         self._background.__exit__(kind, error, traceback)
 
-    def _extra(self, position: Position) -> dict[str, object]:
+    def _extra(self, position: Position) -> dict[str, Any]:
         """What is saved beside the engine, the same on all ranks."""
+        elapsed_s = self._channel.exchange(repr(position.elapsed_s).encode(), purpose="time of a save")[0]
         random = RandomStates.gathered(self._channel, self._mesh)
-        state = RunState.of(position, self._samples, self._settings, random).to_extra()
-        return state
+        at = replace(position, elapsed_s=float(elapsed_s))  # of all that is saved, clocks alone differ between ranks
+        return RunState.of(at, self._samples, self._settings, random).to_extra()
 
     def _committed(self, report: SaveReport | None) -> None:
         """Remove what is older than the newest saves, now that one more is committed."""

@@ -87,6 +87,10 @@ class Position:
     """Since training began."""
 
 
+BEGINNING = Position()
+"""Of a run that nothing has been done of."""
+
+
 class Keeper(Protocol):
     """Something that keeps a run, so that it can go on."""
 
@@ -102,7 +106,7 @@ def fit(
     *,
     place: Place,
     observers: Sequence[Observer],
-    begin: Position | None = None,
+    begin: Position = BEGINNING,
     keeper: Keeper | None = None,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> float:
@@ -111,7 +115,7 @@ def fit(
     held_out: [num_rows, sequence_length], the same on every rank. begin: where an earlier run was, whose values the
     engine holds; its groups then have the full learning rate as `initial_lr`. When no update is left, it evaluates.
     """
-    position = begin if begin is not None else Position()
+    position = begin
     if position.step >= train.steps:
         return evaluate(engine, held_out, place, global_batch=train.global_batch)
     schedulers = [

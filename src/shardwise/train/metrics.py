@@ -102,11 +102,9 @@ def _lines_of(path: Path, last_step: int) -> dict[str, StepMetrics]:
     lines = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            values = json.loads(line)
-            metrics = StepMetrics(
-                **{key: math.nan if value is None and key in _MAY_BE_NAN else value for key, value in values.items()}
-            )
-        except (json.JSONDecodeError, AttributeError, TypeError):
+            values: dict[str, Any] = json.loads(line)
+            metrics = StepMetrics(**values | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
+        except (json.JSONDecodeError, KeyError, TypeError):
             continue
         if metrics.step <= last_step:
             lines[line] = metrics

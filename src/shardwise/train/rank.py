@@ -1,6 +1,5 @@
 """One rank's part of a training run, from the configuration to the last line."""
 
-import importlib.util
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -15,66 +14,68 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.engine import parallelize
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ShardwiseError
+from shardwise.train.audience import Audience
 from shardwise.train.build import build_loss, build_model, optimizer_factory
 from shardwise.train.config import RunConfig
 from shardwise.train.continuation import continued
 from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, read_corpus
-from shardwise.train.figure import LossCurve
-from shardwise.train.loop import Place, fit
-from shardwise.train.metrics import MetricsFile, Observer, TensorBoard, tensorboard_installed
-from shardwise.train.progress import count, progress
-from shardwise.train.tables import BYTES
+from shardwise.train.keeping import RunKeeper
+from shardwise.train.loop import BEGINNING, Place, fit
+from shardwise.train.progress import count
+from shardwise.train.resuming import find_start, settings_of, take_up
+from shardwise.train.run_state import Samples
 
 Built = TypeVar("Built")
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 64, 160
 
 
-def run(config: RunConfig, channel: Channel, console: Console) -> None:
+def run(config: RunConfig, channel: Channel, console: Console, *, resume: str | None = None) -> None:
     """Train as `config` asks; rank 0 alone leaves metrics and pictures in `config.output` and talks to `console`.
 
+    resume: where to go on from: "auto" (the newest save of this run, if there is one), a path or an address of saves.
     Every rank of `channel` makes this call. What is wrong before the first update is raised alike on all ranks.
     """
-    train = config.train
+    start = find_start(config, resume, channel)
     model, corpus, held_out = _on_all(channel, "building the run", lambda: _built(config))
     engine = parallelize(
         model, config.plan, optimizer=optimizer_factory(config), loss=build_loss(config), channel=channel
     )
     place = _place(config, channel.rank)
-    # From here on ranks draw apart: other rows want other dropout.
-    torch.manual_seed(train.seed + 1 + place.data_rank)
+    samples, settings = Samples.of(config, corpus), settings_of(engine)
+    begin, words = BEGINNING, [start.words] if start.words else []
+    if start.is_fresh:
+        # From here on ranks draw apart: other rows want other dropout.
+        torch.manual_seed(config.train.seed + 1 + place.data_rank)
+    else:
+        begin, words = take_up(
+            start, config, engine, channel, samples=samples, fresh=settings, data_rank=place.data_rank
+        )
     baseline = frequency_loss(corpus.training, held_out, corpus.vocabulary_size)
-    unit = "byte" if config.data.tokenizer == BYTES else "token"
-    curve = LossCurve(
-        config.output / "loss.png",
-        title=f"{config.name}: {count(_num_parameters(model))} parameters, {channel.size} ranks",
-        baseline=baseline,
-        unit=unit,
-    )
-    observers: list[Observer] = []
-    try:
+    with Audience() as audience:
         if channel.rank == 0:
             _announce(console, config, model, corpus, held_out)
-            observers += [*_files(config), curve, progress(console, train.steps, every=train.log_every)]
-        loss = fit(engine, train, corpus, held_out, place=place, observers=observers)
-    finally:
-        for observer in reversed(observers):
-            observer.close()
-    prompt = held_out[0, : min(_PROMPT_TOKENS, corpus.sequence_length // 2)].tolist()
-    sample = continued(
-        model,
-        prompt,
-        num_tokens=_SAMPLE_TOKENS,
-        context=corpus.sequence_length,
-        device=channel.device,
-        seed=train.seed,
-    )
+            _say(console, *words)
+            title = f"{config.name}: {count(_num_parameters(model))} parameters, {channel.size} ranks"
+            audience.open(config, console, begin, title=title, baseline=baseline)
+        with RunKeeper(
+            config, engine, channel, samples=samples, settings=settings, on_commit=audience.on_commit
+        ) as keeper:
+            loss = fit(
+                engine,
+                config.train,
+                corpus,
+                held_out,
+                place=place,
+                observers=audience.observers,
+                begin=begin,
+                keeper=keeper,
+            )
+    sample = _sample(config, model, corpus, held_out, channel.device)
     if channel.rank == 0:
-        _draw(console, curve)
-        _show_sample(console, corpus, prompt, sample)
-        console.print(
-            f"held-out loss {loss:.4f}, {unit}-frequency loss {baseline:.4f}", highlight=False, soft_wrap=True
-        )
+        _say(console, *audience.last_words(config))
+        _show_sample(console, corpus, *sample)
+        _say(console, f"held-out loss {loss:.4f}, {config.data.unit}-frequency loss {baseline:.4f}")
 
 
 def _built(config: RunConfig) -> tuple[nn.Module, Corpus, npt.NDArray[np.int64]]:
@@ -122,30 +123,22 @@ def _announce(
         f"{count(train.steps * train.global_batch * corpus.sequence_length)}; {count(corpus.held_out.size)} held out, "
         f"of which an evaluation reads {count(held_out.size)}",
     ]
+    _say(console, *lines)
+
+
+def _say(console: Console, *lines: str) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _files(config: RunConfig) -> list[Observer]:
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-        files: list[Observer] = [MetricsFile(config.output / "metrics.jsonl")]
-    except OSError as error:
-        raise ConfigError(
-            f"train.output: the folder {config.output} cannot be written to ({error.strerror}); name another one"
-        ) from error
-    if tensorboard_installed():
-        files.append(TensorBoard(config.output / "tensorboard"))
-    return files
-
-
-def _draw(console: Console, curve: LossCurve) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        words = "no picture of the loss: matplotlib is not installed"
-    else:
-        curve.draw()
-        words = f"loss curve: {curve.path}"
-    console.print(words, highlight=False, markup=False, soft_wrap=True)
+def _sample(
+    config: RunConfig, model: nn.Module, corpus: Corpus, held_out: npt.NDArray[np.int64], device: torch.device
+) -> tuple[list[int], list[int] | None]:
+    """The beginning of a held-out row, and how the model goes on; the same on all ranks."""
+    prompt = held_out[0, : min(_PROMPT_TOKENS, corpus.sequence_length // 2)].tolist()
+    length = corpus.sequence_length
+    goes_on = continued(model, prompt, num_tokens=_SAMPLE_TOKENS, context=length, device=device, seed=config.train.seed)
+    return prompt, goes_on
 
 
 def _show_sample(console: Console, corpus: Corpus, prompt: Sequence[int], sample: Sequence[int] | None) -> None:

@@ -42,6 +42,11 @@ class DataTable(Table):
     held_out: float = Field(default=0.05, gt=0, le=0.5)
     """Fraction of the text that is never trained on and serves for evaluation."""
 
+    @property
+    def unit(self) -> str:
+        """What a token is called."""
+        return "byte" if self.tokenizer == BYTES else "token"
+
 
 class TrainTable(Table):
     """[train]: how long, how fast, and what is written down."""

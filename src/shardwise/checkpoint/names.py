@@ -1,0 +1,29 @@
+"""Names: which tensors of a checkpoint are the model's, and which are an optimizer's."""
+
+__all__ = ["is_model_name", "model_name_of_master"]
+
+_STATE = "optimizer/"
+_MASTER = "/master"
+
+_DCP_STATE = ("optimizer.", "optim.", "optimizers.")
+"""What the examples of torch.distributed.checkpoint call the optimizer; its keys are joined by dots."""
+
+
+def is_model_name(name: str, format_: str) -> bool:
+    """Whether a tensor of a checkpoint in this format (`Contents.format`) belongs to the model.
+
+    >>> is_model_name("optimizer/w/exp_avg", "shardwise"), is_model_name("w", "shardwise")
+    (False, True)
+    """
+    return not name.startswith((_STATE, *_DCP_STATE) if format_ == "dcp" else _STATE)
+
+
+def model_name_of_master(name: str) -> str | None:
+    """The parameter whose master this is; None for every other tensor.
+
+    >>> model_name_of_master("optimizer/w/master")
+    'w'
+    """
+    if not (name.startswith(_STATE) and name.endswith(_MASTER)):
+        return None
+    return name.removeprefix(_STATE).removesuffix(_MASTER) or None

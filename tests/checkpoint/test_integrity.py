@@ -1,0 +1,308 @@
+"""Damage of every kind is found, and named: flipped bits, files that are missing, cut, grown or swapped."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint import LocalStore, rounds, saving
+from shardwise.comm import Channel
+from shardwise.errors import CheckpointError
+from shardwise.space import Piece
+from tests.checkpoint.faulty import FailingAt
+from tests.checkpoint.small_states import (
+    Whole,
+    contents,
+    empty_state,
+    loaded,
+    same,
+    share_of_state,
+    whole_state,
+)
+
+NUM_FLIPS = 100
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two saves of two ranks each, in small blocks: of state 1, and of state 2."""
+    monkeypatch.setattr(saving, "BLOCK_BYTES", 32)
+    for seed in (1, 2):
+        save_by_ranks(tmp_path / "saves", seed)
+    return tmp_path / "saves"
+
+
+def save_by_ranks(path: Path, seed: int) -> None:
+    def run(channel: Channel) -> None:
+        state = share_of_state(whole_state(seed), channel.rank, channel.size)
+        sw.save(path, state, extra={"state": seed, "step": 10 * seed}, channel=channel)
+
+    sw.simulate(2, run)
+
+
+def files_of(path: Path, number: int) -> dict[str, Path]:
+    """The files of a save by what they are: "manifest", "table", "rank 0", "rank 1"."""
+    folder = path / f"save-{number:08d}"
+    [table] = folder.glob("*-tensors-*.json")
+    ranks = {f"rank {int(each.stem[-5:])}": each for each in folder.glob("*.safetensors")}
+    return {"manifest": folder / "manifest.json", "table": table, **ranks}
+
+
+def load_by_ranks(path: Path, num_ranks: int, **arguments: object) -> tuple[list[Whole], list[str]]:
+    """What every rank's target is after a load into whole tensors, and the errors that they got."""
+    errors: list[str] = []
+    targets = [empty_state() for _ in range(num_ranks)]
+
+    def run(channel: Channel) -> None:
+        try:
+            sw.load(path, targets[channel.rank], channel=channel, **arguments)  # type: ignore[arg-type]
+        except CheckpointError as error:
+            errors.append(str(error))
+
+    sw.simulate(num_ranks, run)
+    assert len(errors) in (0, num_ranks)
+    assert len(set(errors)) <= 1
+    return targets, errors
+
+
+def check_refused(path: Path, *named: str, is_read: bool = True) -> None:
+    """Verification and loads say what is wrong, by name, and change nothing."""
+    try:
+        report = checkpoint.verify(path)
+        assert not report.good
+        problems = "\n".join(report.findings)
+    except CheckpointError as error:
+        problems = str(error)
+    for each in named:
+        assert each in problems
+    for num_ranks in (1, 2, 3):
+        for verify in (True, "first"):
+            targets, errors = load_by_ranks(path, num_ranks, verify=verify)
+            if not is_read:
+                continue
+            assert errors
+            for each in named:
+                assert each in errors[0]
+            assert all(same(target, empty_state()) for target in targets)
+
+
+def test_every_flipped_bit_is_found_and_its_file_named(path: Path) -> None:
+    numbers = random.Random(7)
+    files = files_of(path, 2)
+    found = 0
+    for flip in range(NUM_FLIPS):
+        kind = sorted(files)[flip % len(files)]
+        file = files[kind]
+        good = file.read_bytes()
+        bit = numbers.randrange(8 * len(good))
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(bad)
+        try:
+            problems = "\n".join(checkpoint.verify(path).findings)
+        except CheckpointError as error:
+            problems = str(error)
+        found += file.name in problems
+        targets, errors = load_by_ranks(path, 1 + flip % 2)
+        assert errors, (kind, bit)
+        assert file.name in errors[0]
+        assert all(same(target, empty_state()) for target in targets)
+        file.write_bytes(good)
+    assert found == NUM_FLIPS
+    assert same(loaded(path)[0], whole_state(2))
+
+
+def test_flips_in_what_a_load_does_not_use_leave_its_values_right(path: Path) -> None:
+    numbers = random.Random(8)
+    file = files_of(path, 2)["rank 1"]
+    good = file.read_bytes()
+    num_loads = 0
+    for _ in range(60):
+        bit = numbers.randrange(8 * len(good))
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(bad)
+        target = {"flat": torch.zeros(11, 3, dtype=torch.bfloat16)}
+        try:
+            sw.load(path, target, strict=False)
+        except CheckpointError as error:
+            assert file.name in str(error)
+            assert same(target, {"flat": torch.zeros(11, 3, dtype=torch.bfloat16)})
+        else:
+            num_loads += 1
+            assert same(target, {"flat": whole_state(2)["flat"]})
+    assert 0 < num_loads < 60
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def grow(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\n")
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("kind", ["manifest", "table", "rank 0", "rank 1"])
+@pytest.mark.parametrize("harm", [cut, grow, empty, Path.unlink])
+def test_files_that_are_cut_grown_emptied_or_missing_are_named(
+    harm: Callable[[Path], None], kind: str, path: Path
+) -> None:
+    file = files_of(path, 2)[kind]
+    good = file.read_bytes()
+    harm(file)
+    if kind == "manifest" and harm is Path.unlink:  # then it is no save
+        assert same(loaded(path)[0], whole_state(1))
+        assert "save-00000002 is torn: 3 files" in checkpoint.verify(path).notes[0]
+    else:
+        check_refused(path, file.name)
+        assert same(loaded(path, step=10)[0], whole_state(1))
+    file.write_bytes(good)
+    assert same(loaded(path)[0], whole_state(2))
+
+
+@pytest.mark.parametrize("kind", ["table", "rank 0", "rank 1"])
+def test_files_swapped_between_two_saves_are_named(kind: str, path: Path) -> None:
+    one, other = files_of(path, 1)[kind], files_of(path, 2)[kind]
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    check_refused(path, other.name)
+    one.write_bytes(first)
+    other.write_bytes(second)
+    assert same(loaded(path)[0], whole_state(2))
+
+
+def test_files_swapped_between_two_ranks_are_named(tmp_path: Path) -> None:
+    """Even where they have the same size, and one header would do for both."""
+
+    def run(channel: Channel) -> None:
+        piece = Piece(name="w", dtype="int64", global_shape=(4,), offset=(2 * channel.rank,), shape=(2,))
+        sw.save(tmp_path / "saves", {piece: torch.arange(2) + 2 * channel.rank}, channel=channel)
+
+    sw.simulate(2, run)
+    one, other = files_of(tmp_path / "saves", 1)["rank 0"], files_of(tmp_path / "saves", 1)["rank 1"]
+    first, second = one.read_bytes(), other.read_bytes()
+    assert len(first) == len(second)
+    for a, b in [(second, first), (first[:-16] + second[-16:], second[:-16] + first[-16:])]:
+        one.write_bytes(a)
+        other.write_bytes(b)
+        target = {"w": torch.full((4,), 9)}
+        with pytest.raises(CheckpointError) as caught:
+            sw.load(tmp_path / "saves", target)
+        findings = "\n".join(checkpoint.verify(tmp_path / "saves").findings)
+        for file in (one, other):
+            assert file.name in str(caught.value)
+            assert file.name in findings
+        assert same(target, {"w": torch.full((4,), 9)})
+
+
+def test_a_manifest_of_another_save_is_refused_by_its_missing_files(path: Path) -> None:
+    good = files_of(path, 2)["manifest"].read_bytes()
+    files_of(path, 2)["manifest"].write_bytes(files_of(path, 1)["manifest"].read_bytes())
+    check_refused(path, files_of(path, 1)["table"].name, "is missing, though the save names it")
+    files_of(path, 2)["manifest"].write_bytes(good)
+    assert same(loaded(path)[0], whole_state(2))
+
+
+def test_a_step_is_found_behind_a_damaged_manifest(path: Path) -> None:
+    cut(files_of(path, 2)["manifest"])
+    assert same(loaded(path, step=10)[0], whole_state(1))
+    with pytest.raises(CheckpointError) as caught:
+        loaded(path, step=20)
+    assert "has no save of step 20; it has saves of these steps: 10" in str(caught.value)
+    assert "save-00000002/manifest.json is damaged" in str(caught.value)
+
+
+def harm_block_of(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("place", [0, 900, -1])
+def test_damage_in_any_round_leaves_the_target_or_says_that_it_is_overwritten(
+    num_ranks: int, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "BLOCK_BYTES", 64)
+    for name in ("ROUND_BYTES", "ROUND_BYTES_ALONE", "ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE"):
+        monkeypatch.setattr(rounds, name, 256)
+    values = torch.arange(256)
+    checkpoint.save(tmp_path, {"w": values})
+    file = files_of(tmp_path, 1)["rank 0"]
+    header = len(file.read_bytes()) - 2048
+    harm_block_of(file, place if place < 0 else header + place)
+    results = {}
+    for verify in (True, "first"):
+        targets = [torch.full((256,), -1) for _ in range(num_ranks)]
+        errors = []
+
+        def run(channel: Channel, verify: object = verify) -> None:
+            with pytest.raises(CheckpointError) as caught:
+                sw.load(tmp_path, {"w": targets[channel.rank]}, channel=channel, verify=verify)  # type: ignore[arg-type] # noqa: B023
+            errors.append(str(caught.value))  # noqa: B023
+
+        sw.simulate(num_ranks, run)
+        assert len(set(errors)) == 1
+        assert file.name in errors[0]
+        results[verify] = targets, errors[0]
+    assert all(torch.equal(target, torch.full((256,), -1)) for target in results["first"][0])
+    assert "nothing of the target was changed" in results["first"][1]
+    overwritten = any(not torch.equal(target, torch.full((256,), -1)) for target in results[True][0])
+    assert overwritten == (place != 0)
+    assert ("the target is partly overwritten by now" in results[True][1]) == overwritten
+    harm_block_of(file, place if place < 0 else header + place)
+    target = {"w": torch.full((256,), -1)}
+    sw.load(tmp_path, target, verify="first")
+    assert torch.equal(target["w"], values)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_store_that_fails_at_any_operation_of_a_load_is_an_error_on_all_ranks(verify: bool, path: Path) -> None:
+    for victim in (0, 1):
+        for n in range(1, 100):
+            stores = [LocalStore(path), LocalStore(path)]
+            failing = FailingAt(stores[victim], n, PermissionError(13, "Permission denied"))
+            errors = []
+            targets = [empty_state(), empty_state()]
+
+            def run(channel: Channel) -> None:
+                store = failing if channel.rank == victim else stores[channel.rank]  # noqa: B023
+                try:
+                    sw.load(store, targets[channel.rank], verify=verify, channel=channel)  # noqa: B023
+                except CheckpointError as error:
+                    errors.append(str(error))  # noqa: B023
+
+            sw.simulate(2, run)
+            if not failing.failed:
+                break
+            assert len(errors) == 2, n
+            assert errors[0] == errors[1]
+            assert "Permission denied" in errors[0]
+            assert str(path) in errors[0]
+            untouched = all(same(target, empty_state()) for target in targets)
+            assert untouched or "overwritten" in errors[0]
+        assert n > (3 if victim else 10)
+        assert all(same(target, whole_state(2)) for target in targets)
+
+
+def test_copies_of_a_save_elsewhere_are_the_save(path: Path, tmp_path: Path) -> None:
+    """Nothing in it names its place: the folder of one save loads by itself, under any name."""
+    before = contents(path)
+    shutil.copytree(path / "save-00000001", tmp_path / "elsewhere")
+    assert same(loaded(tmp_path / "elsewhere")[0], whole_state(1))
+    assert same(loaded(path / "save-00000001")[0], whole_state(1))
+    assert same(loaded(path / "save-00000002")[0], whole_state(2))
+    assert checkpoint.verify(tmp_path / "elsewhere").good
+    with pytest.raises(CheckpointError, match="is the folder of one save, which is never written to again"):
+        checkpoint.save(tmp_path / "elsewhere", whole_state(3))
+    assert contents(path) == before
