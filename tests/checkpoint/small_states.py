@@ -63,7 +63,13 @@ def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor's elements, row-major."""
-    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+    raw = tensor.detach().resolve_conj().view(unsigned(tensor.dtype))
+    return raw.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def unsigned(dtype: torch.dtype) -> torch.dtype:
+    """A dtype of the same size, of which torch can copy and fill every tensor."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[dtype.itemsize]
 
 
 def loaded(path: Path, **arguments: object) -> tuple[Whole, dict[str, object]]:

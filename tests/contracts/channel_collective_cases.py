@@ -67,6 +67,38 @@ def memory_that_a_channel_allocates_is_zeroed_and_its_own(channel: Channel) -> N
 
 
 @case
+def shared_memory_is_seen_by_all_ranks_or_by_none(channel: Channel) -> None:
+    for num_bytes in (1, 3_000_000):
+        shared = channel.share(num_bytes)
+        assert len(set(channel.exchange(str(shared is None).encode(), purpose="who shares"))) == 1
+        if shared is None:
+            continue
+        assert [(part.dtype, len(part), part.device.type) for part in shared] == [
+            (torch.uint8, num_bytes, "cpu")
+        ] * channel.size
+        assert not any(bool(part.any()) for part in shared)
+        channel.exchange(b"", purpose="everybody has looked")
+        for turn in (1, 2):  # what is written again is seen again
+            shared[channel.rank].fill_(channel.rank + turn)
+            channel.exchange(b"", purpose="everybody has written")
+            assert all(bool((part == rank + turn).all()) for rank, part in enumerate(shared))
+            channel.exchange(b"", purpose="everybody has read")
+        others = shared[:]
+        shared = None
+        assert all(bool((part == rank + 2).all()) for rank, part in enumerate(others))
+
+
+@case
+def sharing_memory_again_and_again_keeps_none(channel: Channel) -> None:
+    for turn in range(40):
+        shared = channel.share(1_000_003 + turn)
+        if shared is not None:
+            shared[channel.rank].fill_(turn)
+            channel.exchange(b"", purpose=f"written {turn}")
+            assert all(int(part[-1]) == turn for part in shared)
+
+
+@case
 def collectives_in_memory_that_the_channel_allocated_are_those_in_any_other(channel: Channel) -> None:
     counts = [count * 100_003 for count in uneven(channel)]  # of odd numbers of chunks, and not at their borders
     for turn in range(3):  # the second and third write again what peers have read

@@ -22,3 +22,14 @@ def run_case(channel: Channel, name: str) -> None:
 )
 def test_processes_fulfil_the_contract(pool: Pool, case: Case, size: int, transport: Transport) -> None:
     pool.run(size, run_case, case.name, transport=transport, poisons=case.poisons)
+
+
+def shares(channel: Channel) -> bool:
+    return channel.share(100) is not None
+
+
+@pytest.mark.parametrize(
+    ("transport", "expected"), [(SHARED_MEMORY, True), (TCP, False), (MIXED, False)], ids=["shared", "tcp", "mixed"]
+)
+def test_memory_is_shared_where_all_ranks_have_it(pool: Pool, transport: Transport, expected: bool) -> None:
+    assert pool.run(3, shares, transport=transport) == [expected] * 3

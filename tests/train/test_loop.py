@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise.train.corpus import Corpus
-from shardwise.train.loop import Place, evaluate, fit
+from shardwise.train.loop import Place, Position, evaluate, fit
 from shardwise.train.metrics import StepMetrics
 from shardwise.train.tables import TrainTable
 
@@ -98,3 +98,31 @@ def test_every_optimizer_of_the_engine_follows_the_schedule() -> None:
     train = TrainTable(steps=2, global_batch=4, decay="linear", min_learning_rate=0.25)
     fit(engine, train, CORPUS, CORPUS.held_out.astype(np.int64), place=Place(), observers=[])
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.25, 2.0]
+
+
+class Keeping:
+    def __init__(self) -> None:
+        self.positions: list[Position] = []
+
+    def after_update(self, position: Position) -> None:
+        self.positions.append(position)
+
+
+def test_from_each_position_the_loop_goes_on_as_it_would_have() -> None:
+    train = TrainTable(steps=5, global_batch=5, evaluate_every=2, decay="linear", warmup_steps=2)
+    held_out = CORPUS.held_out.astype(np.int64)
+    engine, notes, keeping = NotingEngine(), Notes(), Keeping()
+    last = fit(
+        engine, train, CORPUS, held_out, place=Place(), observers=[notes], keeper=keeping, now_s=lambda: engine.seconds
+    )
+    assert [position.step for position in keeping.positions] == [1, 2, 3, 4, 5]
+    for begin in keeping.positions:
+        engine, later = NotingEngine(seconds=77.0), Notes()
+        for group in engine.optimizers[0].param_groups:
+            group["initial_lr"] = group["lr"]
+        again = fit(
+            engine, train, CORPUS, held_out, place=Place(), observers=[later], begin=begin, now_s=lambda: engine.seconds
+        )
+        assert later.metrics == notes.metrics[begin.step :]
+        assert again == last
+        assert bool(engine.evaluated), "also a loop without updates evaluates"

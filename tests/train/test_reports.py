@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -15,8 +16,9 @@ from torch import nn
 
 from shardwise.train.continuation import continued
 from shardwise.train.figure import LossCurve
+from shardwise.train.loop import Position
 from shardwise.train.metrics import MetricsFile, StepMetrics, TensorBoard
-from shardwise.train.progress import LiveLine, PlainLines, clock, count, progress
+from shardwise.train.progress import LiveLine, PlainLines, clock, count, progress, size
 
 CPU = torch.device("cpu")
 STEP = StepMetrics(
@@ -51,6 +53,63 @@ def test_tensorboard_reads_the_curves_of_the_newest_run_only(tmp_path: Path) -> 
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "learning_rate", "grad_norm", "tokens_per_second"}
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.25)]
+
+
+def test_metrics_are_continued_after_a_step_and_torn_lines_go(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    steps = [dataclasses.replace(STEP, step=step) for step in range(1, 6)]
+    skipped = dataclasses.replace(steps[1], loss=float("nan"), grad_norm=float("nan"), skipped=True)
+    file = MetricsFile(path)
+    for each in [steps[0], skipped, *steps[2:]]:
+        file.on_step(each)
+    file.close()
+    before = path.read_text().splitlines()
+    for rest in ('{"step": 6, "lo', "null", "[1]", '{"step": 1}', ""):
+        path.write_text("\n".join([*before, rest]))
+        file = MetricsFile(path, after_step=3)
+        assert path.read_text().splitlines() == before[:3]
+        assert [each.step for each in file.kept] == [1, 2, 3]
+        assert math.isnan(file.kept[1].loss)
+        file.on_step(steps[3])
+        file.close()
+        assert path.read_text().splitlines() == before[:4]
+    path.unlink()
+    file = MetricsFile(path, after_step=3)
+    assert (list(file.kept), path.read_text()) == ([], "")
+    file.close()
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard_of_a_resumed_run_reads_as_one_curve(tmp_path: Path) -> None:
+    for steps, after in ((range(1, 6), 0), (range(4, 8), 3)):
+        board = TensorBoard(tmp_path, after_step=after)
+        for step in steps:
+            board.on_step(dataclasses.replace(STEP, step=step, loss=10.0 * after + step))
+        board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    values = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert values == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 34.0), (5, 35.0), (6, 36.0), (7, 37.0)]
+
+
+def test_the_time_left_of_a_resumed_run_follows_from_its_own_pace() -> None:
+    out = io.StringIO()
+    begin = Position(step=100, elapsed_s=1000.0, held_out_loss=2.0)
+    lines = PlainLines(Console(file=out), 104, every=50, begin=begin)
+    lines.on_step(dataclasses.replace(STEP, step=101, elapsed_s=1002.0))
+    assert out.getvalue() == "step 101/104  loss 3.2500  held-out 2.0000  12.3 k tokens/s  eta 00:06\n"
+
+
+def test_the_last_committed_save_stands_at_the_end_of_the_line() -> None:
+    out = io.StringIO()
+    lines = PlainLines(Console(file=out), 3, every=1)
+    for step in (1, 2, 3):
+        lines.on_step(dataclasses.replace(STEP, step=step, elapsed_s=2.0 * step))
+        lines.on_save(step)
+    assert [line.partition("eta ")[2] for line in out.getvalue().splitlines()] == [
+        "00:04",
+        "00:02  saved 1",
+        "00:00  saved 2",
+    ]
 
 
 def test_plain_lines_come_when_due_and_when_there_is_news() -> None:
@@ -94,6 +153,10 @@ def test_times_and_counts_are_short() -> None:
         "10.0 M",
         "2.0 G",
     ]
+
+
+def test_sizes_are_short() -> None:
+    assert [size(n) for n in (0, 999, 1000, 12_345_678)] == ["0 B", "999 B", "1.0 kB", "12.3 MB"]
 
 
 def test_the_picture_shows_a_run_even_of_one_update_and_with_nan(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
 
     save, load       a state, by all ranks that hold it; `AsyncSaver` saves while training goes on
     open, verify     look into a checkpoint and read any part of it; compare every byte with its checksum
+    diff, convert    compare checkpoints of any formats; turn one into a save of ours or Hugging Face files
     prune            remove old saves
     TorchState       a plain model with its optimizers, as a state
     Store            where bytes go: `LocalStore`, `FsspecStore`, or your own
@@ -14,6 +15,8 @@ from shardwise.checkpoint.background import AsyncSaver
 from shardwise.checkpoint.catalogue import Catalogue, open  # noqa: A004 - the promised name
 from shardwise.checkpoint.commit import SaveReport
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.conversion import ConvertReport, convert
+from shardwise.checkpoint.difference import Difference, diff
 from shardwise.checkpoint.loading import Loaded, LoadReport, load
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.pruning import prune
@@ -29,6 +32,8 @@ __all__ = [
     "AsyncSaver",
     "Catalogue",
     "Contents",
+    "ConvertReport",
+    "Difference",
     "FsspecStore",
     "LoadReport",
     "Loaded",
@@ -45,6 +50,8 @@ __all__ = [
     "TorchState",
     "VerifyReport",
     "Writer",
+    "convert",
+    "diff",
     "load",
     "open",
     "prune",

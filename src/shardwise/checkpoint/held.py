@@ -102,7 +102,8 @@ def _place(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
     local = local_tensor(tensor) if is_dtensor(tensor) else tensor
     if local.numel() == 0:
         return (name,)
-    return (local.data_ptr(), local.dtype, local.device, tuple(tensor.shape), tuple(local.shape), local.stride())
+    memory = (local.data_ptr(), local.dtype, local.device, tuple(tensor.shape), tuple(local.shape), local.stride())
+    return (*memory, local.is_conj(), local.is_neg())
 
 
 def _add(tensors: dict[Piece, torch.Tensor], piece: Piece, tensor: torch.Tensor, problems: list[str]) -> None:
@@ -123,9 +124,12 @@ def _add(tensors: dict[Piece, torch.Tensor], piece: Piece, tensor: torch.Tensor,
         )
     elif dtype_name(tensor.dtype) != piece.dtype:
         problems.append(f"{piece} is of dtype {piece.dtype}, but its tensor of {dtype_name(tensor.dtype)}")
+    elif not math.prod(piece.global_shape):
+        whole = Piece(name=piece.name, dtype=piece.dtype, global_shape=piece.global_shape)
+        tensors[whole] = tensor.detach().reshape(piece.global_shape)
     elif piece in tensors:
         problems.append(f"{piece} is given twice")
-    elif tensor.numel() or not math.prod(piece.global_shape):
+    elif tensor.numel():
         tensors[piece] = tensor.detach().view(shape)
 
 

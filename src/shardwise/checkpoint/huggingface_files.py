@@ -124,12 +124,12 @@ def _check_tensors(tensors: Sequence[StoredTensor]) -> None:
         for name, key in zip(names, unique_keys(names), strict=True)
         if name != key
     ]
-    for tensor in tensors:
-        if stored_as(tensor.dtype, tensor.shape)[0] == "U8" and tensor.dtype != "uint8":
-            problems.append(
-                f"{tensor.name} is of dtype {tensor.dtype}, which safetensors files cannot hold; convert to whole, "
-                "which says in its manifest what the bytes are"
-            )
+    problems += [
+        f"{tensor.name} is of dtype {tensor.dtype}, which safetensors files cannot hold; convert to whole, which says "
+        "in its manifest what the bytes are"
+        for tensor in tensors
+        if stored_as(tensor.dtype, tensor.shape)[0] == "U8" and tensor.dtype != "uint8"
+    ]
     if problems:
         raise CheckpointError(*problems)
 

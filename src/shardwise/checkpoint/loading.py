@@ -48,6 +48,10 @@ class LoadReport:
     """Tensors that were read, by any rank."""
     read_bytes: int
     """Bytes of data files that this rank read."""
+    received_bytes: int
+    """Bytes that it got from other ranks in messages."""
+    in_place: bool
+    """Whether ranks of one host took what others had read out of their memory, without messages."""
     missing: tuple[str, ...] = ()
     """What the target wants and the checkpoint does not have (only with strict=False)."""
     unexpected: tuple[str, ...] = ()
@@ -150,10 +154,10 @@ def _load(channel: Channel, store: Store, state: State, step: int | None, option
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
     with torch.no_grad():
         if options.shared and not verify:
-            read_bytes = read_exactly(channel, store, stored, sources[channel.rank], tensors)
+            traffic = read_exactly(channel, store, stored, sources[channel.rank], tensors)
         else:
             plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
-            read_bytes = read_in_rounds(
+            traffic = read_in_rounds(
                 channel, store, contents, stored, plan, tensors, verify=verify, twice=options.verify == "first"
             )
         if target.restoration is not None:
@@ -163,7 +167,9 @@ def _load(channel: Channel, store: Store, state: State, step: int | None, option
         step=contents.step,
         verified=verify,
         num_tensors=len(names),
-        read_bytes=read_bytes,
+        read_bytes=traffic.read_bytes,
+        received_bytes=traffic.received_bytes,
+        in_place=traffic.in_place,
         missing=tuple(found.missing),
         unexpected=tuple(found.unexpected),
         casts=tuple(found.casts),

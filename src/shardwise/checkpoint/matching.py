@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.space import Piece
@@ -93,19 +94,19 @@ class _Names:
         self._ties = ties
 
     def find(self, name: str, dtype: str) -> StoredTensor | None:
-        """The stored tensor for a wanted one: of its dtype if there is one, else the master, else the other."""
+        """The stored tensor for a wanted one: the first of its dtype if there is one, else a master, else the first."""
         found = [self._tensors[each] for each in self._candidates(name) if each in self._tensors]
-        return next((each for each in found if each.dtype == dtype), found[0] if found else None)
+        alike = (each for each in found if each.dtype == dtype)
+        masters = (each for each in found if _split(each.name)[1] == _MASTER)
+        return next(chain(alike, masters, found), None)
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """Names to look under, the best first; where no dtype fits, the first that exists is cast."""
+        """Names to look under: its own and those that it is tied to, then those that can stand for them."""
         parameter, key = _split(name)
         tied = [parameter, *sorted(self._ties.get(parameter, set()) - {parameter})]
-        if key is None or key == _MASTER:
-            yield from (_STATE + each + _MASTER for each in tied)
-            yield from tied
-        else:
-            yield from (_STATE + each + key for each in tied)
+        others = {None: _MASTER, _MASTER: None}
+        for each in (key, others[key]) if key in others else (key,):
+            yield from (name if each is None else _STATE + name + each for name in tied)
 
 
 def _split(name: str) -> tuple[str, str | None]:

@@ -1,6 +1,6 @@
-"""Names: which tensors of a checkpoint are the model's, and which are an optimizer's."""
+"""Names: which tensors of a checkpoint are the model's, which are an optimizer's, and how to show them."""
 
-__all__ = ["is_model_name", "model_name_of_master"]
+__all__ = ["is_model_name", "model_name_of_master", "printable"]
 
 _STATE = "optimizer/"
 _MASTER = "/master"
@@ -27,3 +27,12 @@ def model_name_of_master(name: str) -> str | None:
     if not (name.startswith(_STATE) and name.endswith(_MASTER)):
         return None
     return name.removeprefix(_STATE).removesuffix(_MASTER) or None
+
+
+def printable(name: str) -> str:
+    """The name as one line of a table can hold it: what no terminal shows is escaped.
+
+    >>> print(printable("a name"), printable("two\\nlines"))
+    a name two\\nlines
+    """
+    return name if name.isprintable() else ascii(name)[1:-1]

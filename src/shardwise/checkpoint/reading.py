@@ -15,7 +15,7 @@ from shardwise.checkpoint.stores import Reader, Store
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 
-__all__ = ["BatchReader", "batches_of"]
+__all__ = ["BatchReader", "batches_of", "buffer_bytes", "damage_finding", "elements_of"]
 
 _STRETCH_BYTES = 4 << 20
 """So much is asked of the store at a time; a few such requests are under way together."""
@@ -60,7 +60,7 @@ def batches_of(
 
 
 class BatchReader:
-    """Reads batches of spans into one buffer, which each batch takes over from the one before."""
+    """Reads batches of spans and verifies them."""
 
     def __init__(self, store: Store, contents: Contents, stored: Sequence[StoredPiece], *, verify: bool) -> None:
         self.read_bytes = 0
@@ -76,41 +76,24 @@ class BatchReader:
         """Give back the threads."""
         self._threads.shutdown()
 
-    def read(self, batch: Sequence[Span]) -> dict[Span, torch.Tensor]:
-        """The elements of every span, flat, in the dtype in which they are stored; they hold until the next batch.
+    def read(self, batch: Sequence[Span], buffer: torch.Tensor | None = None) -> dict[Span, torch.Tensor]:
+        """The elements of every span, flat, in the dtype in which they are stored.
 
+        They are views of `buffer` (at least `buffer_bytes` of the batch), or of one that the next batch takes over.
         Raises CheckpointError with every file that cannot be read and every block that is damaged.
         """
-        stretches = list(self._stretches(batch))
-        num_bytes = stretches[-1].at + stretches[-1].stop - stretches[-1].start if stretches else 0
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        findings = self._fill(stretches)
+        stretches = list(_stretches(batch, self._stored, self._contents.block_bytes))
+        if buffer is None:
+            if self._buffer.numel() < _end(stretches):
+                self._buffer = torch.empty(_end(stretches), dtype=torch.uint8)
+            buffer = self._buffer
+        findings = self._fill(stretches, buffer)
         if findings:
             raise CheckpointError(*findings)
         self.read_bytes += sum(each.stop - each.start for each in stretches)
-        return {span: self._elements(span, stretch) for stretch in stretches for span in stretch.spans}
+        return elements_of(batch, buffer, self._stored, block_bytes=self._contents.block_bytes)
 
-    def _stretches(self, batch: Sequence[Span]) -> Iterator[_Stretch]:
-        current: _Stretch | None = None
-        end = 0
-        for span in batch:
-            stored = self._stored[span.ordinal]
-            start, stop = _bytes_of_span(span, stored, self._contents.block_bytes)
-            follows = current is not None and (current.file, current.stop) == (stored.file, start)
-            if current is not None and follows and stop - current.start <= _STRETCH_BYTES:
-                current.stop = stop
-                current.spans.append(span)
-                continue
-            if current is not None:
-                end = current.at + current.stop - current.start
-                yield current
-            at = end + (start - end) % _ALIGNMENT_BYTES
-            current = _Stretch(stored.file, start, stop, at, [span])
-        if current is not None:
-            yield current
-
-    def _fill(self, stretches: Sequence[_Stretch]) -> list[str]:
+    def _fill(self, stretches: Sequence[_Stretch], buffer: torch.Tensor) -> list[str]:
         readers: dict[str, Reader] = {}
         findings: list[str] = []
         try:
@@ -120,7 +103,11 @@ class BatchReader:
                 except OSError as error:
                     findings.append(f"{self._store.location}/{name} cannot be read: {reason(error)}")
             jobs = [(stretch, readers[stretch.file]) for stretch in stretches if stretch.file in readers]
-            done = map(self._fill_one, jobs) if len(jobs) == 1 else self._threads.map(self._fill_one, jobs)
+
+            def fill(job: tuple[_Stretch, Reader]) -> list[str]:
+                return self._fill_one(*job, buffer)
+
+            done = map(fill, jobs) if len(jobs) == 1 else self._threads.map(fill, jobs)
             for each in done:
                 findings += each
         finally:
@@ -128,9 +115,8 @@ class BatchReader:
                 reader.close()
         return list(dict.fromkeys(findings))
 
-    def _fill_one(self, job: tuple[_Stretch, Reader]) -> list[str]:
-        stretch, reader = job
-        memory = bytes_of(self._buffer[stretch.at : stretch.at + stretch.stop - stretch.start])
+    def _fill_one(self, stretch: _Stretch, reader: Reader, buffer: torch.Tensor) -> list[str]:
+        memory = bytes_of(buffer[stretch.at : stretch.at + stretch.stop - stretch.start])
         try:
             reader.read_into(memory, stretch.start)
         except (OSError, EOFError) as error:
@@ -147,14 +133,53 @@ class BatchReader:
         damaged = damaged_blocks(data, stored.checksums, first_block=span.first_block, block_bytes=size)
         return [damage_finding(stored, block, self._contents, self._store.location) for block in damaged]
 
-    def _elements(self, span: Span, stretch: _Stretch) -> torch.Tensor:
-        stored = self._stored[span.ordinal]
-        start, stop = _bytes_of_span(span, stored, self._contents.block_bytes)
-        first = stretch.at + start - stretch.start
-        data = self._buffer[first : first + stop - start]
-        if first % itemsize_bytes(stored.piece.dtype):
-            data = data.clone()  # files of other formats need not align their tensors
-        return data.view(torch_dtype(stored.piece.dtype))
+
+def buffer_bytes(batch: Sequence[Span], stored: Sequence[StoredPiece], *, block_bytes: int) -> int:
+    """Bytes of the buffer into which a batch is read."""
+    return _end(list(_stretches(batch, stored, block_bytes)))
+
+
+def elements_of(
+    batch: Sequence[Span], buffer: torch.Tensor, stored: Sequence[StoredPiece], *, block_bytes: int
+) -> dict[Span, torch.Tensor]:
+    """The elements of every span of a batch, in the buffer into which any rank has read it."""
+    found = {}
+    for stretch in _stretches(batch, stored, block_bytes):
+        for span in stretch.spans:
+            piece = stored[span.ordinal]
+            start, stop = _bytes_of_span(span, piece, block_bytes)
+            first = stretch.at + start - stretch.start
+            data = buffer[first : first + stop - start]
+            if first % itemsize_bytes(piece.piece.dtype):
+                data = data.clone()  # files of other formats need not align their tensors
+            found[span] = data.view(torch_dtype(piece.piece.dtype))
+    return found
+
+
+def _stretches(batch: Sequence[Span], stored: Sequence[StoredPiece], block_bytes: int) -> Iterator[_Stretch]:
+    """Spans that follow one another in a file are read together, up to a limit."""
+    current: _Stretch | None = None
+    end = 0
+    for span in batch:
+        piece = stored[span.ordinal]
+        start, stop = _bytes_of_span(span, piece, block_bytes)
+        follows = current is not None and (current.file, current.stop) == (piece.file, start)
+        if current is not None and follows and stop - current.start <= _STRETCH_BYTES:
+            current.stop = stop
+            current.spans.append(span)
+            continue
+        if current is not None:
+            end = current.at + current.stop - current.start
+            yield current
+        at = end + (start - end) % _ALIGNMENT_BYTES
+        current = _Stretch(piece.file, start, stop, at, [span])
+    if current is not None:
+        yield current
+
+
+def _end(stretches: Sequence[_Stretch]) -> int:
+    """The byte of the buffer after the last stretch."""
+    return stretches[-1].at + stretches[-1].stop - stretches[-1].start if stretches else 0
 
 
 def damage_finding(stored: StoredPiece, block: int, contents: Contents, location: str) -> str:

@@ -2,22 +2,23 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of, torch_dtype
 from shardwise.checkpoint.read_plan import ReadPlan, Span, Wanted, exact_ranges
-from shardwise.checkpoint.reading import BatchReader, batches_of
+from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
 from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.stores import Reader, Store
-from shardwise.checkpoint.transfers import carry_out, message_bytes, pack, swap_messages, unpack
+from shardwise.checkpoint.transfers import carry_out, is_plain, message_bytes, pack, plain_bytes, swap_messages, unpack
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.space import Move, Piece, Run, moves
 
-__all__ = ["read_exactly", "read_in_rounds"]
+__all__ = ["Traffic", "read_exactly", "read_in_rounds"]
 
 ONE_ROUND_BYTES = 16 << 20
 """Where no rank reads more, everything is read and agreed upon before anything is written."""
@@ -32,6 +33,18 @@ ROUND_BYTES_ALONE = 4 << 20
 """The same where no other rank takes part: what has just been read is verified and copied out of the cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What a rank has read, and how it got what others have read."""
+
+    read_bytes: int
+    """Bytes of data files that this rank has read."""
+    received_bytes: int
+    """Bytes in messages from other ranks."""
+    in_place: bool
+    """Whether ranks took what they needed out of the memory of those that had read it, without messages."""
+
+
 def read_in_rounds(
     channel: Channel,
     store: Store,
@@ -42,47 +55,83 @@ def read_in_rounds(
     *,
     verify: bool,
     twice: bool,
-) -> int:
-    """Fill this rank's wanted `tensors`; returns the bytes that this rank read.
+) -> Traffic:
+    """Fill this rank's wanted `tensors`.
 
     In each round every rank reads a batch, all agree that theirs is good, and only then it is used. With `twice` all
     rounds are read and verified before the first is used.
     Raises the same CheckpointError on all ranks; it says so when tensors have been written by then.
     """
-    alone = channel.size == 1
-    at_once, max_bytes = (ONE_ROUND_BYTES_ALONE, ROUND_BYTES_ALONE) if alone else (ONE_ROUND_BYTES, ROUND_BYTES)
-
-    def cut(max_bytes: int) -> tuple[list[list[Span]], int]:
-        """This rank's batches, and the largest number of them that a rank has."""
-        batches = batches_of(plan.reads, stored, block_bytes=contents.block_bytes, max_bytes=max_bytes)
-        counts = channel.exchange(str(len(batches)).encode(), purpose="number of rounds")
-        return batches, max(map(int, counts))
-
-    batches, num_rounds = cut(at_once)
-    if num_rounds > 1:
-        batches, num_rounds = cut(max_bytes)
+    batches, num_rounds, num_bytes = _cut(channel, plan, stored, contents.block_bytes)
     reader = BatchReader(store, contents, stored, verify=verify)
-    handover = _Handover(channel, stored, plan, tensors)
+    handover = _Handover(channel, contents.block_bytes, stored, plan, tensors)
+    buffers = _Buffers(channel, num_bytes)
+    passes = [(dry, turn) for dry in ((True, False) if twice else (False,)) for turn in range(num_rounds)]
     try:
-        for dry in (True, False) if twice else (False,):
-            for turn in range(num_rounds):
-                batch = batches[turn] if turn < len(batches) else []
-                read, by_rank = _agreed(channel, reader, batch, is_late=not dry and turn > 0)
-                if not dry:
-                    handover.use(read, by_rank)
+        for number, (dry, turn) in enumerate(passes):
+            batch = batches[turn] if turn < len(batches) else []
+            own = buffers.own(number)
+            read, by_rank = _agreed(channel, reader, batch, own, is_late=not dry and turn > 0)
+            if not dry:
+                handover.use(read, by_rank, buffers.of_all(number))
     finally:
         reader.close()
-    return reader.read_bytes
+    return Traffic(read_bytes=reader.read_bytes, received_bytes=handover.received_bytes, in_place=buffers.in_place)
+
+
+def _cut(
+    channel: Channel, plan: ReadPlan, stored: Sequence[StoredPiece], block_bytes: int
+) -> tuple[list[list[Span]], int, int]:
+    """This rank's batches; the largest number of batches, and of bytes in one, that any rank has."""
+    alone = channel.size == 1
+    for max_bytes in (ONE_ROUND_BYTES_ALONE, ROUND_BYTES_ALONE) if alone else (ONE_ROUND_BYTES, ROUND_BYTES):
+        batches = batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=max_bytes)
+        num_bytes = max((buffer_bytes(batch, stored, block_bytes=block_bytes) for batch in batches), default=0)
+        sizes = channel.exchange(json.dumps([len(batches), num_bytes]).encode(), purpose="number of rounds")
+        counts, nums_bytes = zip(*map(json.loads, sizes), strict=True)
+        if max(counts) <= 1:
+            break
+    return batches, max(counts), max(nums_bytes)
+
+
+class _Buffers:
+    """The buffers into which batches are read: one, or where ranks share memory two by turns.
+
+    A rank that has agreed on round k knows that all have used up round k - 1, and may write its buffer again.
+    """
+
+    def __init__(self, channel: Channel, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._rank = channel.rank
+        self._shared = channel.share(2 * num_bytes) if channel.size > 1 and num_bytes else None
+        self._alone = torch.empty(num_bytes if self._shared is None else 0, dtype=torch.uint8)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether all ranks see the buffers of all."""
+        return self._shared is not None
+
+    def own(self, number: int) -> torch.Tensor:
+        """This rank's buffer of a round."""
+        return self._alone if self._shared is None else self._half(self._shared[self._rank], number)
+
+    def of_all(self, number: int) -> list[torch.Tensor] | None:
+        """Every rank's buffer of a round; None where they cannot be seen."""
+        return None if self._shared is None else [self._half(each, number) for each in self._shared]
+
+    def _half(self, memory: torch.Tensor, number: int) -> torch.Tensor:
+        start = number % 2 * self._num_bytes
+        return memory[start : start + self._num_bytes]
 
 
 def _agreed(
-    channel: Channel, reader: BatchReader, batch: Sequence[Span], *, is_late: bool
+    channel: Channel, reader: BatchReader, batch: Sequence[Span], buffer: torch.Tensor, *, is_late: bool
 ) -> tuple[dict[Span, torch.Tensor], list[list[Span]]]:
     """What this rank has read, and which spans each rank has; raises the same error on all ranks if one could not."""
     refusal: ShardwiseError | None = None
     read: dict[Span, torch.Tensor] = {}
     try:
-        read = reader.read(batch)
+        read = reader.read(batch, buffer)
     except CheckpointError as error:
         after = (
             "the target is partly overwritten by now: load a good checkpoint before using it, or give up"
@@ -99,33 +148,65 @@ class _Handover:
     """Puts what was read where it is wanted, on this rank and on others."""
 
     def __init__(
-        self, channel: Channel, stored: Sequence[StoredPiece], plan: ReadPlan, tensors: Sequence[torch.Tensor]
+        self,
+        channel: Channel,
+        block_bytes: int,
+        stored: Sequence[StoredPiece],
+        plan: ReadPlan,
+        tensors: Sequence[torch.Tensor],
     ) -> None:
+        self.received_bytes = 0
         self._channel = channel
+        self._block_bytes = block_bytes
         self._stored = stored
         self._plan = plan
         self._tensors = tensors
 
-    def use(self, read: Mapping[Span, torch.Tensor], by_rank: Sequence[Sequence[Span]]) -> None:
-        """Carry out a round: `read` is what this rank has, `by_rank` the spans that each has."""
+    def use(
+        self,
+        read: Mapping[Span, torch.Tensor],
+        by_rank: Sequence[Sequence[Span]],
+        buffers: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Carry out a round: `read` is what this rank has, `by_rank` the spans that each has in its buffer."""
+        own = self._channel.rank
+        self._take(read)
+        if self._channel.size == 1:
+            return
+        if buffers is None:
+            self._swap(read, by_rank)
+            return
+        for shift in range(1, self._channel.size):  # each begins with its neighbour: not all read one rank's memory
+            rank = (own + shift) % self._channel.size
+            self._take(elements_of(by_rank[rank], buffers[rank], self._stored, block_bytes=self._block_bytes))
+
+    def _take(self, read: Mapping[Span, torch.Tensor]) -> None:
+        """Take what this rank needs out of spans, wherever they lie."""
+        for span, elements in read.items():
+            for index, parts in self._plan.transfers(span, self._channel.rank):
+                for move in parts:
+                    carry_out(move, elements, self._tensors[index])
+
+    def _swap(self, read: Mapping[Span, torch.Tensor], by_rank: Sequence[Sequence[Span]]) -> None:
+        """Send what others need of this rank's spans, and receive what it needs of theirs."""
         own = self._channel.rank
         outgoing: dict[int, list[tuple[Move, torch.Tensor]]] = {}
         for span, elements in read.items():
             for rank in self._plan.needers(span):
-                for index, parts in self._plan.transfers(span, rank):
-                    for move in parts:
-                        if rank == own:
-                            carry_out(move, elements, self._tensors[index])
-                        else:
-                            outgoing.setdefault(rank, []).append((move, elements))
-        if self._channel.size == 1:
-            return
+                if rank != own:
+                    parts = (move for _, found in self._plan.transfers(span, rank) for move in found)
+                    outgoing.setdefault(rank, []).extend((move, elements) for move in parts)
         awaited = {rank: self._awaited(spans) for rank, spans in enumerate(by_rank) if rank != own}
+
+        def accept(rank: int, message: torch.Tensor) -> None:
+            self.received_bytes += message.numel()
+            unpack(message, awaited[rank])
+
         swap_messages(
             self._channel,
             lambda rank: pack(outgoing.get(rank, [])),
             lambda rank: message_bytes((move, dtype.itemsize) for move, dtype, _ in awaited[rank]),
-            lambda rank, message: unpack(message, awaited[rank]),
+            accept,
             purpose="blocks that another rank read",
         )
 
@@ -145,8 +226,8 @@ def read_exactly(
     stored: Sequence[StoredPiece],
     wanted: Sequence[Wanted],
     tensors: Sequence[torch.Tensor],
-) -> int:
-    """Fill this rank's wanted `tensors` from just the byte ranges that it needs, unverified; returns how many bytes.
+) -> Traffic:
+    """Fill this rank's wanted `tensors` from just the byte ranges that it needs, unverified.
 
     Raises the same CheckpointError on all ranks.
     """
@@ -172,14 +253,13 @@ def read_exactly(
         for reader in readers.values():
             reader.close()
     agree(channel, refusal, purpose="verdict on what was read")
-    return read_bytes
+    return Traffic(read_bytes=read_bytes, received_bytes=0, in_place=False)
 
 
 def _read_run(reader: Reader, start: int, dtype: torch.dtype, tensor: torch.Tensor, piece: Piece, target: Run) -> None:
     """Read a run of a wanted piece's elements, which begins at byte `start` of a file."""
-    if tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
-        memory = tensor.view(-1)[target.start : target.stop].view(torch.uint8)
-        reader.read_into(bytes_of(memory), start)
+    if tensor.dtype == dtype and is_plain(tensor):
+        reader.read_into(bytes_of(plain_bytes(tensor, target.start, target.stop)), start)
         return
     step = ROUND_BYTES_ALONE // dtype.itemsize
     for first in range(target.start, target.stop, step):

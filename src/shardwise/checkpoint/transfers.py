@@ -8,7 +8,17 @@ import torch
 from shardwise.comm import Channel
 from shardwise.space import Move, Part, Piece, moves
 
-__all__ = ["carry_out", "message_bytes", "pack", "part_of", "row_major_bytes", "swap_messages", "unpack"]
+__all__ = [
+    "carry_out",
+    "is_plain",
+    "message_bytes",
+    "pack",
+    "part_of",
+    "plain_bytes",
+    "row_major_bytes",
+    "swap_messages",
+    "unpack",
+]
 
 _BOUNCE_BYTES = 16 << 20
 """So much of a tensor that is not plain CPU memory is copied at a time."""
@@ -30,6 +40,18 @@ def carry_out(move: Move, source: torch.Tensor, target: torch.Tensor) -> None:
     part_of(target, move.target, move.shape).copy_(part_of(source, move.source, move.shape))
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in CPU memory row-major, one after the other, as the bytes that they stand for."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def plain_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The memory of the elements `start` up to `stop` of a plain tensor, as flat bytes."""
+    # Not view(-1): dims of size 1 may have any stride, and a single element would keep it.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat[start:stop].view(torch.uint8)
+
+
 def row_major_bytes(piece: Piece, held: Piece, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The elements of `piece`, which lies within `held`, as flat bytes on the CPU: views where the memory has them so.
 
@@ -37,8 +59,8 @@ def row_major_bytes(piece: Piece, held: Piece, tensor: torch.Tensor) -> Iterator
     """
     plain = tensor.resolve_conj().resolve_neg()
     start, stop = piece.elements.start - held.elements.start, piece.elements.stop - held.elements.start
-    if plain.is_contiguous() and plain.device.type == "cpu":
-        yield plain.view(-1)[start:stop].view(torch.uint8)
+    if is_plain(plain):
+        yield plain_bytes(plain, start, stop)
         return
     step = _BOUNCE_BYTES // plain.element_size()
     bounce = torch.empty(min(step, stop - start), dtype=plain.dtype)

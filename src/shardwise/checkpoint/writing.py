@@ -26,7 +26,7 @@ class DataFile:
     """What a data file will be."""
 
     pieces: tuple[Piece, ...]
-    """In the order of their bytes; none without elements."""
+    """In the order of their bytes."""
     header: bytes
     starts: tuple[int, ...]
     """First byte of each piece in the file."""

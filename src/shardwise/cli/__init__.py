@@ -1,7 +1,8 @@
-"""The command line: words in, calls to the trainer out."""
+"""The command line: words in, calls to the rooms out."""
 
 import click
 
+from shardwise.cli.ckpt import ckpt
 from shardwise.cli.train import train
 
 
@@ -12,3 +13,4 @@ def main() -> None:
 
 
 main.add_command(train)
+main.add_command(ckpt)

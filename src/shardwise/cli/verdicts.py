@@ -1,7 +1,10 @@
 """How a run ends badly: exit codes, and one paragraph on stderr, whichever of the ranks have something to say."""
 
+import contextlib
 import json
+import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -56,3 +59,21 @@ def tell(verdict: Verdict) -> None:
 def show_traceback(error: BaseException) -> None:
     """What `--debug` adds."""
     click.echo("".join(traceback.format_exception(error)), err=True)
+
+
+@contextlib.contextmanager
+def told(*, debug: bool) -> Iterator[None]:
+    """End a command that fails in one process: a paragraph on stderr, and its exit code."""
+    try:
+        yield
+    except BrokenPipeError:  # who reads the output has seen enough; click ends without a word
+        raise
+    except KeyboardInterrupt:
+        click.echo("stopped by Ctrl-C", err=True)
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        if debug:
+            show_traceback(error)
+        verdict = Verdict.of(error, rank=None)
+        tell(verdict)
+        sys.exit(verdict.exit_code)

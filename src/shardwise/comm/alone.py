@@ -41,6 +41,10 @@ class _Alone:
         """See `Channel.allocate`."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        """See `Channel.share`."""
+        return [torch.zeros(num_bytes, dtype=torch.uint8)]
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         return [value]
 

@@ -52,6 +52,14 @@ class Channel(Protocol):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Zeroed bytes (uint8) on `device`, in the memory out of which this channel moves tensors fastest."""
 
+    def share(self, num_bytes: int) -> "Sequence[torch.Tensor] | None":
+        """Zeroed bytes on the CPU for each rank, which all ranks read where they lie, in rank order; this rank's are
+        its own to write.
+
+        None where not all ranks of the channel share one host's memory. A collective call: every rank gives the same
+        number. Whoever writes and reads orders that with `exchange`.
+        """
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """Give every rank's value (of any length) to every rank, in rank order. Blocking; for small things."""
 

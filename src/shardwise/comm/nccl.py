@@ -113,6 +113,10 @@ class NcclChannel:
         """See `Channel.allocate`."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        """See `Channel.share`. Between the CPUs."""
+        return self._control.share(num_bytes)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """See `Channel.exchange`. Between the CPUs."""
         return self._control.exchange(value, purpose=purpose)

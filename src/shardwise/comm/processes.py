@@ -98,6 +98,22 @@ class ProcessChannel:
             return torch.zeros(num_bytes, dtype=torch.uint8)
         return self._board.lend(num_bytes)
 
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        """See `Channel.share`."""
+        reaches_all = num_bytes > 0 and self._board.shares_memory_with_all(self._peers)
+        purpose = f"{num_bytes} bytes of shared memory"
+        if not all(self.exchange(b"+" if reaches_all else b"", purpose=f"who has {purpose}")):
+            return None
+        own = self._board.lend(num_bytes)
+        with self._board.lock:
+            place = self._board.tell_place(own, self._peers)
+        # A place is told before the message that names it, on the same connection: it is known when that has come.
+        places = self.exchange(place, purpose=f"places of {purpose}")
+        return [
+            own if member == self._board.rank else self._board.memory_of(member, there, num_bytes)
+            for member, there in zip(self.members, places, strict=True)
+        ]
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """See `Channel.exchange`."""
         signature = Signature(operation="exchange", purpose=purpose)

@@ -83,6 +83,10 @@ class Recorded:
         """See `Channel.allocate`."""
         return self._channel.allocate(num_bytes)
 
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        """See `Channel.share`."""
+        return self._channel.share(num_bytes)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """See `Channel.exchange`."""
         values = self._channel.exchange(value, purpose=purpose)

@@ -313,6 +313,10 @@ class _SimulatedChannel:
         """See `Channel.allocate`."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        """See `Channel.share`. Simulated ranks stand for ranks that share nothing."""
+        return None
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         signature = Signature(operation="exchange", purpose=purpose)
         transfer = self._join(Call(signature=signature, value=value))

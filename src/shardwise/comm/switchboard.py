@@ -5,6 +5,7 @@ socket is written by a thread between the calls.
 """
 
 import collections
+import json
 import select
 import threading
 import time
@@ -129,6 +130,24 @@ class Switchboard:
     def shares_memory_with(self, ranks: Sequence[int]) -> bool:
         """Whether one of these world ranks can read the memory of this one."""
         return any(self._links[rank].local for rank in ranks)
+
+    def shares_memory_with_all(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these world ranks can read the memory of this one."""
+        return all(self._links[rank].local for rank in ranks)
+
+    def tell_place(self, memory: torch.Tensor, ranks: Sequence[int]) -> bytes:
+        """Let these ranks map the segment in which lent memory lies; its place in words for `memory_of`."""
+        found = self._pool.locate(memory)
+        assert found is not None, "lent memory lies in a segment"
+        segment, start = found
+        for rank in ranks:
+            self._links[rank].tell_segment(segment)
+        return json.dumps([segment.number, start]).encode()
+
+    def memory_of(self, rank: int, place: bytes, num_bytes: int) -> torch.Tensor:
+        """The memory that a peer has told this rank of."""
+        number, start = json.loads(place)
+        return self._links[rank].shared(number, start, num_bytes)
 
     def lend(self, num_bytes: int) -> torch.Tensor:
         """Zeroed bytes that peers on this host read where they lie."""

@@ -30,7 +30,7 @@ class Start:
     """The save to go on from; empty for a fresh start."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What that save has beside the tensors."""
-    older: str | None = None
+    older: str = ""
     """The save before it, for the case that it is damaged."""
     words: str = ""
     """What to say about it."""
@@ -115,15 +115,14 @@ def _looked_up(config: RunConfig, resume: str | None) -> Start:
         return Start()
     if resume == AUTO and not listing.committed:
         return Start(words=f"--resume auto: {address} holds no save yet{listing.torn_note()}; the run begins at step 0")
-    number = listing.committed[-1] if listing.committed else None
     older = _older(address, listing)
+    chosen = _save_in(address, listing.committed[-1]) if any(listing.committed) else address
     try:
-        catalogue = look_into(address)
+        catalogue = look_into(chosen)
     except CheckpointError as error:
-        if number is None:  # nothing of ours is there, and nothing else that we know
+        if not listing.committed:  # nothing of ours is there, and nothing else that we know
             raise ConfigError(f"--resume: {error}") from error
         raise _with_way_out(error, older) from error
-    chosen = _save_in(address, number) if number else address
     return Start(
         address=chosen,
         extra=catalogue.extra,
@@ -135,11 +134,13 @@ def _looked_up(config: RunConfig, resume: str | None) -> Start:
 def _listing(address: str) -> Listing:
     try:
         return list_saves(store_of(address))
+    except NotADirectoryError:  # what is there will be refused by whoever needs it
+        return Listing(location=address, committed=(), torn=(), files={})
     except OSError as error:
         raise CheckpointError(f"{address} cannot be listed: {error.strerror or error}") from error
 
 
-def _older(address: str, listing: Listing) -> str | None:
+def _older(address: str, listing: Listing) -> str:
     """The newest save before the last one whose manifest can be read, and its step."""
     for number in reversed(listing.committed[:-1]):
         try:
@@ -147,7 +148,7 @@ def _older(address: str, listing: Listing) -> str | None:
         except CheckpointError:
             continue
         return f"{_save_in(address, number)} (step {step})"
-    return None
+    return ""
 
 
 def _save_in(address: str, number: int) -> str:
@@ -159,9 +160,9 @@ def _named(numbers: Sequence[int]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _with_way_out(error: CheckpointError, older: str | None) -> CheckpointError:
-    way = f"the save before it is --resume {older}" if older else "there is no save before it"
-    return CheckpointError(f"{error}\n{way}")
+def _with_way_out(error: CheckpointError, older: str) -> CheckpointError:
+    """The error, with what to do about it where there is a save before the one that it is about."""
+    return CheckpointError(f"{error}\nto take the save before it: --resume {older}" if older else str(error))
 
 
 def _settle_settings(engine: Engine, then: Settings, fresh: Settings) -> list[str]:

@@ -25,7 +25,8 @@ _MAX_INDEX_BYTES = 1 << 30
 def read_contents(store: Store, *, file: str | None = None) -> Contents:
     """Return what the safetensors files of a store hold: those that its index names, else all; or `file` alone.
 
-    Metadata of the files is in `extra["metadata"]`; what files say differently is there under `"key (file)"`.
+    Ties that the metadata of the files names are aliases. The metadata is in `extra["metadata"]`; what files say
+    differently is there under `"key (file)"`.
     Raises `CheckpointError`, with all findings, when a file is missing or malformed, when a tensor lies in several
     files, and when index and files do not say the same.
     """
@@ -57,7 +58,10 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
         raise CheckpointError(*problems)
     location = store.location if file is None else f"{store.location}/{file}"
     extra = {"metadata": _merged(texts)}
-    return Contents(format="safetensors", location=location, tensors=tensors, file_sizes=sizes, extra=extra)
+    aliases = _ties(tensors, texts)
+    return Contents(
+        format="safetensors", location=location, tensors=tensors, file_sizes=sizes, aliases=aliases, extra=extra
+    )
 
 
 def saved_offsets(name: str, metadata: Mapping[str, str]) -> tuple[int, ...] | None:
@@ -148,6 +152,12 @@ def _tensor(key: str, found: list[tuple[str, Entry]], texts: Mapping[str, Mappin
         raise CheckpointError(*findings)
     pieces = tuple(each for each in pieces if each.piece.num_elements)
     return StoredTensor(name=key, dtype=dtype_of(code), shape=shape, pieces=pieces)
+
+
+def _ties(tensors: Mapping[str, StoredTensor], texts: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Names that `safetensors.torch.save_model` left out, for the tensor is there under the name that they map to."""
+    pairs = (pair for metadata in texts.values() for pair in metadata.items())
+    return {alias: name for alias, name in pairs if name in tensors and alias not in tensors}
 
 
 def _merged(texts: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""What needs no second rank: planning for a thousand ranks, and a state of very many tiny tensors."""
+
+import gc
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import shardwise as sw
+from benchmarks.checkpoint.outcome import Cell, Outcome
+from shardwise.checkpoint import BLOCK_BYTES, StoredPiece
+from shardwise.checkpoint.read_plan import Wanted, plan_reads
+from shardwise.plan import Parameter, Sharding, plan_ownership
+from shardwise.space import Piece
+
+__all__ = ["PLANNING", "measure_planning", "measure_tiny"]
+
+PLANNING = "plan one rank's reads"
+NUM_TINY = 100_000
+
+
+def measure_planning(cell: Cell) -> Outcome:
+    """Processor seconds to plan one rank's reads, and what it hands to whom, between two layouts of slices."""
+    parameters = _parameters(10_000)
+    saved = _slices(parameters, cell.num_savers, bucket_bytes=4 << 30)
+    wanted = [
+        [Wanted(piece, piece.name) for piece in pieces]
+        for pieces in _slices(parameters, cell.num_ranks, bucket_bytes=3 << 30)
+    ]
+    stored = _as_stored(saved)
+    outcome = Outcome(cell=cell)
+    seconds: list[float] = []
+    for at in range(cell.num_rounds):
+        rank = (2 * at + 1) * cell.num_ranks // (2 * cell.num_rounds)
+        gc.collect()
+        begun = time.process_time()
+        plan = plan_reads(stored, wanted, rank, block_bytes=BLOCK_BYTES, readers=range(cell.num_ranks))
+        for span in plan.reads:
+            for needer in plan.needers(span):
+                plan.transfers(span, needer)
+        seconds.append(time.process_time() - begun)
+    outcome.seconds[PLANNING] = {"ours": seconds}
+    return outcome
+
+
+def _parameters(count: int) -> list[Parameter]:
+    shapes = [(4096, 4096), (4096,), (14336, 4096), (1024, 4096), (4096,)]
+    return [
+        Parameter(
+            name=f"layers.{at // len(shapes)}.{at % len(shapes)}",
+            shape=shapes[at % len(shapes)],
+            dtype="bfloat16",
+            working="bfloat16",
+            master="float32",
+        )
+        for at in range(count)
+    ]
+
+
+def _slices(parameters: Sequence[Parameter], num_owners: int, *, bucket_bytes: int) -> list[list[Piece]]:
+    """What every owner has of the flat buckets, as runs of parameters."""
+    ownership = plan_ownership(parameters, Sharding(bucket_bytes=bucket_bytes), num_owners=num_owners, num_replicas=1)
+    shape_of = {parameter.name: parameter.shape for parameter in parameters}
+    held: list[list[Piece]] = [[] for _ in range(num_owners)]
+    for bucket in ownership.buckets:
+        step = bucket.counts[0]
+        for slot in bucket.slots:
+            start = slot.start
+            while start < slot.run.stop:
+                stop = min(slot.run.stop, (start // step + 1) * step)
+                run = (start - slot.start, stop - slot.start)
+                piece = Piece(name=slot.name, dtype="float32", global_shape=shape_of[slot.name], run=run)
+                held[start // step].append(piece)
+                start = stop
+    return held
+
+
+def _as_stored(held: Sequence[Sequence[Piece]]) -> list[StoredPiece]:
+    stored: list[StoredPiece] = []
+    for writer, pieces in enumerate(held):
+        end = 0
+        for piece in pieces:
+            stored.append(StoredPiece(piece=piece, file=f"rank{writer:05d}", start=end, checksums=None))
+            end += stored[-1].num_bytes
+    return stored
+
+
+def measure_tiny(cell: Cell, folder: Path) -> Outcome:
+    """Seconds to save and load very many tiny tensors in one process; once, for DCP takes long."""
+    outcome = Outcome(cell=cell)
+    state = {f"w{at}": torch.full((4, 4), float(at)) for at in range(cell.num_bytes // 64)}
+    target = {name: torch.zeros(4, 4) for name in state}
+    ours, theirs, file = folder / "tiny-ours", folder / "tiny-dcp", folder / "tiny.pt"
+    turns = {
+        "ours": (lambda: sw.save(ours, state), lambda: sw.load(ours, target)),
+        "dcp": (
+            lambda: dcp.save(dict(state), checkpoint_id=theirs, no_dist=True),
+            lambda: dcp.load(dict(target), checkpoint_id=theirs, no_dist=True),
+        ),
+        "torch.save": (lambda: torch.save(state, file), lambda: target.update(torch.load(file, weights_only=True))),
+    }
+    for name, (save, load) in turns.items():
+        for tensor in target.values():
+            tensor.zero_()
+        for job, act in (("save tiny tensors", save), ("load tiny tensors", load)):
+            gc.collect()
+            begun = time.perf_counter()
+            act()
+            outcome.seconds.setdefault(job, {})[name] = [time.perf_counter() - begun]
+        if not all(torch.equal(state[key], target[key]) for key in state):
+            raise RuntimeError(f"{name} does not bring the tiny tensors back")
+    for path in (ours, theirs):
+        shutil.rmtree(path)
+    file.unlink()
+    return outcome

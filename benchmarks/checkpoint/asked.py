@@ -1,0 +1,125 @@
+"""The numbers that were asked for, and whether a measurement meets them."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.checkpoint import jobs
+from benchmarks.checkpoint.alone import PLANNING
+from benchmarks.checkpoint.asynchronous import FIRST, JOB
+from benchmarks.checkpoint.outcome import Outcome
+
+__all__ = ["Bound", "Finding", "findings"]
+
+MEBIBYTE = 1 << 20
+BUFFERS = 32
+"""Mebibytes that count as buffers of a save."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """A limit, and the side of it on which a measurement is good."""
+
+    limit: float
+    unit: str = ""
+    at_least: bool = False
+
+    def is_met_by(self, value: float) -> bool:
+        """Whether the value is good."""
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.limit:g}{self.unit}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One number that was asked for, and what was measured: the median counts."""
+
+    what: str
+    bound: Bound
+    values: Sequence[float]
+
+    @property
+    def median(self) -> float:
+        """What counts."""
+        return statistics.median(self.values)
+
+    @property
+    def met(self) -> bool:
+        """Whether it is met."""
+        return self.bound.is_met_by(self.median)
+
+
+SAVE = Bound(limit=1.5, at_least=True)
+FLOOR = Bound(limit=1.25)
+SAME = Bound(limit=1.0, at_least=True)
+RESHARDED = Bound(limit=2.0, at_least=True)
+READ = Bound(limit=1.05)
+LOAD_PEAK = Bound(limit=64, unit=" MiB")
+SAVE_PEAK = Bound(limit=BUFFERS, unit=" MiB")
+BLOCKING = Bound(limit=1.2)
+PLAN = Bound(limit=10, unit=" s")
+
+
+def findings(outcome: Outcome) -> list[Finding]:
+    """Everything that was asked for and that this outcome measured."""
+    return [*_times(outcome), *_reads(outcome), *_peaks(outcome)]
+
+
+def _times(outcome: Outcome) -> Iterator[Finding]:
+    for job, seconds in outcome.seconds.items():
+        for ours, against, bound in _pairs(job):
+            if {ours, against} <= seconds.keys():
+                rounds = zip(seconds[ours], seconds[against], strict=True)
+                if bound.at_least:
+                    what, values = f"{job}: {against} / {ours}", [its / mine for mine, its in rounds]
+                else:
+                    what, values = f"{job}: {ours} / {against}", [mine / its for mine, its in rounds]
+                yield Finding(what=what, bound=bound, values=values)
+        if job == PLANNING:
+            yield Finding(what=job, bound=PLAN, values=seconds["ours"])
+
+
+def _pairs(job: str) -> list[tuple[str, str, Bound]]:
+    """Who is compared with whom."""
+    if job == "save":
+        return [
+            ("ours", "dcp", SAVE),
+            ("ours-slices", "dcp", SAVE),
+            ("ours", "plain", FLOOR),
+            ("ours-slices", "plain", FLOOR),
+        ]
+    if job == jobs.ROWS:
+        return [("ours", "dcp", SAME)]
+    if job == jobs.SLICES:
+        return [("ours-slices", "dcp-flat", SAME)]
+    if job == JOB:
+        return [("ours", "copy", BLOCKING)]
+    if job == FIRST:
+        return [("ours", "copy to new memory", BLOCKING)]
+    if job.startswith("load slices"):
+        return [("ours-slices", peer, RESHARDED) for peer in ("dcp", "dcp-flat-cut", "dcp-flat")]
+    return [("ours", "dcp", RESHARDED)]
+
+
+def _reads(outcome: Outcome) -> Iterator[Finding]:
+    for job, sides in outcome.reads.items():
+        for name, reads in sides.items():
+            if not name.startswith("ours"):
+                continue
+            if name.endswith("unverified"):
+                values = [read / needed for read, needed in zip(reads.read, reads.needed, strict=True)]
+                yield Finding(what=f"{job}: {name}: a rank's bytes read / needed", bound=READ, values=[max(values)])
+            else:
+                value = sum(reads.read) / reads.stored
+                yield Finding(what=f"{job}: {name}: all ranks' bytes read / stored", bound=READ, values=[value])
+
+
+def _peaks(outcome: Outcome) -> Iterator[Finding]:
+    for job, sides in outcome.peaks.items():
+        for name, num_bytes in sides.items():
+            if name.startswith("ours"):
+                bound = LOAD_PEAK if job.startswith("load") else SAVE_PEAK
+                what = f"{job}: {name}: peak memory" + (" beside the snapshot" if job == JOB else "")
+                yield Finding(what=what, bound=bound, values=[num_bytes / MEBIBYTE])

@@ -1,0 +1,75 @@
+"""How long an asynchronous save keeps training waiting, against one copy of the same bytes from memory to memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.checkpoint import peers, states
+from shardwise.checkpoint import AsyncSaver
+
+if TYPE_CHECKING:
+    from benchmarks.checkpoint.rank import Bench
+    from benchmarks.checkpoint.states import State
+
+__all__ = ["JOB", "measure"]
+
+JOB = "begin an asynchronous save"
+FIRST = "begin the first asynchronous save"
+
+
+def measure(bench: Bench, state: State) -> None:
+    """Time the part of both libraries' asynchronous saves that training waits for, and copies of as many bytes."""
+    num_bytes = states.local_bytes(state)
+    source = torch.ones(num_bytes, dtype=torch.uint8)
+    target = torch.zeros(num_bytes, dtype=torch.uint8)
+    bench.outcome.seconds[FIRST] = _first(bench, state, source)
+    saver = AsyncSaver(bench.folder / "async", channel=bench.world.channel)
+    saver.save(state)  # the first of this saver makes its snapshot; after it, memory is warm as that of the copy
+    saver.wait()
+    begun: list[Future[Any]] = []
+    scratch = bench.folder / "round"
+
+    def settle(name: str) -> None:
+        saver.wait()
+        while begun:
+            begun.pop().result()
+        bench.empty(scratch)
+
+    turns = {
+        "ours": partial(saver.save, state),
+        "copy": partial(target.copy_, source),
+        "dcp": lambda: begun.append(peers.begin_save_dcp(scratch, state)),
+    }
+    bench.outcome.seconds[JOB] = bench.in_turns(turns, between=settle)
+    settle("")
+    saver.close()
+    bench.empty(bench.folder / "async")
+
+
+def _first(bench: Bench, state: State, source: torch.Tensor) -> dict[str, list[float]]:
+    """The first save of a new saver, with its peak memory, against a copy into new memory."""
+    folder = bench.folder / "async"
+    savers: list[AsyncSaver] = []
+
+    def begin() -> None:
+        savers.append(AsyncSaver(folder, channel=bench.world.channel))
+        savers[-1].save(state)
+
+    def close(name: str) -> None:
+        while savers:
+            savers.pop().close()
+        bench.empty(folder)
+
+    def whole() -> None:
+        begin()
+        savers[-1].wait()
+
+    close("")
+    bench.peak(JOB, "ours", whole, known_bytes=states.local_bytes(state))
+    seconds = bench.in_turns({"ours": begin, "copy to new memory": source.clone}, between=close)
+    close("")
+    return seconds

@@ -1,0 +1,199 @@
+"""What one process of a cell does: save with every side in turns, load with every side in turns, and prove it right."""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.checkpoint import asynchronous, states
+from benchmarks.checkpoint.jobs import jobs_of
+from benchmarks.checkpoint.memory import CountingStore, peak_memory, read_characters
+from benchmarks.checkpoint.outcome import Cell, Outcome, Reads
+from benchmarks.checkpoint.sides import LOADERS, SAVERS, Loader
+from benchmarks.checkpoint.states import Held, Layout, Specs, World
+from shardwise.comm import processes
+
+Turn = Callable[[], object]
+
+__all__ = ["Bench", "measure"]
+
+Turn = Callable[[], object]
+
+
+def most(value: float) -> float:
+    """The largest value of all ranks."""
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def _of_all(value: int) -> list[int]:
+    gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor([value]))
+    return [int(each) for each in gathered]
+
+
+def timed(turn: Turn) -> float:
+    """Seconds from a common start to the end of the slowest rank; the same number on every rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    turn()
+    return most(time.perf_counter() - start)
+
+
+def in_turns(turns: Mapping[str, Turn], num_rounds: int, *, between: Callable[[str], None]) -> dict[str, list[float]]:
+    """Time every turn once per round; `between` is called with its name before each, untimed."""
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    order = list(turns)
+    for index in range(num_rounds):
+        # Each round starts with another side, every second one runs backwards: nobody has one neighbour all the time.
+        at = index % len(order)
+        turned = order[at:] + order[:at]
+        for name in turned if index % 2 == 0 else reversed(turned):
+            between(name)
+            seconds[name].append(timed(turns[name]))
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """What all jobs of a cell share."""
+
+    world: World
+    specs: Specs
+    folder: Path
+    outcome: Outcome
+
+    def held(self, layouts: set[Layout]) -> dict[Layout, Held]:
+        """The state as this rank holds it, by layout; slices are views of the flat buffers."""
+        held: dict[Layout, Held] = {}
+        if "rows" in layouts:
+            held["rows"] = states.sharded(self.specs, self.world)
+        if "columns" in layouts:
+            held["columns"] = states.sharded(self.specs, self.world, columns=True)
+        if layouts & {"slices", "flat"}:
+            buffers = states.flat(self.specs, self.world)
+            held |= {"flat": buffers, "slices": states.slices(self.specs, self.world, buffers)}
+        return held
+
+    def empty(self, path: Path) -> None:
+        """Leave an empty folder, and nothing for the disk to do."""
+        if self.world.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            os.sync()
+        dist.barrier()
+
+    def in_turns(self, turns: Mapping[str, Turn], *, between: Callable[[str], None]) -> dict[str, list[float]]:
+        """See `in_turns`, with the cell's number of rounds."""
+        return in_turns(turns, self.outcome.cell.num_rounds, between=between)
+
+    def peak(self, job: str, name: str, turn: Turn, *, known_bytes: int = 0) -> None:
+        """Do the turn, and note its peak memory without `known_bytes`."""
+        dist.barrier()
+        with peak_memory() as peak:
+            turn()
+            dist.barrier()
+        self.outcome.peaks.setdefault(job, {})[name] = int(most(peak.sampled - known_bytes))
+        self.outcome.kernel_peaks.setdefault(job, {})[name] = int(most(peak.kernel - known_bytes))
+
+
+def save_in_turns(bench: Bench, held: Mapping[Layout, Held]) -> None:
+    """Time all savers; one save of each stays in the folder."""
+    cell = bench.outcome.cell
+    savers = [each for each in SAVERS.values() if cell.rare or not each.rare]
+    for saver in savers:
+        path = bench.folder / saver.name
+        bench.empty(path)
+        bench.peak("save", saver.name, partial(saver.save, bench.world, path, held[saver.layout]))
+    scratch = bench.folder / "round"
+    turns = {saver.name: partial(saver.save, bench.world, scratch, held[saver.layout]) for saver in savers}
+    bench.outcome.seconds["save"] = bench.in_turns(turns, between=lambda name: bench.empty(scratch))
+    bench.empty(scratch)
+
+
+def load_in_turns(
+    bench: Bench,
+    job: str,
+    loaders: Mapping[str, Layout],
+    expected: Mapping[Layout, Held],
+    target: Mapping[Layout, Held],
+) -> None:
+    """Prove that every loader fills `target` with what is `expected`, note what it reads, and time it."""
+    there = [LOADERS[name] for name in loaders if name in LOADERS and (bench.folder / LOADERS[name].saved_by).exists()]
+    turns: dict[str, Turn] = {}
+    for loader in there:
+        layout = loaders[loader.name]
+        _prove(bench, job, loader, target[layout], expected[layout])
+        turns[loader.name] = partial(loader.load, bench.world, bench.folder / loader.saved_by, target[layout])
+        bench.peak(job, loader.name, turns[loader.name])
+    bench.outcome.seconds[job] = bench.in_turns(turns, between=lambda name: None)
+
+
+def _prove(bench: Bench, job: str, loader: Loader, target: Held, expected: Held) -> None:
+    states.poison(target)
+    path = bench.folder / loader.saved_by
+    store = CountingStore(path)
+    before = read_characters()
+    loader.load(bench.world, store if loader.reads == "store" else path, target)
+    read = store.read_bytes if loader.reads == "store" else read_characters() - before
+    states.check(bench.world, target, expected)
+    if loader.reads != "mapped":
+        needed = _of_all(states.local_bytes(target))
+        reads = Reads(read=_of_all(read), needed=needed, stored=bench.specs.num_bytes)
+        bench.outcome.reads.setdefault(job, {})[loader.name] = reads
+
+
+def measure_cell(cell: Cell, folder: Path, world: World) -> Outcome:
+    """Run a cell on this rank; all ranks get the same outcome."""
+    outcome = Outcome(cell=cell)
+    bench = Bench(world=world, specs=Specs.of_bytes(cell.num_bytes), folder=folder / "saved", outcome=outcome)
+    jobs = jobs_of(cell)
+    saves = cell.work == "save and load"
+    layouts = {layout for loaders in jobs.values() for layout in loaders.values()}
+    expected = bench.held(layouts | ({"rows", "flat"} if saves else set()))
+    if saves:
+        save_in_turns(bench, expected)
+        asynchronous.measure(bench, expected["rows"])
+    for job, loaders in jobs.items():
+        # A target of its own for each job: two states in memory, not one for each layout.
+        target = bench.held(set(loaders.values()))
+        load_in_turns(bench, job, loaders, expected, target)
+        progress(f"{job}: done")
+    return outcome
+
+
+def progress(text: str) -> None:
+    """Say it, once."""
+    if dist.get_rank() == 0:
+        print(f"    {text}", file=sys.stderr, flush=True)
+
+
+def measure(rank: int, num_ranks: int, folder: str) -> None:
+    """Run the cell described in `folder`, in a fresh process; rank 0 leaves the outcome there."""
+    os.dup2(2, 1)  # what libraries print is no part of the table
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    place = Path(folder)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
+    channel = processes(timeout_seconds=600.0)
+    try:
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        cell = Cell(**json.loads((place / "cell.json").read_text()))
+        outcome = measure_cell(cell, place, World(rank=rank, size=num_ranks, mesh=mesh, channel=channel))
+        if rank == 0:
+            outcome.write(place / "outcome.json")
+        dist.barrier()
+    finally:
+        channel.close()
+        dist.destroy_process_group()

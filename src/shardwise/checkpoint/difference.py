@@ -1,0 +1,308 @@
+"""Difference: what two checkpoints of any formats hold differently, tensor by tensor, whatever their pieces."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.conversion import Progress
+from shardwise.checkpoint.difference_table import table
+from shardwise.checkpoint.elements import Elements, Number, compare, larger
+from shardwise.checkpoint.names import is_model_name
+from shardwise.checkpoint.sources import read_contents
+from shardwise.checkpoint.windows import PieceReader, check_whole, windows
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space.boxes import index_of_element
+
+__all__ = ["Difference", "ExtraDifference", "TensorDifference", "diff"]
+
+Finding = Literal["only in A", "only in B", "shape", "dtype", "values"]
+"""What is different: the first of these that is. A difference in dtype has the values compared too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """A tensor that differs."""
+
+    name: str
+    """One that both sides know, where they do."""
+    finding: Finding
+    a: tuple[str, tuple[int, ...]] | None
+    """Its dtype and shape in A; None where it is missing."""
+    b: tuple[str, tuple[int, ...]] | None
+    num_different: int = 0
+    """Elements that differ, where shapes agree."""
+    max_difference: float | None = None
+    """The largest |a - b|: an int for whole numbers, NaN where one of the two is NaN; None when no element differs."""
+    first_index: tuple[int, ...] | None = None
+    """Index of the first element that differs, in row-major order."""
+    first_a: Number | None = None
+    first_b: Number | None = None
+    first_shown: tuple[str, str] = ("", "")
+    """The two values as text, with their bits where they look alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraDifference:
+    """A place in `extra`, or in the settings of optimizers, that differs."""
+
+    place: str
+    """Such as `extra.data.position`."""
+    a: str | None
+    """JSON text in A; None where there is nothing."""
+    b: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What `diff` found. As text (`str`) it is a table; `to_json` gives JSON values."""
+
+    a: str
+    """What A is, in words: its path, format, step and layout."""
+    b: str
+    tensors: tuple[TensorDifference, ...]
+    """Those that differ, in the order of A, then of B."""
+    extra: tuple[ExtraDifference, ...]
+    extra_compared: bool
+    """False where the formats differ, for each has another extra, and where only the model was compared."""
+    num_equal: int
+    """Tensors that are equal."""
+    num_equal_by_checksum: int
+    """Of them, those whose data need not be read, because all pieces and all checksums agree."""
+    equal_bytes: int
+    """Bytes of the equal tensors."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.tensors and not self.extra
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; numbers that JSON cannot hold are strings ("nan"), complex numbers are lists of two."""
+        rows = [{key: _json(getattr(row, key)) for key in row.__dataclass_fields__} for row in self.tensors]
+        return {
+            "equal": self.equal,
+            "a": self.a,
+            "b": self.b,
+            "num_equal": self.num_equal,
+            "num_equal_by_checksum": self.num_equal_by_checksum,
+            "equal_bytes": self.equal_bytes,
+            "tensors": rows,
+            "extra_compared": self.extra_compared,
+            "extra": [{"place": each.place, "a": each.a, "b": each.b} for each in self.extra],
+        }
+
+
+def diff(
+    a: Address,
+    b: Address,
+    *,
+    step_a: int | None = None,
+    step_b: int | None = None,
+    model_only: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Difference:
+    """Compare the checkpoints at `a` and `b`, of any formats that `open` reads, as logical tensors.
+
+    Two elements are equal when they have the same bits: NaN equals NaN of the same bits, and -0.0 differs from 0.0
+    (by 0). Where dtypes differ, which is a difference of its own, values are compared instead.
+    A tensor is found under every name that it is tied to: it is missing only where the other side knows none of them.
+    `extra` and the settings of optimizers (not the plan, which belongs to the layout) are compared between checkpoints
+    of one format.
+
+    step_a, step_b: the newest save of that step; the default is the newest of all.
+    model_only: leave out the state of optimizers, `extra` and settings.
+    Both sides are read in windows, verified where there are checksums; memory stays below 64 MiB and what the metadata
+    takes. Tensors of two saves of ours whose pieces and checksums agree are not read.
+    Raises CheckpointError when one of them is damaged or incomplete.
+    """
+    stores = store_of(a), store_of(b)
+    contents = read_contents(stores[0], step=step_a), read_contents(stores[1], step=step_b)
+    sides = _side(contents[0], model_only), _side(contents[1], model_only)
+    for side in sides:
+        check_whole(side, side.tensors.values())
+    pairs, alone = _paired(*sides)
+    unread, by_checksum = _sorted_out(pairs, *sides)
+    readers = PieceReader(stores[0], sides[0]), PieceReader(stores[1], sides[1])
+    different = _compared([pair for pair in pairs if pair.name in unread], *readers, progress)
+    rows = [row for pair in pairs if (row := _row(pair, different.get(pair.name)))] + alone
+    equal = [pair for pair in pairs if pair.finding is None and pair.name not in different]
+    extra_compared = sides[0].format == sides[1].format and not model_only
+    return Difference(
+        a=_words(sides[0]),
+        b=_words(sides[1]),
+        tensors=tuple(rows),
+        extra=tuple(_extra_differences(*sides)) if extra_compared else (),
+        extra_compared=extra_compared,
+        num_equal=len(equal),
+        num_equal_by_checksum=by_checksum,
+        equal_bytes=sum(pair.a.num_bytes for pair in equal),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A tensor that both sides have."""
+
+    name: str
+    a: StoredTensor
+    b: StoredTensor
+
+    @property
+    def finding(self) -> Literal["shape", "dtype"] | None:
+        """What differs by the metadata."""
+        if self.a.shape != self.b.shape:
+            return "shape"
+        return "dtype" if self.a.dtype != self.b.dtype else None
+
+
+def _side(contents: Contents, model_only: bool) -> Contents:
+    """What of a checkpoint is compared."""
+    if not model_only:
+        return contents
+    kept = {name: each for name, each in contents.tensors.items() if is_model_name(name, contents.format)}
+    ties = {alias: name for alias, name in contents.aliases.items() if name in kept}
+    return replace(contents, tensors=kept, aliases=ties)
+
+
+def _paired(a: Contents, b: Contents) -> tuple[list[_Pair], list[TensorDifference]]:
+    """The tensors that both sides know under one of their names, each pair once, and those that one side lacks."""
+    pairs: dict[tuple[str, str], _Pair] = {}
+    for name in dict.fromkeys([*a.tensors, *a.aliases]):
+        ours, theirs = _find(a, name), _find(b, name)
+        if ours is not None and theirs is not None:
+            pairs.setdefault((ours.name, theirs.name), _Pair(name, ours, theirs))
+    met_a, met_b = {key[0] for key in pairs}, {key[1] for key in pairs}
+    alone = [
+        TensorDifference(name=each.name, finding="only in A", a=(each.dtype, each.shape), b=None)
+        for each in a.tensors.values()
+        if each.name not in met_a
+    ]
+    alone += [
+        TensorDifference(name=each.name, finding="only in B", a=None, b=(each.dtype, each.shape))
+        for each in b.tensors.values()
+        if each.name not in met_b
+    ]
+    return list(pairs.values()), alone
+
+
+def _find(contents: Contents, name: str) -> StoredTensor | None:
+    return contents.tensors.get(name) or contents.tensors.get(contents.aliases.get(name, name))
+
+
+def _sorted_out(pairs: Iterable[_Pair], a: Contents, b: Contents) -> tuple[set[str], int]:
+    """The names of pairs whose data has to be read, and how many others are equal by their checksums."""
+    comparable = a.verifiable and b.verifiable and a.block_bytes == b.block_bytes
+    unread: set[str] = set()
+    by_checksum = 0
+    for pair in pairs:
+        if pair.finding == "shape" or not pair.a.num_bytes:
+            continue
+        if comparable and pair.finding is None and _sums(pair.a) == _sums(pair.b):
+            by_checksum += 1
+        else:
+            unread.add(pair.name)
+    return unread, by_checksum
+
+
+def _sums(tensor: StoredTensor) -> Mapping[object, bytes | None]:
+    return {(each.piece.offset, each.piece.shape, each.piece.run): each.checksums for each in tensor.pieces}
+
+
+def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Progress) -> dict[str, Elements]:
+    """How the elements of pairs differ, by name, counted in the whole tensor; equal ones are not in it."""
+    found: dict[str, Elements] = {}
+    done, total = 0, sum(pair.a.num_bytes for pair in pairs)
+    sizes = [
+        (math.prod(pair.a.shape), max(itemsize_bytes(pair.a.dtype), itemsize_bytes(pair.b.dtype))) for pair in pairs
+    ]
+    for window in windows(sizes):
+        ours = a.read([pairs[at].a.whole.within(start, stop) for at, start, stop in window])
+        theirs = b.read([pairs[at].b.whole.within(start, stop) for at, start, stop in window])
+        for (at, start, _), mine, yours in zip(window, ours, theirs, strict=True):
+            elements = compare(mine, yours)
+            if elements is not None:
+                name = pairs[at].name
+                here = replace(elements, first=elements.first + start)
+                found[name] = _together(found[name], here) if name in found else here
+            done += mine.numel() * mine.element_size()
+        progress(done, total)
+    return found
+
+
+def _together(before: Elements, after: Elements) -> Elements:
+    return replace(
+        before,
+        num_different=before.num_different + after.num_different,
+        max_difference=larger(before.max_difference, after.max_difference),
+    )
+
+
+def _row(pair: _Pair, elements: Elements | None) -> TensorDifference | None:
+    """The row of a pair; None when it is equal."""
+    if pair.finding is None and elements is None:
+        return None
+    row = TensorDifference(
+        name=pair.name,
+        finding=pair.finding or "values",
+        a=(pair.a.dtype, pair.a.shape),
+        b=(pair.b.dtype, pair.b.shape),
+    )
+    if elements is None:
+        return row
+    return replace(
+        row,
+        num_different=elements.num_different,
+        max_difference=elements.max_difference,
+        first_index=index_of_element(pair.a.shape, elements.first),
+        first_a=elements.a,
+        first_b=elements.b,
+        first_shown=(elements.a_shown, elements.b_shown),
+    )
+
+
+def _extra_differences(a: Contents, b: Contents) -> Iterator[ExtraDifference]:
+    yield from _json_differences("extra", dict(a.extra), dict(b.extra))
+    ours, theirs = a.settings.get("optimizers", []), b.settings.get("optimizers", [])
+    yield from _json_differences("settings.optimizers", ours, theirs)
+
+
+_NOTHING = object()
+
+
+def _json_differences(place: str, a: object, b: object) -> Iterator[ExtraDifference]:
+    """The innermost places at which two JSON values differ."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys([*a, *b]):
+            yield from _json_differences(f"{place}.{key}", a.get(key, _NOTHING), b.get(key, _NOTHING))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for at, (mine, yours) in enumerate(zip(a, b, strict=True)):
+            yield from _json_differences(f"{place}[{at}]", mine, yours)
+    elif (ours := _text(a)) != (theirs := _text(b)):
+        yield ExtraDifference(place=place, a=ours, b=theirs)
+
+
+def _text(value: object) -> str | None:
+    return None if value is _NOTHING else json.dumps(value, sort_keys=True)
+
+
+def _words(contents: Contents) -> str:
+    step = [] if contents.step is None else [f"step {contents.step}"]
+    layout = [contents.layout] if contents.layout else []
+    return f"{contents.location} ({', '.join([contents.format, *step, *layout])})"
+
+
+def _json(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, complex):
+        return [_json(value.real), _json(value.imag)]
+    if isinstance(value, tuple):
+        return [_json(each) for each in value]
+    return value

@@ -1,0 +1,190 @@
+"""A run that was stopped and goes on is the run that was never stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import checkpoint
+from shardwise.errors import DivergedError
+from shardwise.train import RunConfig
+from shardwise.train.random_states import RandomStates
+from shardwise.train.references import resolve
+from tests.train.runs import Finished, finished, small_run, without_times
+
+SAVES = ("train.steps=10", "checkpoint.every=2", "model.loss=net.py:stops")
+
+
+def stopped(config: RunConfig, *, after_updates: float) -> None:
+    """Run `config` until the loss raises an error, in the update after so many."""
+    loss: Any = resolve("net.py:stops", folder=config.folder, key="loss")
+    names = loss.__globals__
+    names["calls"].clear()
+    names["stop_after"][:] = [int(after_updates * config.train.global_batch / config.train.microbatch)]
+    with pytest.raises(names["Stop"]):
+        finished(config)
+    names["stop_after"].clear()
+
+
+def both(folder: Path, *overrides: str, num_processes: int = 1) -> tuple[Finished, Finished]:
+    """A run that goes through, and the same one stopped in its sixth update and resumed."""
+    whole, parts = (
+        small_run(folder, *SAVES, f"train.output={folder / name}", *overrides, num_processes=num_processes)
+        for name in ("whole", "parts")
+    )
+    through = finished(whole)
+    stopped(parts, after_updates=5.5)
+    return through, finished(parts, resume="auto")
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "overrides"),
+    [
+        (1, ["model.factory=net.py:Noisy"]),
+        (1, ["model.factory=net.py:Noisy", "checkpoint.background=false", "checkpoint.layout=whole"]),
+        (1, ["model.factory=net.py:Noisy", "precision.compute=bfloat16", "train.microbatch=4"]),
+        (1, ["train.optimizer=torch.optim:SGD", "train.optimizer_options.momentum=0.9", "train.decay=linear"]),
+        (2, ["precision.compute=bfloat16"]),
+        (2, ["precision.compute=bfloat16", "sharding.stage=0", "checkpoint.background=false"]),
+        (2, ["sharding.partition=whole", "checkpoint.layout=whole", "train.microbatch=6"]),
+        (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", "sharding.owners=dp_shard"]),
+    ],
+)
+def test_what_a_resumed_run_measures_equals_the_uninterrupted_run_bit_for_bit(
+    tmp_path: Path, num_processes: int, overrides: list[str]
+) -> None:
+    through, resumed = both(tmp_path, *overrides, num_processes=num_processes)
+    assert "goes on from step 4, saved in " in resumed.printed or "goes on from step 2, " in resumed.printed
+    assert "seeded anew" not in resumed.printed
+    assert without_times(resumed.metrics) == without_times(through.metrics)
+    assert [line["step"] for line in resumed.metrics] == list(range(1, 11))
+    assert resumed.printed.splitlines()[-1] == through.printed.splitlines()[-1]
+
+
+def test_without_the_saved_random_numbers_the_resumed_run_would_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RandomStates, "restore", lambda *_, **__: None)
+    through, resumed = both(tmp_path, "model.factory=net.py:Noisy")
+    assert [a == b for a, b in zip(through.curve("loss"), resumed.curve("loss"), strict=True)][-1] is False
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "overrides"),
+    [
+        (1, 3, []),
+        (2, 1, ["sharding.stage=0"]),
+        (2, 4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"]),
+        (3, 2, ["sharding.partition=whole", "train.microbatch=2"]),
+    ],
+)
+def test_a_run_goes_on_under_another_layout_with_the_same_samples_and_nearly_the_same_losses(
+    tmp_path: Path, before: int, after: int, overrides: list[str]
+) -> None:
+    through = finished(small_run(tmp_path, *SAVES, f"train.output={tmp_path / 'through'}"))
+    stopped(small_run(tmp_path, *SAVES, num_processes=before), after_updates=5.5)
+    resumed = finished(small_run(tmp_path, *SAVES, *overrides, num_processes=after), resume="auto")
+    for curve in ("loss", "grad_norm", "held_out_loss", "learning_rate"):
+        assert resumed.curve(curve) == pytest.approx(through.curve(curve), rel=5e-5)
+    assert resumed.printed.count("random numbers (dropout) are seeded anew: the run was saved under mesh ") == 1
+
+
+def test_a_resume_under_another_mesh_can_be_repeated_bit_for_bit(tmp_path: Path) -> None:
+    noisy = [*SAVES, "model.factory=net.py:Noisy"]
+    stopped(small_run(tmp_path, *noisy, num_processes=2), after_updates=5.5)
+    saves = str(tmp_path / "out" / "checkpoints")
+    again = [
+        finished(small_run(tmp_path, *noisy, f"train.output={tmp_path / name}"), resume=saves) for name in ("a", "b")
+    ]
+    assert without_times(again[0].metrics) == without_times(again[1].metrics)
+    assert again[0].metrics[0]["step"] > 1
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+    constant = ["checkpoint.every=4", "train.decay=constant", "model.factory=net.py:Noisy"]
+    longer = finished(small_run(tmp_path, *constant, "train.steps=10", f"train.output={tmp_path / 'through'}"))
+    finished(small_run(tmp_path, *constant, "train.steps=6"))
+    resumed = finished(small_run(tmp_path, *constant, "train.steps=10"), resume="auto")
+    assert "goes on from step 6" in resumed.printed
+    assert resumed.curve("loss") == longer.curve("loss")
+    assert resumed.metrics[5]["held_out_loss"] is not None, "the line of step 6 is of the shorter run"
+
+
+@pytest.mark.parametrize("steps", [10, 7])
+def test_a_run_that_is_over_says_so_and_evaluates(tmp_path: Path, steps: int) -> None:
+    done = finished(small_run(tmp_path, *SAVES))
+    again = finished(small_run(tmp_path, *SAVES, f"train.steps={steps}"), resume="auto")
+    assert f"nothing is left to do: the save is of step 10, and train.steps is {steps}" in again.printed
+    assert again.metrics == done.metrics
+    assert again.printed.splitlines()[-1] == done.printed.splitlines()[-1]
+    assert "loss curve" not in again.printed
+    assert "saved step" not in again.printed
+
+
+def test_the_schedule_goes_on_after_the_updates_that_were_taken(tmp_path: Path) -> None:
+    (tmp_path / "huge.py").write_text(
+        "from net import next_token, Stop\n\ncalls = []\nstop = [True]\n\n"
+        "def sometimes(logits, batch):\n    calls.append(0)\n"
+        "    if stop[0] and len(calls) == 6:\n        raise Stop\n"
+        "    return next_token(logits, batch) * (float('inf') if len(calls) in (2, 3) else 1.0)\n"
+    )
+    words = ["model.loss=huge.py:sometimes", "train.microbatch=12", "train.steps=8", "train.evaluate_every=99"]
+    words += ["checkpoint.every=3", "checkpoint.background=false"]
+    config = small_run(tmp_path, *words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        names = resolve("huge.py:sometimes", folder=tmp_path, key="loss").__globals__
+        with pytest.raises(names["Stop"]):
+            finished(config)
+        names["stop"][0] = False
+        names["calls"][:] = [0] * 3
+        resumed = finished(config, resume="auto")
+        names["calls"].clear()
+        through = finished(small_run(tmp_path, *words, f"train.output={tmp_path / 'through'}"))
+    assert [line["skipped"] for line in through.metrics] == [False, True, True] + [False] * 5
+    assert without_times(resumed.metrics) == without_times(through.metrics)
+
+
+def test_patience_with_skipped_updates_is_not_renewed_by_a_resume(tmp_path: Path) -> None:
+    words = ["train.learning_rate=1e30", "train.warmup_steps=0", "train.evaluate_every=60", "checkpoint.every=8"]
+    finished(small_run(tmp_path, *words, "train.steps=16"))
+    with pytest.raises(DivergedError, match="not been finite since step 2: 20 updates in a row"):
+        finished(small_run(tmp_path, *words, "train.steps=60"), resume="auto")
+
+
+def test_the_configuration_wins_where_it_was_changed_and_the_optimizer_where_it_was_not(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(
+        "import torch\n\nclass Counting(torch.optim.SGD):\n"
+        "    def __init__(self, groups, lr, weight_decay=0.0):\n"
+        "        super().__init__(groups, lr=lr, weight_decay=weight_decay)\n"
+        "        for group in self.param_groups:\n            group['count'] = 0\n\n"
+        "    def step(self, closure=None):\n"
+        "        for group in self.param_groups:\n            group['count'] += 1\n"
+        "        return super().step(closure)\n"
+    )
+    words = ["train.optimizer=counting.py:Counting", "checkpoint.every=2", "train.decay=constant"]
+    finished(small_run(tmp_path, *words))
+    changed = [*words, "train.steps=9", "train.learning_rate=0.5", "train.weight_decay=0.25"]
+    resumed = finished(small_run(tmp_path, *changed), resume="auto")
+    assert "optimizer 0, group 0: lr was 0.02 in the saved run and is 0.5 from here on" in resumed.printed
+    assert "optimizer 0, group 0: weight_decay was 0.1 in the saved run and is 0.25 from here on" in resumed.printed
+    assert "group 1: weight_decay" not in resumed.printed
+    assert resumed.curve("learning_rate")[-3:] == [0.5] * 3
+    groups = checkpoint.open(tmp_path / "out" / "checkpoints").contents.settings["optimizers"][0]["groups"]
+    assert [group["settings"]["count"] for group in groups] == [9, 9]
+    assert [group["settings"]["weight_decay"] for group in groups] == [0.25, 0.0]
+    again = finished(small_run(tmp_path, *changed, "train.steps=11"), resume="auto")
+    assert "in the saved run" not in again.printed
+
+
+def test_optimizers_with_other_groups_keep_what_was_saved_and_say_so(tmp_path: Path) -> None:
+    (tmp_path / "single.py").write_text(
+        "import torch\n\ndef single(groups, lr, **options):\n"
+        "    parameters = [p for group in groups for p in group['params']]\n"
+        "    return torch.optim.AdamW(parameters, lr=lr, weight_decay=options.get('weight_decay', 0.0))\n"
+    )
+    words = ["checkpoint.every=2", "train.weight_decay=0.0"]
+    finished(small_run(tmp_path, *words))
+    resumed = finished(small_run(tmp_path, *words, "train.optimizer=single.py:single", "train.steps=8"), resume="auto")
+    assert "optimizers have other groups than in the saved run" in resumed.printed
+    assert len(resumed.metrics) == 8
