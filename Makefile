@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: setup demo test check fix golden bench stress clean
+.PHONY: setup demo test check fix golden bench bench-checkpoint stress clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,12 @@ golden: setup
 bench: setup
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python -m benchmarks
+
+# torch_checkpointing comes alone: all that it needs is there, and torch stays as it is.
+bench-checkpoint: setup
+	$(BIN)/pip install --quiet safetensors
+	$(BIN)/pip install --quiet --no-deps "torch_checkpointing==0.1.1"
+	$(BIN)/python -m benchmarks.checkpoint
 
 stress: setup
 	$(BIN)/python -m pytest -m stress

@@ -39,6 +39,10 @@ class Silence:
         """Ordinary memory."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        """None: there are no others."""
+        return None
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """Return the own value `size` times."""
         return [value] * self.size

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.checkpoint import alone, cells, table
@@ -32,14 +33,14 @@ def main() -> None:
             folder = Path(name) / f"{cell.num_bytes}-{cell.num_savers}"
             folder.mkdir(exist_ok=True)
             outcomes.append(cells.run(cell, folder))
+            print(table.asked_table(outcomes[-1:]), file=sys.stderr)  # a later cell may fail
             print(f"    {time.monotonic() - begun:.0f} s", file=sys.stderr)
         if whole or arguments.alone:
             outcomes += _alone(Path(name))
     print(table.asked_table(outcomes))
     print(table.full_table(outcomes))
-    name = arguments.write or ("checkpoint" if whole else None)
-    if name:
-        table.write(RESULTS, name, outcomes, shlex.join(["python", "-m", "benchmarks.checkpoint", *sys.argv[1:]]))
+    if results := arguments.write or ("checkpoint" if whole else None):
+        table.write(RESULTS, results, outcomes, shlex.join(["python", "-m", "benchmarks.checkpoint", *sys.argv[1:]]))
 
 
 def plan(mebibytes: list[int], ranks: list[int], num_rounds: int) -> Iterator[Cell]:
@@ -49,10 +50,17 @@ def plan(mebibytes: list[int], ranks: list[int], num_rounds: int) -> Iterator[Ce
             num_bytes = size << 20
             if count == 1 and num_bytes >= LARGE and len(mebibytes) > 1:
                 continue  # a supplement
-            shared = {"num_bytes": num_bytes, "num_savers": count, "num_rounds": num_rounds, "rare": num_bytes < LARGE}
-            yield Cell(work="save and load", num_ranks=count, **shared)
+            cell = Cell(
+                work="save and load",
+                num_bytes=num_bytes,
+                num_ranks=count,
+                num_savers=count,
+                num_rounds=num_rounds,
+                rare=num_bytes < LARGE,
+            )
+            yield cell
             if count > 1:
-                yield Cell(work="load what others saved", num_ranks=3, **shared)
+                yield replace(cell, work="load what others saved", num_ranks=3)
 
 
 def _alone(folder: Path) -> list[Outcome]:

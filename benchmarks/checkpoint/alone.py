@@ -3,15 +3,16 @@
 import gc
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from benchmarks.checkpoint.outcome import Cell, Outcome
-from shardwise.checkpoint import BLOCK_BYTES, StoredPiece
+from shardwise.checkpoint.contents import BLOCK_BYTES, StoredPiece
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
 from shardwise.plan import Parameter, Sharding, plan_ownership
 from shardwise.space import Piece
@@ -22,9 +23,9 @@ PLANNING = "plan one rank's reads"
 NUM_TINY = 100_000
 
 
-def measure_planning(cell: Cell) -> Outcome:
+def measure_planning(cell: Cell, *, num_tensors: int = 10_000) -> Outcome:
     """Processor seconds to plan one rank's reads, and what it hands to whom, between two layouts of slices."""
-    parameters = _parameters(10_000)
+    parameters = _parameters(num_tensors)
     saved = _slices(parameters, cell.num_savers, bucket_bytes=4 << 30)
     wanted = [
         [Wanted(piece, piece.name) for piece in pieces]
@@ -94,11 +95,11 @@ def measure_tiny(cell: Cell, folder: Path) -> Outcome:
     state = {f"w{at}": torch.full((4, 4), float(at)) for at in range(cell.num_bytes // 64)}
     target = {name: torch.zeros(4, 4) for name in state}
     ours, theirs, file = folder / "tiny-ours", folder / "tiny-dcp", folder / "tiny.pt"
-    turns = {
+    turns: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "ours": (lambda: sw.save(ours, state), lambda: sw.load(ours, target)),
         "dcp": (
-            lambda: dcp.save(dict(state), checkpoint_id=theirs, no_dist=True),
-            lambda: dcp.load(dict(target), checkpoint_id=theirs, no_dist=True),
+            lambda: save_dcp(dict(state), checkpoint_id=theirs, no_dist=True),
+            lambda: load_dcp(dict(target), checkpoint_id=theirs, no_dist=True),
         ),
         "torch.save": (lambda: torch.save(state, file), lambda: target.update(torch.load(file, weights_only=True))),
     }

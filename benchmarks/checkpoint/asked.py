@@ -100,7 +100,7 @@ def _pairs(job: str) -> list[tuple[str, str, Bound]]:
         return [("ours", "copy to new memory", BLOCKING)]
     if job.startswith("load slices"):
         return [("ours-slices", peer, RESHARDED) for peer in ("dcp", "dcp-flat-cut", "dcp-flat")]
-    return [("ours", "dcp", RESHARDED)]
+    return [("ours", "dcp", RESHARDED)] if job.startswith("load rows") else []
 
 
 def _reads(outcome: Outcome) -> Iterator[Finding]:

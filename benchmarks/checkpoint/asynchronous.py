@@ -12,8 +12,8 @@ from benchmarks.checkpoint import peers, states
 from shardwise.checkpoint import AsyncSaver
 
 if TYPE_CHECKING:
-    from benchmarks.checkpoint.rank import Bench
-    from benchmarks.checkpoint.states import State
+    from benchmarks.checkpoint.rank import Bench, Turn
+    from benchmarks.checkpoint.states import Held
 
 __all__ = ["JOB", "measure"]
 
@@ -21,7 +21,7 @@ JOB = "begin an asynchronous save"
 FIRST = "begin the first asynchronous save"
 
 
-def measure(bench: Bench, state: State) -> None:
+def measure(bench: Bench, state: Held) -> None:
     """Time the part of both libraries' asynchronous saves that training waits for, and copies of as many bytes."""
     num_bytes = states.local_bytes(state)
     source = torch.ones(num_bytes, dtype=torch.uint8)
@@ -39,7 +39,7 @@ def measure(bench: Bench, state: State) -> None:
             begun.pop().result()
         bench.empty(scratch)
 
-    turns = {
+    turns: dict[str, Turn] = {
         "ours": partial(saver.save, state),
         "copy": partial(target.copy_, source),
         "dcp": lambda: begun.append(peers.begin_save_dcp(scratch, state)),
@@ -50,7 +50,7 @@ def measure(bench: Bench, state: State) -> None:
     bench.empty(bench.folder / "async")
 
 
-def _first(bench: Bench, state: State, source: torch.Tensor) -> dict[str, list[float]]:
+def _first(bench: Bench, state: Held, source: torch.Tensor) -> dict[str, list[float]]:
     """The first save of a new saver, with its peak memory, against a copy into new memory."""
     folder = bench.folder / "async"
     savers: list[AsyncSaver] = []

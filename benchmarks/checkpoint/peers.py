@@ -10,29 +10,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
-from benchmarks.checkpoint.states import GROUPS, State, World, local, part
+from benchmarks.checkpoint.states import GROUPS, Held, State, World, local, part
 
 HAS_TORCH_CHECKPOINTING = importlib.util.find_spec("torch_checkpointing") is not None
 
 
 def save_dcp(world: World, path: Path, state: State) -> None:
     """As it comes: a FileSystemWriter, whose `sync_files` is True."""
-    dcp.save(dict(state), checkpoint_id=path)
+    save(dict(state), checkpoint_id=path)
 
 
-def begin_save_dcp(path: Path, state: State) -> "Future[Any]":
+def begin_save_dcp(path: Path, state: Held) -> "Future[Any]":
     """As it comes: in a thread, from a copy of the state."""
-    begun = dcp.async_save(dict(state), checkpoint_id=path)
+    begun = async_save({str(name): tensor for name, tensor in state.items()}, checkpoint_id=path)
     assert isinstance(begun, Future)
     return begun
 
 
 def load_dcp(world: World, path: Path, state: State) -> None:
     """In place."""
-    dcp.load(dict(state), checkpoint_id=path)
+    load(dict(state), checkpoint_id=path)
 
 
 def load_dcp_and_cut(world: World, path: Path, state: State) -> None:
@@ -40,7 +42,7 @@ def load_dcp_and_cut(world: World, path: Path, state: State) -> None:
     for group in GROUPS:
         mine = {name: tensor for name, tensor in state.items() if name.startswith(f"{group}.")}
         buffer = torch.empty(sum(tensor.numel() for tensor in mine.values()))
-        dcp.load({group: buffer}, checkpoint_id=path)
+        load({group: buffer}, checkpoint_id=path)
         start = 0
         for tensor in mine.values():
             assert isinstance(tensor, DTensor)
@@ -53,13 +55,13 @@ def load_dcp_and_cut(world: World, path: Path, state: State) -> None:
 
 def save_hf(world: World, path: Path, state: State, *, consolidated: bool = False) -> None:
     """Every rank its shards, as safetensors; `consolidated`: then rank 0 puts them together in one more file."""
-    writer = dcp.HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=consolidated)
-    dcp.save(dict(state), storage_writer=writer)
+    writer = HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=consolidated)
+    save(dict(state), storage_writer=writer)
 
 
 def load_hf(world: World, path: Path, state: State) -> None:
     """In place, out of mapped files."""
-    dcp.load(dict(state), storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+    load(dict(state), storage_reader=HuggingFaceStorageReader(str(path)))
 
 
 def save_torch_checkpointing(world: World, path: Path, state: State) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,9 @@ from benchmarks.checkpoint.sides import LOADERS, SAVERS, Loader
 from benchmarks.checkpoint.states import Held, Layout, Specs, World
 from shardwise.comm import processes
 
-Turn = Callable[[], object]
+__all__ = ["Bench", "Turn", "measure"]
 
-__all__ = ["Bench", "measure"]
-
-Turn = Callable[[], object]
+Turn: TypeAlias = Callable[[], object]
 
 
 def most(value: float) -> float:

@@ -13,6 +13,7 @@ import shardwise as sw
 from benchmarks.checkpoint import peers
 from benchmarks.checkpoint.states import Held, Layout, State, World, locals_of
 from shardwise.checkpoint import Store
+from shardwise.checkpoint.held import bytes_of
 
 __all__ = ["LOADERS", "SAVERS", "Loader", "Saver"]
 
@@ -65,7 +66,7 @@ def _file(world: World, path: Path) -> Path:
 def _save_plain(world: World, path: Path, state: State) -> None:
     descriptor = os.open(_file(world, path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     for tensor in locals_of(state):
-        left = memoryview(tensor.numpy()).cast("B") if tensor.numel() else memoryview(b"")
+        left = bytes_of(tensor.view(-1).view(torch.uint8))
         while left:
             left = left[os.write(descriptor, left) :]
     os.fsync(descriptor)
@@ -75,7 +76,7 @@ def _save_plain(world: World, path: Path, state: State) -> None:
 def _load_plain(world: World, path: Path, state: State) -> None:
     descriptor = os.open(_file(world, path), os.O_RDONLY)
     for tensor in locals_of(state):
-        left = memoryview(tensor.numpy()).cast("B") if tensor.numel() else memoryview(b"")
+        left = bytes_of(tensor.view(-1).view(torch.uint8))
         while left:
             left = left[os.readv(descriptor, [left]) :]
     os.close(descriptor)

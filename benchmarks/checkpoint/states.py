@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 NUM_LAYERS = 12
+"""Of states from 12 MiB on; smaller ones, for a try, have fewer."""
 GROUPS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 
 State = Mapping[str, torch.Tensor]
@@ -80,12 +81,14 @@ class Specs:
     def of_bytes(cls, num_bytes: int) -> "Specs":
         """A state of about this many bytes: blocks of 16 tensors, 10 of them small, and an embedding for the rest."""
         budget = num_bytes // 4 // len(GROUPS)
-        hidden = max(16, int(math.sqrt(0.8 * budget / (12 * NUM_LAYERS))) // 16 * 16)
+        num_layers = max(1, min(NUM_LAYERS, num_bytes >> 20))
+        hidden = max(16, int(math.sqrt(0.8 * budget / (12 * num_layers))) // 16 * 16)
         shapes: dict[str, tuple[int, ...]] = {}
-        for layer in range(NUM_LAYERS):
+        for layer in range(num_layers):
             shapes |= {f"layers.{layer}.{name}": shape for name, shape in _block(hidden).items()}
+        shapes["norm.weight"] = (hidden,)
         rest = budget - sum(math.prod(shape) for shape in shapes.values())
-        shapes = {"embedding.weight": (max(8, rest // hidden), hidden), **shapes, "norm.weight": (hidden,)}
+        shapes = {"embedding.weight": (max(8, rest // hidden), hidden), **shapes}
         return cls.of_shapes(shapes)
 
     @classmethod
@@ -133,21 +136,16 @@ def part(length: int, rank: int, size: int) -> range:
     return range(min(rank * step, length), min((rank + 1) * step, length))
 
 
-def _box(spec: Spec, world: World, *, columns: bool) -> tuple[int, range, range | None]:
-    dim = int(columns and len(spec.shape) > 1)
-    held = part(spec.shape[dim], world.rank, world.size)
-    return (0, held, None) if dim == 0 else (1, range(spec.shape[0]), held)
-
-
 def sharded(specs: Specs, world: World, *, columns: bool = False) -> dict[str, torch.Tensor]:
     """DTensors by name, cut along rows, or matrices along columns."""
     state: dict[str, torch.Tensor] = {}
     for spec in specs:
-        dim, *box = _box(spec, world, columns=columns)
-        local = spec.values(*box).contiguous()
+        dim = int(columns and len(spec.shape) > 1)
+        held = part(spec.shape[dim], world.rank, world.size)
+        values = spec.values(held) if dim == 0 else spec.values(range(spec.shape[0]), held)
         stride = torch.empty(spec.shape, device="meta").stride()
         state[spec.name] = DTensor.from_local(
-            local, world.mesh, [Shard(dim)], run_check=False, shape=torch.Size(spec.shape), stride=stride
+            values, world.mesh, [Shard(dim)], run_check=False, shape=torch.Size(spec.shape), stride=stride
         )
     return state
 

@@ -134,8 +134,8 @@ def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) ->
     sides = "\n".join(f"- `{each.name}` saves: {each.about}" for each in SAVERS.values())
     loads = "\n".join(f"- `{each.name}` loads: {each.about}" for each in LOADERS.values())
     head = (
-        f"Made by `{command}` on {made['date']}: {made['cores']} cores, Python {made['python']}, torch {made['torch']}; "
-        "1 thread per rank, gloo for the peers, shared memory for ours."
+        f"Made by `{command}` on {made['date']}: {made['cores']} cores, Python {made['python']}, torch "
+        f"{made['torch']}; 1 thread per rank, gloo for the peers, shared memory for ours."
     )
     parts = ["# Saving and loading", head, asked_table(outcomes), NOTES, full_table(outcomes), sides, loads]
     (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n")

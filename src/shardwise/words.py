@@ -38,7 +38,7 @@ VOCABULARY: Mapping[str, str] = MappingProxyType(
         "plan": "The frozen value that says how a model is trained on a mesh, decided before any process talks.",
         "save": "One committed state in a folder of its own: it is there as a whole or not at all.",
         "manifest": "The file that says what a save holds, and whose creation is the commit.",
-        "torn": "Of a save: begun and never committed. Nothing reads it, and the next successful save removes it.",
+        "torn": "Of a save: begun and never committed; nothing reads it, and the next successful save removes it.",
         "block": "The bytes of a piece that one checksum covers, and that are therefore read as a whole.",
         "store": "Where files of checkpoints are kept: a folder, or a prefix in an object store.",
         "rewrite": "A declared transformation between the names and shapes of two state dicts.",

@@ -49,6 +49,10 @@ class Watched:
     def location(self) -> str:
         return self._store.location
 
+    @property
+    def parallel_reads(self) -> int:
+        return self._store.parallel_reads
+
     def names(self, folder: str = "") -> Iterator[str]:
         return self.perform(Operation(kind="names", name=folder), lambda: iter(list(self._store.names(folder))))
 

@@ -1,11 +1,13 @@
 """Layouts to save and to load under, a model with everything odd in it, and states put together by brute force."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.plan.specs import Owners, Partition
 from tests.engine.models import NUM_WORDS, word_batch, word_loss
 from tests.engine.oracle import share_of
 
@@ -49,10 +51,10 @@ def layout(
     dp_replicate: int,
     dp_shard: int,
     stage: int,
-    partition: str,
+    partition: Partition,
     bucket_bytes: int,
     *,
-    owners: str = "all",
+    owners: Owners = "all",
     compute: str | None = None,
     microbatches: int = 1,
 ) -> sw.Plan:
@@ -87,7 +89,8 @@ LAYOUTS = {
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """In two groups, so that names and settings have to be kept apart."""
     trainable = [each for each in parameters if each.requires_grad]
-    return torch.optim.AdamW([{"params": trainable[::2]}, {"params": trainable[1::2], "lr": 3e-3}], lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": trainable[::2]}, {"params": trainable[1::2], "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 def engine_of(plan: sw.Plan, channel: sw.Channel, *, seed: int = 0) -> sw.Engine:

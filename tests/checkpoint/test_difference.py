@@ -20,37 +20,12 @@ import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import LocalStore, diff, windows
 from shardwise.errors import CheckpointError
-from shardwise.space import Piece
+from tests.checkpoint.cut_tensors import Cut, cut, save_pieces
 from tests.checkpoint.faulty import Counting
 from tests.checkpoint.layouts import LAYOUTS, engine_of, train
 from tests.checkpoint.small_states import bits, share_of_state, whole_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-Pieces = dict[Piece, torch.Tensor]
-
-
-def save_pieces(path: Path, shares: list[Pieces], **arguments: Any) -> None:
-    sw.simulate(len(shares), lambda channel: sw.save(path, shares[channel.rank], channel=channel, **arguments))
-
-
-def cut(name: str, tensor: torch.Tensor, how: str, size: int) -> list[Pieces]:
-    """The tensor in as many pieces: rows, columns (of the last dim), or runs of elements."""
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    shares: list[Pieces] = []
-    for rank in range(size):
-        if how == "runs":
-            start, stop = tensor.numel() * rank // size, tensor.numel() * (rank + 1) // size
-            piece = Piece(name=name, dtype=dtype, global_shape=shape, run=(start, stop))
-            shares.append({piece: tensor.reshape(-1)[start:stop]})
-            continue
-        dim = 0 if how == "rows" else tensor.dim() - 1
-        start, stop = shape[dim] * rank // size, shape[dim] * (rank + 1) // size
-        offset = [start if each == dim else 0 for each in range(len(shape))]
-        box = [stop - start if each == dim else full for each, full in enumerate(shape)]
-        piece = Piece(name=name, dtype=dtype, global_shape=shape, offset=offset, shape=box)
-        shares.append({piece: tensor.narrow(dim, start, stop - start).contiguous()})
-    return shares
 
 
 def saved(path: Path, state: Mapping[str, torch.Tensor], **arguments: Any) -> Path:
@@ -69,10 +44,10 @@ STATE = {"w": torch.arange(12.0).view(3, 4), "b": torch.tensor([1, 2, 3])}
     window=st.integers(16, 100),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_differences_are_those_of_a_loop_whatever_the_pieces(
     shape: list[int],
-    how: tuple[tuple[str, int], tuple[str, int]],
+    how: tuple[tuple[Cut, int], tuple[Cut, int]],
     dtype: torch.dtype,
     num_changes: int,
     window: int,

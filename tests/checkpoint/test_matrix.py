@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.checkpoint.arrangement import FileLayout
 from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, odd, train
 
 Saved = tuple[Path, Whole]
@@ -18,10 +19,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Saved]:
     found: dict[str, Saved] = {}
     for number, (name, plan) in enumerate(LAYOUTS.items()):
         path = tmp_path_factory.mktemp("saves") / name
-        file_layout = ("pieces", "whole")[number % 2]
+        file_layout: FileLayout = "whole" if number % 2 else "pieces"
 
         def run(
-            channel: sw.Channel, plan: sw.Plan = plan, path: Path = path, file_layout: str = file_layout
+            channel: sw.Channel, plan: sw.Plan = plan, path: Path = path, file_layout: FileLayout = file_layout
         ) -> dict[sw.Piece, torch.Tensor]:
             engine = engine_of(plan, channel)
             train(engine, channel, range(2))

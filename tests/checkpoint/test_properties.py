@@ -21,11 +21,12 @@ from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Box, Piece
 from tests.checkpoint.small_states import bits, same, same_tensor, unsigned
 
-SMALL = [(rounds, each) for each in ("ROUND_BYTES", "ROUND_BYTES_ALONE", "ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE")]
+SMALL = [(rounds, each) for each in ("ROUND_BYTES", "OWN_BYTES", "ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE")]
 SMALL += [
     (streaming, "WINDOW_BYTES"),
     (writing, "_CHUNK_BYTES"),
     (reading, "_STRETCH_BYTES"),
+    (reading, "_PART_BYTES"),
     (transfers, "_BOUNCE_BYTES"),
     (assignment, "_SPLIT_BYTES"),
 ]

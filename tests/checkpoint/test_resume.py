@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.checkpoint.arrangement import FileLayout
+from shardwise.plan.specs import Partition
 from tests.checkpoint.layouts import engine_of, layout, train
 
 CASES = list(
@@ -16,7 +18,7 @@ CASES = list(
 
 @pytest.mark.parametrize(("compute", "stage", "partition", "file_layout", "k", "when"), CASES)
 def test_the_losses_after_a_restart_are_those_of_the_run_that_went_on(
-    compute: str | None, stage: int, partition: str, file_layout: str, k: int, when: str, tmp_path: Path
+    compute: str | None, stage: int, partition: Partition, file_layout: FileLayout, k: int, when: str, tmp_path: Path
 ) -> None:
     plan = layout(1, 2, stage, partition, 500, compute=compute, microbatches=k)
 

@@ -1,19 +1,15 @@
 """`shardwise train`: exit codes, one paragraph of error, and real processes that end when they should."""
 
-import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from shardwise.cli import main
+from tests.cli.processes import done, in_this_process, losses, members_of_group, started
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -68,54 +64,10 @@ def words(config: Path, *more: str, output: Path | None = None) -> list[str]:
     return ["train", str(config), "--set", f"train.output={output or config.parent / 'out'}", *more]
 
 
-def in_this_process(config: Path, *more: str) -> Result:
-    before = list(sys.path)
-    try:
-        return CliRunner().invoke(main, words(config, *more))
-    finally:
-        sys.path[:] = before
-
-
-@contextlib.contextmanager
-def started(arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    """A `shardwise` in a process group of its own, of which nothing is left afterwards."""
-    command = [sys.executable, "-m", "shardwise.cli", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=10)
-
-
-def done(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    with started(list(arguments)) as process:
-        out, err = process.communicate(timeout=90)
-        assert not members_of_group(process.pid), "processes were left running"
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
-
-
-def members_of_group(group: int) -> list[int]:
-    """The processes of a process group that still run (zombies do not)."""
-    members = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                members.append(int(status.parent.name))
-    return members
-
-
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_wrong_settings_are_all_listed_on_stderr_with_exit_code_2(config: Path) -> None:
-    result = in_this_process(config, "--set", "train.step=3", "--set", "train.steps=many", "--set", "sharding.stage=9")
+    result = in_this_process(
+        *words(config, "--set", "train.step=3", "--set", "train.steps=many", "--set", "sharding.stage=9")
+    )
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr == (
@@ -142,27 +94,27 @@ def test_wrong_settings_are_all_listed_on_stderr_with_exit_code_2(config: Path) 
 def test_what_cannot_be_trained_ends_with_a_message_and_exit_code_2(
     config: Path, more: list[str], message: str
 ) -> None:
-    result = in_this_process(config, *more)
+    result = in_this_process(*words(config, *more))
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
     assert "Traceback" not in result.stderr
     assert not (config.parent / "out").exists()
 
 
 def test_a_config_that_is_not_there_ends_with_exit_code_2(tmp_path: Path) -> None:
-    result = in_this_process(tmp_path / "absent.toml")
+    result = in_this_process(*words(tmp_path / "absent.toml"))
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: the config ")
 
 
 def test_debug_adds_the_traceback(config: Path) -> None:
-    result = in_this_process(config, "--set", "model.config.width=3", "--debug")
+    result = in_this_process(*words(config, "--set", "model.config.width=3", "--debug"))
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("Error: model.factory")
 
 
 def test_a_bug_in_the_forward_of_the_only_process_is_one_paragraph_and_exit_code_1(config: Path) -> None:
-    result = in_this_process(config, "--set", "model.config={fault='raise', rank='all'}")
+    result = in_this_process(*words(config, "--set", "model.config={fault='raise', rank='all'}"))
     assert result.exit_code == 1
     assert "Error: RuntimeError: the forward went wrong" in result.stderr
     assert "Traceback" not in result.stderr

@@ -31,6 +31,9 @@ class GoesOnAlone:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return self._channel.allocate(num_bytes)
 
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        return self._channel.share(num_bytes)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         return self._channel.exchange(value, purpose=purpose)
 

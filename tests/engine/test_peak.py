@@ -28,6 +28,9 @@ class Silent:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        return None
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         return [value] * 2
 

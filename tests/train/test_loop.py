@@ -117,12 +117,13 @@ def test_from_each_position_the_loop_goes_on_as_it_would_have() -> None:
     )
     assert [position.step for position in keeping.positions] == [1, 2, 3, 4, 5]
     for begin in keeping.positions:
-        engine, later = NotingEngine(seconds=77.0), Notes()
+        engine.optimizers = NotingEngine().optimizers
         for group in engine.optimizers[0].param_groups:
             group["initial_lr"] = group["lr"]
+        later, before = Notes(), len(engine.evaluated)
         again = fit(
             engine, train, CORPUS, held_out, place=Place(), observers=[later], begin=begin, now_s=lambda: engine.seconds
         )
         assert later.metrics == notes.metrics[begin.step :]
         assert again == last
-        assert bool(engine.evaluated), "also a loop without updates evaluates"
+        assert len(engine.evaluated) > before, "also a loop without updates evaluates"

@@ -43,6 +43,11 @@ class OneFile:
         """The folder of the file."""
         return self._store.location
 
+    @property
+    def parallel_reads(self) -> int:
+        """See `Store.parallel_reads`."""
+        return self._store.parallel_reads
+
     def names(self, folder: str = "") -> Iterator[str]:
         """See `Store.names`."""
         return iter([] if folder else [self._name])

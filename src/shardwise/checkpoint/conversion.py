@@ -20,7 +20,7 @@ from shardwise.checkpoint.names import is_model_name, model_name_of_master
 from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Store, Writer
-from shardwise.checkpoint.windows import PieceReader, check_whole, windows
+from shardwise.checkpoint.windows import PieceReader, check_whole, part_of_piece, windows
 from shardwise.checkpoint.writing import DataFile, Filling
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
@@ -212,7 +212,7 @@ class _Copying:
         filling = Filling(file, writer, block_bytes=self._contents.block_bytes)
         sizes = [(piece.num_elements, itemsize_bytes(piece.dtype)) for piece in file.pieces]
         for window in windows(sizes):
-            parts = [_part(file.pieces[at], start, stop) for at, start, stop in window]
+            parts = [part_of_piece(file.pieces[at], start, stop) for at, start, stop in window]
             for elements in self._reader.read(parts):
                 data = elements.view(torch.uint8)
                 filling.write(bytes_of(data))
@@ -220,9 +220,3 @@ class _Copying:
             self._progress(self._done, self._total)
         filling.flush()
         return Written(filling.checksums)
-
-
-def _part(piece: Piece, start: int, stop: int) -> Piece:
-    """Some of the piece's elements."""
-    first = piece.elements.start
-    return piece.within(first + start, first + stop)

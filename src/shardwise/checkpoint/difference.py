@@ -13,7 +13,7 @@ from shardwise.checkpoint.difference_table import table
 from shardwise.checkpoint.elements import Elements, Number, compare, larger
 from shardwise.checkpoint.names import is_model_name
 from shardwise.checkpoint.sources import read_contents
-from shardwise.checkpoint.windows import PieceReader, check_whole, windows
+from shardwise.checkpoint.windows import PieceReader, check_whole, part_of_piece, windows
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space.boxes import index_of_element
 
@@ -223,8 +223,8 @@ def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Prog
         (math.prod(pair.a.shape), max(itemsize_bytes(pair.a.dtype), itemsize_bytes(pair.b.dtype))) for pair in pairs
     ]
     for window in windows(sizes):
-        ours = a.read([pairs[at].a.whole.within(start, stop) for at, start, stop in window])
-        theirs = b.read([pairs[at].b.whole.within(start, stop) for at, start, stop in window])
+        ours = a.read([part_of_piece(pairs[at].a.whole, start, stop) for at, start, stop in window])
+        theirs = b.read([part_of_piece(pairs[at].b.whole, start, stop) for at, start, stop in window])
         for (at, start, _), mine, yours in zip(window, ours, theirs, strict=True):
             elements = compare(mine, yours)
             if elements is not None:

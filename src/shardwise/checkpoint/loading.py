@@ -21,7 +21,7 @@ from shardwise.checkpoint.matching import Kind, Match, match
 from shardwise.checkpoint.read_plan import Wanted, missing, plan_reads
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.saves import reason
-from shardwise.checkpoint.sharing import gather_findings, gather_texts, pack_pieces, unpack_pieces
+from shardwise.checkpoint.sharing import gather_findings, gather_texts, pack_pieces, unpack_alike
 from shardwise.checkpoint.sources import agree_on_contents
 from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
@@ -196,7 +196,7 @@ def _settle(
             channel, json.dumps([target.aliases, target.accounted]).encode(), purpose="ties of the target"
         )
     ]
-    pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
+    pieces_of = unpack_alike(texts, texts[channel.rank], own)
     wanted = [pieces_of[text] for text in texts]
     kinds = dict.fromkeys(Kind.of(piece) for pieces in pieces_of.values() for piece in pieces)
     aliases = {alias: name for ties, _ in facts for alias, name in ties.items()}

@@ -93,9 +93,17 @@ class ReadPlan:
                 for piece in self._demands[name].shares.of_none_of(readers)
                 for ordinal in self._demands[name].ordinals_overlapping(piece)
             )
-        spans = (span for ordinal in examined for span in self._spans(ordinal))
-        self.reads: tuple[Span, ...] = tuple(sorted(spans, key=self._place))
-        """What this rank reads, in order of file and byte. Spans are disjoint and as long as possible."""
+        found = [each for ordinal in examined for each in self._spans(ordinal)]
+        found.sort(key=lambda each: self._place(each[0]))
+        self.own_reads: tuple[Span, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
+        """What this rank reads for itself alone, in order of file and byte. Spans are disjoint."""
+        self.handed_reads: tuple[Span, ...] = tuple(span for span, is_handed_on in found if is_handed_on)
+        """What this rank reads and others need something of, in the same order."""
+
+    @property
+    def reads(self) -> tuple[Span, ...]:
+        """All that this rank reads, in order of file and byte. Spans are disjoint."""
+        return tuple(sorted((*self.own_reads, *self.handed_reads), key=self._place))
 
     def needers(self, span: Span) -> tuple[int, ...]:
         """Return the ranks that need something of the span, in increasing order."""
@@ -129,33 +137,39 @@ class ReadPlan:
             self._meeting = _Meeting(span, stored, self._demands[stored.piece.name], self._block_bytes)
         return self._meeting
 
-    def _spans(self, ordinal: int) -> Iterator[Span]:
-        """What this rank reads of one stored piece."""
+    def _spans(self, ordinal: int) -> Iterator[tuple[Span, bool]]:
+        """What this rank reads of one stored piece, and whether others need something of it; as long as possible."""
         stored = self._stored[ordinal]
         shares = self._demands[stored.piece.name].shares.overlapping(stored.piece)
         if stored.num_bytes <= self._block_bytes:
             stretches = iter([(0, 1, tuple(range(len(shares))))])
         else:
             stretches = _stretches([self._touched_blocks(stored.piece, share.piece) for share in shares])
-        readers_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+        parties: dict[tuple[int, ...], tuple[tuple[int, ...], bool]] = {}
         begun = end = 0
+        was_handed_on = False
         for first, last, active in stretches:
-            if active not in readers_of:
-                readers_of[active] = self._readers_of([shares[at] for at in active])
-            low, high = _dealt(first, last, readers_of[active], self._rank, ordinal)
+            if active not in parties:
+                parties[active] = self._parties([shares[at] for at in active])
+            readers, is_handed_on = parties[active]
+            low, high = _dealt(first, last, readers, self._rank, ordinal)
             if low < high:
-                if low != end:
+                if low != end or is_handed_on != was_handed_on:
                     if begun < end:
-                        yield Span(ordinal, begun, end)
-                    begun = low
+                        yield Span(ordinal, begun, end), was_handed_on
+                    begun, was_handed_on = low, is_handed_on
                 end = high
         if begun < end:
-            yield Span(ordinal, begun, end)
+            yield Span(ordinal, begun, end), was_handed_on
 
-    def _readers_of(self, shares: Sequence[Share]) -> tuple[int, ...]:
-        """The ranks among which blocks that these shares need are dealt out, in increasing order."""
+    def _parties(self, shares: Sequence[Share]) -> tuple[tuple[int, ...], bool]:
+        """The ranks among which blocks that these shares need are dealt out, in increasing order.
+
+        And whether a rank besides this one needs them.
+        """
         needers = {rank for share in shares for rank in share.holders}
-        return tuple(sorted(needers & self._readers)) or self._all_readers
+        readers = tuple(sorted(needers & self._readers)) or self._all_readers
+        return readers, not needers <= {self._rank}
 
     def _touched_blocks(self, stored: Piece, wanted: Piece) -> list[tuple[int, int]]:
         """The blocks of a stored piece that have an element of a wanted one: ranges, in order, the longest possible."""

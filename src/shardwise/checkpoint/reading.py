@@ -18,9 +18,10 @@ from shardwise.plan.dtypes import itemsize_bytes
 __all__ = ["BatchReader", "batches_of", "buffer_bytes", "damage_finding", "elements_of"]
 
 _STRETCH_BYTES = 4 << 20
-"""So much is asked of the store at a time; a few such requests are under way together."""
+"""Spans that follow one another are asked of the store together, up to so much."""
 
-_NUM_THREADS = 4
+_PART_BYTES = 1 << 20
+"""Where reading costs no waiting, so much is read at a time, and verified while it is in the cache."""
 
 _ALIGNMENT_BYTES = 64
 
@@ -70,11 +71,14 @@ class BatchReader:
         self._stored = stored
         self._verify = verify
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shardwise-read")
+        self._threads: ThreadPoolExecutor | None = None
+        if store.parallel_reads > 1:
+            self._threads = ThreadPoolExecutor(store.parallel_reads, thread_name_prefix="shardwise-read")
 
     def close(self) -> None:
         """Give back the threads."""
-        self._threads.shutdown()
+        if self._threads is not None:
+            self._threads.shutdown()
 
     def read(self, batch: Sequence[Span], buffer: torch.Tensor | None = None) -> dict[Span, torch.Tensor]:
         """The elements of every span, flat, in the dtype in which they are stored.
@@ -107,7 +111,7 @@ class BatchReader:
             def fill(job: tuple[_Stretch, Reader]) -> list[str]:
                 return self._fill_one(*job, buffer)
 
-            done = map(fill, jobs) if len(jobs) == 1 else self._threads.map(fill, jobs)
+            done = map(fill, jobs) if self._threads is None else self._threads.map(fill, jobs)
             for each in done:
                 findings += each
         finally:
@@ -116,12 +120,18 @@ class BatchReader:
         return list(dict.fromkeys(findings))
 
     def _fill_one(self, stretch: _Stretch, reader: Reader, buffer: torch.Tensor) -> list[str]:
-        memory = bytes_of(buffer[stretch.at : stretch.at + stretch.stop - stretch.start])
-        try:
-            reader.read_into(memory, stretch.start)
-        except (OSError, EOFError) as error:
-            return [f"{self._store.location}/{stretch.file} cannot be read: {reason(error)}"]
-        return [each for span in stretch.spans for each in self._damage(span, stretch, memory)] if self._verify else []
+        size = self._contents.block_bytes
+        findings = []
+        part_bytes = _PART_BYTES if self._threads is None else _STRETCH_BYTES
+        for part in _parts(stretch, self._stored, size, part_bytes):
+            memory = bytes_of(buffer[part.at : part.at + part.stop - part.start])
+            try:
+                reader.read_into(memory, part.start)
+            except (OSError, EOFError) as error:
+                return [f"{self._store.location}/{part.file} cannot be read: {reason(error)}"]
+            if self._verify:
+                findings += [each for span in part.spans for each in self._damage(span, part, memory)]
+        return findings
 
     def _damage(self, span: Span, stretch: _Stretch, memory: memoryview) -> list[str]:
         stored = self._stored[span.ordinal]
@@ -132,6 +142,19 @@ class BatchReader:
         data = memory[start - stretch.start : stop - stretch.start]
         damaged = damaged_blocks(data, stored.checksums, first_block=span.first_block, block_bytes=size)
         return [damage_finding(stored, block, self._contents, self._store.location) for block in damaged]
+
+
+def _parts(stretch: _Stretch, stored: Sequence[StoredPiece], block_bytes: int, part_bytes: int) -> Iterator[_Stretch]:
+    """A stretch in parts of about so many bytes: a long span is cut between blocks, short ones stay together."""
+    if len(stretch.spans) > 1 or stretch.stop - stretch.start <= part_bytes:
+        yield stretch
+        return
+    (span,) = stretch.spans
+    step = max(1, part_bytes // block_bytes)
+    for first in range(span.first_block, span.last_block, step):
+        part = Span(span.ordinal, first, min(first + step, span.last_block))
+        start, stop = _bytes_of_span(part, stored[span.ordinal], block_bytes)
+        yield _Stretch(stretch.file, start, stop, stretch.at + start - stretch.start, [part])
 
 
 def buffer_bytes(batch: Sequence[Span], stored: Sequence[StoredPiece], *, block_bytes: int) -> int:

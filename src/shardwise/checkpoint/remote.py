@@ -70,6 +70,11 @@ class FsspecStore:
         """The address of the folder, without its password."""
         return self._location
 
+    @property
+    def parallel_reads(self) -> int:
+        """See `Store.parallel_reads`: each read is a request with a way there and back."""
+        return 8
+
     def names(self, folder: str = "") -> Iterator[str]:
         """Names of all files at any depth below `folder`, sorted."""
         top = self._path(folder) if folder else self._root

@@ -26,11 +26,14 @@ ONE_ROUND_BYTES = 16 << 20
 ONE_ROUND_BYTES_ALONE = 48 << 20
 """The same where there are no messages, which take as much again twice."""
 
-ROUND_BYTES = 8 << 20
-"""So much a rank reads in a round where there are several; a message out and one in are at most as large."""
+ROUND_BYTES = 4 << 20
+"""So much a rank reads in a round for others; a message out and one in are at most as large."""
 
-ROUND_BYTES_ALONE = 4 << 20
-"""The same where no other rank takes part: what has just been read is verified and copied out of the cache."""
+OWN_BYTES = 1 << 20
+"""So much it reads at a time for itself alone: it is verified and copied out of the cache."""
+
+OWN_BATCHES = 1024
+"""After so many of those it waits for the others, so that none waits for it longer than the channel allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,36 +65,77 @@ def read_in_rounds(
     rounds are read and verified before the first is used.
     Raises the same CheckpointError on all ranks; it says so when tensors have been written by then.
     """
-    batches, num_rounds, num_bytes = _cut(channel, plan, stored, contents.block_bytes)
+    rounds = _Rounds(channel, plan, stored, contents.block_bytes)
     reader = BatchReader(store, contents, stored, verify=verify)
     handover = _Handover(channel, contents.block_bytes, stored, plan, tensors)
-    buffers = _Buffers(channel, num_bytes)
-    passes = [(dry, turn) for dry in ((True, False) if twice else (False,)) for turn in range(num_rounds)]
+    buffers = _Buffers(channel, rounds.num_bytes)
+    number = 0
     try:
-        for number, (dry, turn) in enumerate(passes):
-            batch = batches[turn] if turn < len(batches) else []
-            own = buffers.own(number)
-            read, by_rank = _agreed(channel, reader, batch, own, is_late=not dry and turn > 0)
-            if not dry:
-                handover.use(read, by_rank, buffers.of_all(number))
+        for dry in (True, False) if twice else (False,):
+            for turn, batch in enumerate(rounds.handed):
+                own = buffers.own(number)
+                read, by_rank = _agreed(channel, reader, batch, own, is_late=not dry and turn > 0)
+                if not dry:
+                    handover.use(read, by_rank, buffers.of_all(number))
+                number += 1
+            for batches in rounds.own:
+                _read_for_itself(channel, reader, batches, None if dry else handover, is_late=not dry)
     finally:
         reader.close()
     return Traffic(read_bytes=reader.read_bytes, received_bytes=handover.received_bytes, in_place=buffers.in_place)
 
 
-def _cut(
-    channel: Channel, plan: ReadPlan, stored: Sequence[StoredPiece], block_bytes: int
-) -> tuple[list[list[Span]], int, int]:
-    """This rank's batches; the largest number of batches, and of bytes in one, that any rank has."""
-    alone = channel.size == 1
-    for max_bytes in (ONE_ROUND_BYTES_ALONE, ROUND_BYTES_ALONE) if alone else (ONE_ROUND_BYTES, ROUND_BYTES):
-        batches = batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=max_bytes)
-        num_bytes = max((buffer_bytes(batch, stored, block_bytes=block_bytes) for batch in batches), default=0)
-        sizes = channel.exchange(json.dumps([len(batches), num_bytes]).encode(), purpose="number of rounds")
-        counts, nums_bytes = zip(*map(json.loads, sizes), strict=True)
-        if max(counts) <= 1:
-            break
-    return batches, max(counts), max(nums_bytes)
+class _Rounds:
+    """What this rank reads when: as many rounds on every rank, though some of them are empty."""
+
+    handed: list[list[Span]]
+    """Batches that all ranks read in step, because others need something of them."""
+    own: list[list[list[Span]]]
+    """Then batches that nobody else needs, in groups between which ranks wait for each other."""
+    num_bytes: int
+    """Bytes of the largest batch of any rank that others may look into."""
+
+    def __init__(self, channel: Channel, plan: ReadPlan, stored: Sequence[StoredPiece], block_bytes: int) -> None:
+        def cut(spans: Sequence[Span], max_bytes: int) -> list[list[Span]]:
+            return batches_of(spans, stored, block_bytes=block_bytes, max_bytes=max_bytes)
+
+        def largest(batches: Sequence[Sequence[Span]]) -> int:
+            return max((buffer_bytes(batch, stored, block_bytes=block_bytes) for batch in batches), default=0)
+
+        at_once = cut(plan.reads, ONE_ROUND_BYTES_ALONE if channel.size == 1 else ONE_ROUND_BYTES)
+        self.handed = cut(plan.handed_reads, ROUND_BYTES)
+        batches = cut(plan.own_reads, OWN_BYTES)
+        self.own = [batches[start : start + OWN_BATCHES] for start in range(0, len(batches), OWN_BATCHES)]
+        own = [len(at_once), largest(at_once), len(self.handed), largest(self.handed), len(self.own)]
+        answers = channel.exchange(json.dumps(own).encode(), purpose="number of rounds")
+        counts = [max(column) for column in zip(*map(json.loads, answers), strict=True)]
+        if counts[0] <= 1:
+            self.handed, self.own, self.num_bytes = at_once, [], counts[1]
+            num_handed, num_own = counts[0], 0
+        else:
+            self.num_bytes, num_handed, num_own = counts[3], counts[2], counts[4]
+        self.handed += [[] for _ in range(num_handed - len(self.handed))]
+        self.own += [[] for _ in range(num_own - len(self.own))]
+
+
+def _read_for_itself(
+    channel: Channel,
+    reader: BatchReader,
+    batches: Sequence[Sequence[Span]],
+    handover: "_Handover | None",
+    *,
+    is_late: bool,
+) -> None:
+    """Read, verify and use batches that nobody else needs; raises the same error on all ranks if one could not."""
+    refusal: ShardwiseError | None = None
+    try:
+        for batch in batches:
+            read = reader.read(batch)
+            if handover is not None:
+                handover.take(read)
+    except CheckpointError as error:
+        refusal = _refusal(error, is_late=is_late)
+    agree(channel, refusal, purpose="verdict on blocks that each rank read for itself")
 
 
 class _Buffers:
@@ -133,15 +177,20 @@ def _agreed(
     try:
         read = reader.read(batch, buffer)
     except CheckpointError as error:
-        after = (
-            "the target is partly overwritten by now: load a good checkpoint before using it, or give up"
-            if is_late
-            else "nothing of the target was changed"
-        )
-        refusal = CheckpointError(*error.problems, after)
+        refusal = _refusal(error, is_late=is_late)
     spans = json.dumps([(each.ordinal, each.first_block, each.last_block) for each in batch], separators=(",", ":"))
     answers = agree(channel, refusal, purpose="verdict on blocks that were read", value=spans.encode())
     return read, [[Span(*each) for each in json.loads(answer)] for answer in answers]
+
+
+def _refusal(error: CheckpointError, *, is_late: bool) -> CheckpointError:
+    """The error with what it means for the target."""
+    after = (
+        "the target is partly overwritten by now: load a good checkpoint before using it, or give up"
+        if is_late
+        else "nothing of the target was changed"
+    )
+    return CheckpointError(*error.problems, after)
 
 
 class _Handover:
@@ -170,7 +219,7 @@ class _Handover:
     ) -> None:
         """Carry out a round: `read` is what this rank has, `by_rank` the spans that each has in its buffer."""
         own = self._channel.rank
-        self._take(read)
+        self.take(read)
         if self._channel.size == 1:
             return
         if buffers is None:
@@ -178,9 +227,9 @@ class _Handover:
             return
         for shift in range(1, self._channel.size):  # each begins with its neighbour: not all read one rank's memory
             rank = (own + shift) % self._channel.size
-            self._take(elements_of(by_rank[rank], buffers[rank], self._stored, block_bytes=self._block_bytes))
+            self.take(elements_of(by_rank[rank], buffers[rank], self._stored, block_bytes=self._block_bytes))
 
-    def _take(self, read: Mapping[Span, torch.Tensor]) -> None:
+    def take(self, read: Mapping[Span, torch.Tensor]) -> None:
         """Take what this rank needs out of spans, wherever they lie."""
         for span, elements in read.items():
             for index, parts in self._plan.transfers(span, self._channel.rank):
@@ -261,7 +310,7 @@ def _read_run(reader: Reader, start: int, dtype: torch.dtype, tensor: torch.Tens
     if tensor.dtype == dtype and is_plain(tensor):
         reader.read_into(bytes_of(plain_bytes(tensor, target.start, target.stop)), start)
         return
-    step = ROUND_BYTES_ALONE // dtype.itemsize
+    step = ROUND_BYTES // dtype.itemsize
     for first in range(target.start, target.stop, step):
         run = Run(first, min(first + step, target.stop))
         elements = torch.empty(run.num_elements, dtype=dtype)

@@ -11,7 +11,15 @@ from shardwise.comm.agreement import agree
 from shardwise.errors import MismatchError, ShardwiseError
 from shardwise.space import Piece
 
-__all__ = ["gather_findings", "gather_texts", "merge_settings", "merge_ties", "pack_pieces", "unpack_pieces"]
+__all__ = [
+    "gather_findings",
+    "gather_texts",
+    "merge_settings",
+    "merge_ties",
+    "pack_pieces",
+    "unpack_alike",
+    "unpack_pieces",
+]
 
 
 def gather_texts(channel: Channel, text: bytes, *, purpose: str, refusal: ShardwiseError | None = None) -> list[bytes]:
@@ -55,6 +63,11 @@ def unpack_pieces(text: bytes) -> list[Piece]:
             piece = Piece(name=name, dtype=dtype, global_shape=shape, offset=offset, shape=size, run=run)
             pieces.append((at, piece))
     return [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
+
+
+def unpack_alike(texts: Sequence[bytes], text: bytes, own: list[Piece]) -> dict[bytes, list[Piece]]:
+    """The pieces of every different text, in the order of the ranks; `text` was packed from `own` and needs no work."""
+    return {each: own if each == text else unpack_pieces(each) for each in dict.fromkeys(texts)}
 
 
 def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:

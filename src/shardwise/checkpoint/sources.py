@@ -1,6 +1,7 @@
 """Sources: what a path holds, in whatever format, found out once and known to every rank."""
 
 import json
+from dataclasses import replace
 
 import xxhash
 
@@ -54,19 +55,27 @@ def agree_on_contents(
         text = b"" if contents is None or channel.size == 1 else _pack(contents)
         answers = agree(channel, refusal, purpose="contents of the checkpoint", value=text)
         return contents if contents is not None else _unpack(answers[0]), frozenset(range(channel.size))
-    packed = b"" if contents is None else _pack(contents)
-    seen = channel.exchange(packed and xxhash.xxh3_128_digest(packed), purpose="which ranks see the checkpoint")
-    readers = [rank for rank, each in enumerate(seen) if each]
-    if not readers:
+    mine = "" if contents is None else f"{_digest(contents)} {contents.location}"
+    answers = channel.exchange(mine.encode(), purpose="which ranks see the checkpoint")
+    seen = {rank: each.decode().split(" ", 1) for rank, each in enumerate(answers) if each}
+    if not seen:
         agree(channel, refusal, purpose="verdict on the checkpoint")
-    different = [rank for rank in readers if seen[rank] != seen[readers[0]]]
-    if different:
-        raise CheckpointError(
-            f"rank {readers[0]} and rank {different[0]} see different checkpoints at {store.location}; choose one that "
-            "they have in common (step=...), or remove what is newer on some"
-        )
-    texts = channel.exchange(packed if channel.rank == readers[0] else b"", purpose="contents of the checkpoint")
-    return contents if contents is not None else _unpack(texts[readers[0]]), frozenset(readers)
+    first, (digest, place) = next(iter(seen.items()))
+    for rank, (other, elsewhere) in seen.items():
+        if other != digest:
+            raise CheckpointError(
+                f"rank {first} and rank {rank} see different checkpoints at {place} and {elsewhere}; choose one that "
+                "they have in common (step=...), or remove what is newer on some"
+            )
+    text = b"" if contents is None or channel.rank != first else _pack(contents)
+    texts = channel.exchange(text, purpose="contents of the checkpoint")
+    # The words of one rank for all, also where others know it under another path.
+    return contents if contents is not None and channel.rank == first else _unpack(texts[first]), frozenset(seen)
+
+
+def _digest(contents: Contents) -> str:
+    """Equal for one checkpoint wherever it lies."""
+    return str(xxhash.xxh3_128_hexdigest(_pack(replace(contents, location=""))))
 
 
 def _pack(contents: Contents) -> bytes:

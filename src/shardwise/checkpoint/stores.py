@@ -40,6 +40,10 @@ class Store(Protocol):
     def location(self) -> str:
         """The path or address of the folder, for messages."""
 
+    @property
+    def parallel_reads(self) -> int:
+        """How many reads are best under way at a time; 1 where they cost no waiting."""
+
     def names(self, folder: str = "") -> Iterator[str]:
         """Names of all files at any depth below `folder` ("" is the whole store), sorted; none if there is nothing."""
 

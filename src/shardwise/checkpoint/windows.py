@@ -14,9 +14,9 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover
 
-__all__ = ["WINDOW_BYTES", "PieceReader", "Stretch", "check_whole", "windows"]
+__all__ = ["WINDOW_BYTES", "PieceReader", "Stretch", "check_whole", "part_of_piece", "windows"]
 
-WINDOW_BYTES = 16 << 20
+WINDOW_BYTES = 8 << 20
 """So much is in memory at a time, beside the batch that is being read."""
 
 _BATCH_BYTES = 4 << 20
@@ -52,6 +52,14 @@ def windows(sizes: Iterable[tuple[int, int]]) -> Iterator[list[Stretch]]:
             start = stop
     if window:
         yield window
+
+
+def part_of_piece(piece: Piece, start: int, stop: int) -> Piece:
+    """The piece's elements from `start` to `stop`; all of them are the piece itself, which is planned fastest."""
+    if stop - start == piece.num_elements:
+        return piece
+    first = piece.elements.start
+    return piece.within(first + start, first + stop)
 
 
 class PieceReader:

@@ -1,11 +1,10 @@
 """`shardwise ckpt verify PATH`: every byte of a save against its checksum."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import click
 
+from shardwise.cli.ckpt.progress import byte_progress
 from shardwise.cli.ckpt.table import plural
 from shardwise.cli.verdicts import FAILED, told
 
@@ -23,7 +22,15 @@ def verify(path: str, step: int | None, debug: bool) -> None:
         from shardwise import checkpoint
         from shardwise.train.progress import size
 
-        with _progress(path, step) as advance:
+        with byte_progress("verifying") as show:
+            total = checkpoint.open(path, step=step).contents.num_bytes
+            verified = 0
+
+            def advance(num_bytes: int) -> None:
+                nonlocal verified
+                verified += num_bytes
+                show(verified, total)
+
             report = checkpoint.verify(path, step=step, progress=advance)
         for note in report.notes:
             click.echo(f"note: {note}", err=True)
@@ -38,20 +45,3 @@ def verify(path: str, step: int | None, debug: bool) -> None:
             f"{report.location} is as it was written: {plural(report.num_tensors, 'tensor')}, "
             f"{size(report.verified_bytes)} in {plural(report.num_files, 'file')}"
         )
-
-
-@contextmanager
-def _progress(path: str, step: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, which goes when all is read; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda num_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    from shardwise import checkpoint
-
-    columns = (BarColumn(24), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=checkpoint.open(path, step=step).contents.num_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)

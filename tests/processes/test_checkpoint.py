@@ -1,0 +1,205 @@
+"""Checkpoints of real processes: every layout, both transports, storage that one rank sees, savers that meet."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint import AsyncSaver
+from shardwise.comm import Channel
+from shardwise.comm.alone import alone
+from shardwise.errors import CheckpointError
+from shardwise.space import Piece
+from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, train
+from tests.checkpoint.small_states import empty_state, loaded, rubbish, same, share_of_state, whole_state
+from tests.checkpoint.test_matrix import masters_of
+from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
+
+both_transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, TCP], ids=["shared", "tcp"])
+
+State = dict[Piece, torch.Tensor]
+
+
+def save_engine(channel: Channel, path: str, name: str, file_layout: Literal["pieces", "whole"]) -> State:
+    engine = engine_of(LAYOUTS[name], channel)
+    train(engine, channel, range(2))
+    sw.save(path, engine, extra={"name": name}, layout=file_layout, channel=channel)
+    return {piece: tensor.clone() for piece, tensor in engine.state().items()}
+
+
+def load_engine(channel: Channel, path: str, name: str) -> tuple[dict[str, Any], State]:
+    engine = engine_of(LAYOUTS[name], channel, seed=5)
+    extra = dict(sw.load(path, engine, channel=channel))
+    return extra, {piece: tensor.clone() for piece, tensor in engine.state().items()}
+
+
+PAIRS = [
+    ("two-slice", "three-whole-bf16", "pieces"),
+    ("three-slice-fine", "two-whole", "whole"),
+    ("two-slice-bf16", "two-stage0", "whole"),
+]
+
+
+@both_transports
+@pytest.mark.parametrize(("source", "target", "file_layout"), PAIRS)
+def test_engines_load_each_others_saves(
+    source: str, target: str, file_layout: str, transport: Transport, pool: Pool, tmp_path: Path
+) -> None:
+    path = str(tmp_path)
+    size = LAYOUTS[source].mesh.size
+    expected = masters_of(assembled(pool.run(size, save_engine, path, source, file_layout, transport=transport)))
+    results = pool.run(LAYOUTS[target].mesh.size, load_engine, path, target, transport=transport)
+    assert [extra for extra, _ in results] == [{"name": source}] * len(results)
+    got = masters_of(assembled(state for _, state in results))
+    assert got.keys() == expected.keys()
+    for name, tensor in got.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert checkpoint.verify(tmp_path).good
+
+
+def save_parts(channel: Channel, path: str, file_layout: Literal["pieces", "whole"], seed: int) -> None:
+    sw.save(path, share_of_state(whole_state(seed), channel.rank, channel.size), layout=file_layout, channel=channel)
+
+
+def load_whole(channel: Channel, path: str, shared: bool, verify: bool) -> Whole:
+    target = empty_state()
+    sw.load(path, target, shared=shared, verify=verify, channel=channel)
+    return target
+
+
+def save_in_background(channel: Channel, path: str, file_layout: Literal["pieces", "whole"]) -> None:
+    with AsyncSaver(path, layout=file_layout, channel=channel) as saver:
+        for seed in (1, 2, 3):
+            state = share_of_state(whole_state(seed), channel.rank, channel.size)
+            saver.save(state)
+            for tensor in state.values():
+                tensor.zero_()
+
+
+@both_transports
+@pytest.mark.parametrize("file_layout", ["pieces", "whole"])
+def test_plain_states_are_saved_and_loaded_by_other_numbers_of_ranks(
+    file_layout: str, transport: Transport, pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(3, save_parts, str(tmp_path), file_layout, 1, transport=transport)
+    for size in (2, 3):
+        for verify in (True, False):
+            for found in pool.run(size, load_whole, str(tmp_path), True, verify, transport=transport):
+                assert same(found, whole_state(1))
+
+
+@both_transports
+@pytest.mark.parametrize("file_layout", ["pieces", "whole"])
+def test_saves_in_the_background_follow_each_other(
+    file_layout: str, transport: Transport, pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(2, save_in_background, str(tmp_path), file_layout, transport=transport)
+    for seed in (1, 2, 3):
+        assert same(loaded(tmp_path / f"save-0000000{seed}")[0], whole_state(seed))
+    assert checkpoint.verify(tmp_path).good
+    assert rubbish(tmp_path) == []
+
+
+def load_from_own_place(channel: Channel, folder: str, verify: bool) -> Whole:
+    """A state of some MB, which only rank 1's place has."""
+    target = {"w": torch.zeros(700, 1000), "v": torch.zeros(3, dtype=torch.bfloat16)}
+    sw.load(f"{folder}/{channel.rank}", target, shared=False, verify=verify, channel=channel)
+    return target
+
+
+@both_transports
+@pytest.mark.parametrize("verify", [True, False])
+def test_storage_that_one_rank_sees_is_read_for_all(
+    verify: bool, transport: Transport, pool: Pool, tmp_path: Path
+) -> None:
+    state = {"w": torch.arange(700_000.0).view(700, 1000), "v": torch.ones(3).bfloat16()}
+    checkpoint.save(tmp_path / "1", state)
+    for found in pool.run(3, load_from_own_place, str(tmp_path), verify, transport=transport):
+        assert same(found, state)
+
+
+def save_alone(channel: Channel, path: str, num_rounds: int) -> list[str | None]:
+    """Every rank saves for itself, all at once; per round None or the error."""
+    outcomes: list[str | None] = []
+    for turn in range(num_rounds):
+        seed = 10 * turn + channel.rank
+        channel.exchange(b"", purpose="all begin together")
+        try:
+            sw.save(path, whole_state(seed), extra={"state": seed}, channel=alone())
+            outcomes.append(None)
+        except CheckpointError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_of_programs_that_save_to_one_folder_one_wins_each_number(pool: Pool, tmp_path: Path) -> None:
+    outcomes = pool.run(3, save_alone, str(tmp_path), 8)
+    won = [10 * turn + rank for turn in range(8) for rank in range(3) if outcomes[rank][turn] is None]
+    for lost in (each for rank in range(3) for each in outcomes[rank] if each is not None):
+        assert f"another program saved to {tmp_path} at the same time and committed save-" in lost
+    found = [loaded(folder) for folder in sorted(tmp_path.iterdir())]
+    assert sorted(extra["state"] for _, extra in found) == won  # type: ignore[type-var]
+    assert all(same(state, whole_state(extra["state"])) for state, extra in found)  # type: ignore[arg-type]
+    checkpoint.save(tmp_path, whole_state(0))
+    assert rubbish(tmp_path) == []
+
+
+def refuse(channel: Channel, path: str) -> tuple[str, bool]:
+    target = {**empty_state(), "more": torch.zeros(channel.rank + 1)}
+    with pytest.raises(CheckpointError) as caught:
+        sw.load(path, target, channel=channel)
+    del target["more"]
+    untouched = same(target, empty_state())
+    sw.load(path, target, channel=channel)
+    return str(caught.value), untouched and same(target, whole_state(1))
+
+
+@both_transports
+def test_a_refused_load_is_told_alike_and_a_good_one_follows(transport: Transport, pool: Pool, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, whole_state(1))
+    first, second = pool.run(2, refuse, str(tmp_path), transport=transport)
+    assert first == second
+    assert "more: missing" in first[0]
+    assert first[1]
+
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import shardwise as sw
+
+def main(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    channel = sw.processes()
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(model.weight, 4.0)
+    sw.save(f"{folder}/saves", model.state_dict(), extra={"step": 1}, channel=channel)
+    torch.nn.init.zeros_(model.weight)
+    extra = sw.load(f"{folder}/saves", model.state_dict(), channel=channel)
+    assert extra == {"step": 1} and bool((model.weight == 4.0).all())
+    channel.close()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(main, (sys.argv[1],), nprocs=2)
+"""
+
+
+def test_a_program_that_starts_its_own_processes_saves_and_loads(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    head = json.loads((tmp_path / "saves/save-00000001/manifest.json").read_text())
+    assert (head["world_size"], head["step"], head["num_tensors"]) == (2, 1, 2)
+    assert checkpoint.verify(tmp_path / "saves").good
