@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.checkpoint import peers, states
 from shardwise.checkpoint import AsyncSaver
@@ -30,6 +31,8 @@ def measure(bench: Bench, state: Held) -> None:
     saver = AsyncSaver(bench.folder / "async", channel=bench.world.channel)
     saver.save(state)  # the first of this saver makes its snapshot; after it, memory is warm as that of the copy
     saver.wait()
+    group = dist.new_group()
+    assert group is not None
     begun: list[Future[Any]] = []
     scratch = bench.folder / "round"
 
@@ -42,7 +45,7 @@ def measure(bench: Bench, state: Held) -> None:
     turns: dict[str, Turn] = {
         "ours": partial(saver.save, state),
         "copy": partial(target.copy_, source),
-        "dcp": lambda: begun.append(peers.begin_save_dcp(scratch, state)),
+        "dcp": lambda: begun.append(peers.begin_save_dcp(scratch, state, group)),
     }
     bench.outcome.seconds[JOB] = bench.in_turns(turns, between=settle)
     settle("")

@@ -25,9 +25,9 @@ def save_dcp(world: World, path: Path, state: State) -> None:
     save(dict(state), checkpoint_id=path)
 
 
-def begin_save_dcp(path: Path, state: Held) -> "Future[Any]":
-    """As it comes: in a thread, from a copy of the state."""
-    begun = async_save({str(name): tensor for name, tensor in state.items()}, checkpoint_id=path)
+def begin_save_dcp(path: Path, state: Held, group: dist.ProcessGroup) -> "Future[Any]":
+    """As it comes: in a thread, from a copy of the state. The thread needs a group that nobody else uses meanwhile."""
+    begun = async_save({str(name): tensor for name, tensor in state.items()}, checkpoint_id=path, process_group=group)
     assert isinstance(begun, Future)
     return begun
 

@@ -32,7 +32,7 @@ class Saver:
     """In which the state is held."""
     save: Save
     rare: bool = False
-    """Beside the question: measured with small states only."""
+    """Beside the question: measured with small states and few ranks only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,6 @@ _SAVERS = [
         about="`dcp.save` of the flat buffers as 1-d DTensors: DCP stores boxes, and knows no runs of n-d tensors",
         layout="flat",
         save=peers.save_dcp,
-        rare=True,
     ),
     Saver(name="hf", about="`HuggingFaceStorageWriter(save_distributed=True)`", layout="rows", save=peers.save_hf),
     Saver(
