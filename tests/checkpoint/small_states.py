@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import LocalStore
+from shardwise.checkpoint import Address, LocalStore
 from shardwise.checkpoint.saves import list_saves, strays
+from shardwise.comm import Channel
 from shardwise.space import Piece
 
 Whole = dict[str, torch.Tensor]
@@ -47,6 +50,16 @@ def share_of_state(whole: Whole, rank: int, size: int) -> dict[Piece, torch.Tens
         else:
             pieces[Piece(name=name, dtype=dtype, global_shape=shape)] = tensor.clone()
     return pieces
+
+
+def save_state(path: Address, seed: int, *, size: int = 1, layout: Literal["pieces", "whole"] = "pieces") -> None:
+    """A save of `whole_state(seed)` by so many ranks."""
+
+    def run(channel: Channel) -> None:
+        state = share_of_state(whole_state(seed), channel.rank, size)
+        sw.save(path, state, extra={"state": seed}, step=10 * seed, layout=layout, channel=channel)
+
+    sw.simulate(size, run)
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

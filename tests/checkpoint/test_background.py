@@ -132,6 +132,23 @@ def test_a_failure_surfaces_at_the_next_call_on_all_ranks_and_the_one_after_save
     assert savers() == []
 
 
+def test_what_a_rank_wrote_after_another_had_given_up_is_removed(tmp_path: Path) -> None:
+    broken, late = Broken(LocalStore(tmp_path)), Gated(LocalStore(tmp_path))
+
+    def run(channel: Channel) -> None:
+        saver = AsyncSaver(late if channel.rank else broken, channel=channel)
+        saver.save(share_of_state(whole_state(1), channel.rank, 2))
+        while channel.rank == 0 and len(savers()) > 1:
+            os.sched_yield()
+        channel.exchange(b"", purpose="rank 0 has given up and cleaned up")
+        late.gate.set()
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            saver.wait()
+
+    sw.simulate(2, run)
+    assert contents(tmp_path) == {}
+
+
 def test_a_save_that_cannot_be_begun_says_so_at_once_and_the_next_works(tmp_path: Path) -> None:
     def run(channel: Channel) -> None:
         with AsyncSaver(tmp_path, channel=channel) as saver:

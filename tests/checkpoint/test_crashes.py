@@ -17,7 +17,8 @@ import pytest
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import AsyncSaver, LocalStore, saving, streaming, writing
+from shardwise.checkpoint import AsyncSaver, LocalStore, saving, windows, writing
+from shardwise.checkpoint.saves import list_saves
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError, PeerError, ShardwiseError
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 def _many_small_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(writing, "_CHUNK_BYTES", 100)
-    monkeypatch.setattr(streaming, "WINDOW_BYTES", 80)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 80)
     monkeypatch.setattr(saving, "BLOCK_BYTES", 32)
 
 
@@ -263,6 +264,28 @@ def test_a_store_that_created_and_asked_again_has_saved(how: How, before: Path, 
     assert save(path, [again, LocalStore(path)], "pieces", how) == [None, None]
     assert same(loaded(path)[0], whole_state(NEW))
     assert rubbish(path) == []
+
+
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_death_at_any_operation_of_a_pruning_leaves_the_newest_saves_and_the_next_save_cleans_up(
+    mode: Mode, before: Path, tmp_path: Path
+) -> None:
+    three = shutil.copytree(before, tmp_path / "three")
+    for seed in (NEW, NEXT):
+        checkpoint.save(three, whole_state(seed))
+    for n in range(1, 100):
+        path = shutil.copytree(three, tmp_path / f"{n}")
+        store = DyingAt(LocalStore(path), n, mode=mode)
+        with contextlib.suppress(Died):
+            checkpoint.prune(store, keep=1)
+        assert same(loaded(path)[0], whole_state(NEXT))
+        for number in list_saves(LocalStore(path)).committed:
+            assert checkpoint.verify(path / f"save-0000000{number}").good
+        checkpoint.save(path, whole_state(NEW))
+        assert rubbish(path) == []
+        if not store.dead:
+            break
+    assert 6 < n < 99
 
 
 def test_a_torn_save_alone_is_no_checkpoint_and_is_named(before: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import assignment, reading, rounds, saving, streaming, transfers, writing
+from shardwise.checkpoint import assignment, reading, rounds, saving, transfers, windows, writing
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
@@ -23,7 +23,7 @@ from tests.checkpoint.small_states import bits, same, same_tensor, unsigned
 
 SMALL = [(rounds, each) for each in ("ROUND_BYTES", "OWN_BYTES", "ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE")]
 SMALL += [
-    (streaming, "WINDOW_BYTES"),
+    (windows, "WINDOW_BYTES"),
     (writing, "_CHUNK_BYTES"),
     (reading, "_STRETCH_BYTES"),
     (reading, "_PART_BYTES"),

@@ -59,6 +59,7 @@ class AsyncSaver:
     ) -> None:
         self._path = path
         self._channel = channel if channel is not None else default_channel()
+        self._owns_channel = channel is None
         self._layout = layout
         self._timeout_seconds = timeout_seconds
         self._snapshot = torch.empty(0, dtype=torch.uint8)
@@ -113,11 +114,13 @@ class AsyncSaver:
         return task.prepared.report(self._channel.rank)
 
     def close(self) -> None:
-        """Wait for the save under way, and give back the snapshot."""
+        """Wait for the save under way, and give back the snapshot. The saver is of no use afterwards."""
         try:
             self.wait()
         finally:
             self._snapshot = torch.empty(0, dtype=torch.uint8)
+            if self._owns_channel:
+                self._channel.close()
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
-__all__ = ["Held", "bytes_of", "check_json", "dtype_name", "hold", "torch_dtype"]
+__all__ = ["Held", "KnownDTensors", "bytes_of", "check_json", "dtype_name", "hold", "torch_dtype"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +40,37 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def hold(state: State, *, what: str = "the state") -> Held:
-    """What this rank has of `state`. Raises CheckpointError with everything in it that cannot be saved or loaded."""
+class KnownDTensors:
+    """The pieces of DTensors that were held before: to find them takes longer than to see that they still hold."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[tuple[object, ...], Piece]] = {}
+
+    def pieces(self, name: str, tensor: Any, local: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+        """See `local_pieces`; `tensor` is a DTensor and `local` its local tensor."""
+        key = (tensor.placements, tensor.device_mesh, tensor.shape, tensor.dtype, local.shape)
+        if (known := self._found.get(name)) is not None and known[0] == key:
+            return [(known[1], local)]
+        found = local_pieces(name, tensor)
+        if len(found) == 1 and found[0][0].shape == tuple(local.shape):
+            self._found[name] = key, found[0][0]
+        return found
+
+
+@torch.no_grad()
+def hold(state: State, *, what: str = "the state", known: KnownDTensors | None = None) -> Held:
+    """What this rank has of `state`. Raises CheckpointError with everything in it that cannot be saved or loaded.
+
+    known: what was found out about the same state before.
+    """
+    known = known if known is not None else KnownDTensors()
     if isinstance(state, torch.nn.Module):
         raise CheckpointError(
             f"{what} is a module; give its tensors, model.state_dict(), or TorchState(model, optimizer) for both"
         )
     if isinstance(state, Stateful):
         settings = state.settings() if hasattr(state, "settings") else {}
-        held = hold(state.state(), what=what)
+        held = hold(state.state(), what=what, known=known)
         return Held(tensors=held.tensors, aliases={**held.aliases, **settings.get("ties", {})}, settings=settings)
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -63,11 +85,15 @@ def hold(state: State, *, what: str = "the state") -> Held:
             problems.append(problem)
         elif isinstance(key, Piece):
             _add(tensors, key, value, problems)
-        elif (first := first_of.setdefault(_place(key, value), key)) != key:
-            aliases[key] = first
         elif is_dtensor(value):
-            for piece, part in local_pieces(key, value):
+            local = local_tensor(value)
+            if (first := first_of.setdefault(_place(key, value, local), key)) != key:
+                aliases[key] = first
+                continue
+            for piece, part in known.pieces(key, value, local):
                 _add(tensors, piece, part, problems)
+        elif (first := first_of.setdefault(_place(key, value, value), key)) != key:
+            aliases[key] = first
         else:
             piece = Piece(name=key, dtype=dtype_name(value.dtype), global_shape=tuple(value.shape))
             _add(tensors, piece, value, problems)
@@ -97,9 +123,8 @@ def _problem(key: object, value: object) -> str | None:
     return None
 
 
-def _place(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+def _place(name: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[object, ...]:
     """Equal for two names of one tensor; what holds no memory shares none."""
-    local = local_tensor(tensor) if is_dtensor(tensor) else tensor
     if local.numel() == 0:
         return (name,)
     memory = (local.data_ptr(), local.dtype, local.device, tuple(tensor.shape), tuple(local.shape), local.stride())

@@ -13,21 +13,28 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.addresses import Address
 from shardwise.checkpoint.blocks import checksum
-from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.matching import Kind, Match, match
-from shardwise.checkpoint.read_plan import Wanted, missing, plan_reads
+from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.saves import reason
-from shardwise.checkpoint.sharing import gather_findings, gather_texts, pack_pieces, unpack_alike
-from shardwise.checkpoint.sources import agree_on_contents
+from shardwise.checkpoint.sharing import Gathering, gather_findings, pack_pieces, unpack_alike
+from shardwise.checkpoint.sources import Source, agree_on_source
 from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
-from shardwise.comm import Channel, default_channel
+from shardwise.comm import Channel
+from shardwise.comm.default import given_or_default
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.space import Piece
+
+_STRIP_BYTES = 16 << 10
+"""Below so many bytes a read costs more than the bytes that it brings."""
+
+_READ_LIMIT = 1.05
+"""Without verification no rank reads more than so many times what it needs."""
 
 __all__ = ["LoadReport", "Loaded", "Verify", "load"]
 
@@ -127,19 +134,14 @@ def load(
     overwritten.
     The report is the result's `.report`.
     """
-    channel = channel if channel is not None else default_channel()
     options = _Options(strict=strict, cast=cast, verify=verify, shared=shared)
-    try:
-        return _load(channel, store_of(path), state, step, options)
-    except ShardwiseError:
-        raise
-    except BaseException as error:
-        channel.abort(f"{type(error).__name__} in a load: {error}")
-        raise
+    with given_or_default(channel, "a load") as used:
+        source = agree_on_source(used, path, step=step, shared=shared)
+        return _load(used, source, state, options)
 
 
-def _load(channel: Channel, store: Store, state: State, step: int | None, options: _Options) -> Loaded:
-    contents, readers = agree_on_contents(channel, store, step=step, shared=options.shared)
+def _load(channel: Channel, source: Source, state: State, options: _Options) -> Loaded:
+    store, contents, readers = source.store, source.contents, source.readers
     target, wanted, found = _settle(channel, state, contents, options)
     names = dict.fromkeys(found.source.values())
     stored = [piece for name in names for piece in contents.tensors[name].pieces]
@@ -153,10 +155,10 @@ def _load(channel: Channel, store: Store, state: State, step: int | None, option
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
     with torch.no_grad():
-        if options.shared and not verify:
+        plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
+        if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
             traffic = read_exactly(channel, store, stored, sources[channel.rank], tensors)
         else:
-            plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
             traffic = read_in_rounds(
                 channel, store, contents, stored, plan, tensors, verify=verify, twice=options.verify == "first"
             )
@@ -177,6 +179,21 @@ def _load(channel: Channel, store: Store, state: State, step: int | None, option
     return Loaded(contents.extra, report)
 
 
+def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence[Wanted], plan: ReadPlan) -> bool:
+    """Whether ranks want strips so thin that to read whole blocks for each other is faster than each strip alone.
+
+    That is done only where no rank reads noticeably more than it needs.
+    """
+    if channel.size == 1:
+        return False
+    num_ranges, num_bytes = count_exact_ranges(stored, wanted)
+    thin = num_bytes < num_ranges * _STRIP_BYTES
+    exact = plan.read_bytes <= _READ_LIMIT * num_bytes
+    answers = channel.exchange(json.dumps([thin, exact]).encode(), purpose="who reads thin strips")
+    thin_of, exact_of = zip(*map(json.loads, answers), strict=True)
+    return any(thin_of) and all(exact_of)
+
+
 def _settle(
     channel: Channel, state: State, contents: Contents, options: _Options
 ) -> tuple[_Target, list[list[Piece]], Match]:
@@ -189,28 +206,27 @@ def _settle(
     except ShardwiseError as error:
         refusal = error
     own = [piece for piece in target.held.tensors if piece.num_elements or piece.whole]
-    texts = gather_texts(channel, pack_pieces(own), purpose="wanted pieces", refusal=refusal)
-    facts = [
-        json.loads(text)
-        for text in gather_texts(
-            channel, json.dumps([target.aliases, target.accounted]).encode(), purpose="ties of the target"
-        )
-    ]
+    facts = json.dumps([target.aliases, target.accounted]).encode()
+    misfits = json.dumps(target.findings).encode()
+    gathering = Gathering("pieces, ties and findings of the target")
+    gathered = gathering.gather(channel, [pack_pieces(own), facts, misfits], refusal=refusal)
+    texts, facts_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     wanted = [pieces_of[text] for text in texts]
     kinds = dict.fromkeys(Kind.of(piece) for pieces in pieces_of.values() for piece in pieces)
-    aliases = {alias: name for ties, _ in facts for alias, name in ties.items()}
-    accounted = {name for _, names in facts for name in names}
+    known = [json.loads(text) for text in dict.fromkeys(facts_of)]
+    aliases = {alias: name for ties, _ in known for alias, name in ties.items()}
+    accounted = {name for _, names in known for name in names}
     found = match(kinds, contents, aliases=aliases, accounted=accounted)
-    misfits = gather_findings(channel, target.findings, purpose="findings on the settings")
+    unfit = dict.fromkeys(each for text in dict.fromkeys(misfits_of) for each in json.loads(text))
     findings = list(found.misfits)
     if not options.cast:
         findings += [f"{each}; allow it with cast=True" for each in found.casts]
     if options.strict:
-        findings += [*found.missing, *found.unexpected, *misfits]
+        findings += [*found.missing, *found.unexpected, *unfit]
     if findings:
         raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
-    found.unexpected.extend(misfits)
+    found.unexpected.extend(unfit)
     present = [[piece for piece in pieces if Kind.of(piece) in found.source] for pieces in wanted]
     return target, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
 

@@ -17,7 +17,8 @@ def prune(path: Address, *, keep: int) -> list[str]:
     if keep < 1:
         raise CheckpointError(f"keep={keep} would leave no save; keep 1 or more")
     store = store_of(path)
-    listing = list_saves(store)
+    with storing(store, "", "listed"):
+        listing = list_saves(store)
     removed = []
     for number in listing.committed[:-keep]:
         with storing(store, folder_of(number), "removed"):

@@ -9,7 +9,7 @@ the set of needers changes; the letters say who reads::
     needed by 0    0 0 0 0 0 0 0 0 0
     needed by 1    1 1 1 1
     needed by 2          2 2 2
-    read by        a b b|c|a c|a a a      a: rank 0, b: rank 1, c: rank 2
+    read by        a b b|b|a c|a a a      a: rank 0, b: rank 1, c: rank 2
 
 A rank looks once at everything that is stored and wanted, but plans only for the stored pieces that it needs itself
 (and, if some ranks do not see the storage, for what those need): its work hardly grows with the number of ranks.
@@ -28,7 +28,7 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Move, Piece, PieceIndex, Run, moves, overlap
 from shardwise.space.moves import reach
 
-__all__ = ["ReadPlan", "Span", "Wanted", "exact_ranges", "missing", "plan_reads"]
+__all__ = ["ReadPlan", "Span", "Wanted", "count_exact_ranges", "exact_ranges", "missing", "plan_reads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,15 @@ class ReadPlan:
         """What this rank reads for itself alone, in order of file and byte. Spans are disjoint."""
         self.handed_reads: tuple[Span, ...] = tuple(span for span, is_handed_on in found if is_handed_on)
         """What this rank reads and others need something of, in the same order."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all that this rank reads."""
+        return sum(
+            min(span.last_block * self._block_bytes, self._stored[span.ordinal].num_bytes)
+            - span.first_block * self._block_bytes
+            for span in (*self.own_reads, *self.handed_reads)
+        )
 
     @property
     def reads(self) -> tuple[Span, ...]:
@@ -199,6 +208,32 @@ def exact_ranges(stored: Sequence[StoredPiece], wanted: Sequence[Wanted]) -> Ite
         for ordinal in demand[each.tensor].ordinals_overlapping(piece):
             for source, target in overlap(stored[ordinal].piece, piece):
                 yield ordinal, source, index, target
+
+
+def count_exact_ranges(stored: Sequence[StoredPiece], wanted: Sequence[Wanted]) -> tuple[int, int]:
+    """Count the ranges that `exact_ranges` finds, and their bytes, without going through them."""
+    demand = demands(stored, [wanted])
+    num_ranges = num_bytes = 0
+    for each in wanted:
+        piece = under_name(each.piece, each.tensor)
+        for ordinal in demand[each.tensor].ordinals_overlapping(piece):
+            item_bytes = itemsize_bytes(stored[ordinal].piece.dtype)
+            for move in moves(stored[ordinal].piece, piece):
+                num_ranges += move.num_elements // _elements_together(move)
+                num_bytes += move.num_elements * item_bytes
+    return num_ranges, num_bytes
+
+
+def _elements_together(move: Move) -> int:
+    """How many elements of a move lie together in both storages."""
+    together = 1
+    for size, source, target in zip(
+        reversed(move.shape), reversed(move.source.block), reversed(move.target.block), strict=True
+    ):
+        together *= size
+        if not size == source == target:
+            break
+    return together
 
 
 def missing(stored: Sequence[StoredPiece], wanted: Piece) -> int:
@@ -302,13 +337,19 @@ def _stretches(touched: Sequence[list[tuple[int, int]]]) -> Iterator[tuple[int, 
             yield first, last, tuple(sorted(active))
 
 
+_SCATTER = 2654435769
+"""2**32 divided by the golden ratio (Knuth, The Art of Computer Programming 3, 6.4): neighbours land far apart."""
+
+
 def _dealt(first: int, last: int, ranks: tuple[int, ...], rank: int, ordinal: int) -> tuple[int, int]:
     """The part of the blocks `first` to `last` that `rank` gets when they are dealt out evenly among `ranks`.
 
-    Who gets the larger parts, or a single block, changes from stretch to stretch.
+    Who gets the larger parts, or a single block, changes from stretch to stretch, and not in step with the order of
+    the pieces (weight, bias, weight, bias, ...).
     """
     at = bisect_left(ranks, rank)
     if at == len(ranks) or ranks[at] != rank:
         return first, first
-    turn = (at - ordinal - first) % len(ranks)
+    scattered = ((ordinal + first) * _SCATTER % 2**32) * len(ranks) >> 32
+    turn = (at - scattered) % len(ranks)
     return first + (last - first) * turn // len(ranks), first + (last - first) * (turn + 1) // len(ranks)

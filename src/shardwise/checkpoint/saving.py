@@ -17,15 +17,16 @@ from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard, storing
 from shardwise.checkpoint.contents import BLOCK_BYTES
-from shardwise.checkpoint.held import Held, bytes_of, check_json, hold
-from shardwise.checkpoint.sharing import gather_texts, merge_settings, merge_ties, pack_pieces, unpack_pieces
+from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, check_json, hold
+from shardwise.checkpoint.sharing import Gathering, merge_settings, merge_ties, pack_pieces, unpack_pieces
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.streaming import stream_whole
 from shardwise.checkpoint.transfers import row_major_bytes
 from shardwise.checkpoint.writing import Filling, Sink
-from shardwise.comm import Channel, default_channel
+from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
+from shardwise.comm.default import given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Plan
 from shardwise.space import Piece
@@ -102,14 +103,8 @@ def save(
     The save becomes visible in one atomic act, after all ranks have written and flushed their files. Raises
     CheckpointError, the same on all ranks, when it cannot be made; then older saves are untouched.
     """
-    channel = channel if channel is not None else default_channel()
-    try:
-        return _save(channel, path, state, Arguments(extra, step, layout))
-    except ShardwiseError:
-        raise
-    except BaseException as error:
-        channel.abort(f"{type(error).__name__} in a save: {error}")
-        raise
+    with given_or_default(channel, "a save") as used:
+        return _save(used, path, state, Arguments(extra, step, layout))
 
 
 def _save(
@@ -160,9 +155,11 @@ def _save(
 
 
 class Memory:
-    """The arrangement of the last save, which holds for the next one of a state that is cut alike."""
+    """What the last save found out, and holds for the next one of a state that is cut alike."""
 
     def __init__(self) -> None:
+        self.known_dtensors = KnownDTensors()
+        self.gathering = Gathering("request, pieces, ties and settings of a save")
         self._key: object = None
         self._kept: tuple[dict[str, str], Arrangement] | None = None
 
@@ -184,31 +181,30 @@ def prepare(
 ) -> Prepared:
     """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse."""
     refusal: ShardwiseError | None = None
-    place = request = b""
+    memory = memory if memory is not None else Memory()
+    place = b""
+    texts = [b"", b"", b""]
     try:
         arguments = arguments.checked()
-        request = arguments.text()
         store = store_of(path)
-        held = hold(state)
+        held = hold(state, known=memory.known_dtensors)
+        ties_and_settings = json.dumps([held.aliases, held.settings]).encode()
+        texts = [arguments.text(), pack_pieces(list(held.tensors)), ties_and_settings]
         if channel.rank == 0:
             attempt = begin(store)
             place = json.dumps([attempt.number, attempt.id]).encode()
     except ShardwiseError as error:
         refusal = error
-    requests = gather_texts(channel, request, purpose="request of a save", refusal=refusal)
+    gathered = memory.gathering.gather(channel, texts, refusal=refusal, value=place)
+    requests, pieces, facts = gathered.texts
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
         raise MismatchError(
             f"rank {different[0]} was called with other arguments than rank 0: extra, step and layout are "
             f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0; make the same call on all"
         )
-    number, name = json.loads(channel.exchange(place, purpose="place of a save")[0])
-    texts = gather_texts(channel, pack_pieces(list(held.tensors)), purpose="pieces of a save")
-    facts = gather_texts(
-        channel, json.dumps([held.aliases, held.settings]).encode(), purpose="ties and settings of a save"
-    )
+    number, name = json.loads(gathered.values[0])
     known = {text: json.loads(text) for text in dict.fromkeys(facts)}
-    memory = memory if memory is not None else Memory()
-    aliases, arrangement = memory.arranged(texts, [known[text][0] for text in facts], arguments.file_layout)
+    aliases, arrangement = memory.arranged(pieces, [known[text][0] for text in facts], arguments.file_layout)
     settings = merge_settings([settings for _, settings in known.values()])
     description = Description(
         step=arguments.step,

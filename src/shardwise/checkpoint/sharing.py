@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -12,8 +13,8 @@ from shardwise.errors import MismatchError, ShardwiseError
 from shardwise.space import Piece
 
 __all__ = [
+    "Gathering",
     "gather_findings",
-    "gather_texts",
     "merge_settings",
     "merge_ties",
     "pack_pieces",
@@ -22,26 +23,60 @@ __all__ = [
 ]
 
 
-def gather_texts(channel: Channel, text: bytes, *, purpose: str, refusal: ShardwiseError | None = None) -> list[bytes]:
-    """Every rank's text, in rank order; texts that are alike travel once, and are one object.
+_DIGEST_BYTES = 16
 
-    Where a rank gives a refusal instead, every rank raises it.
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What all ranks have given."""
+
+    texts: list[list[bytes]]
+    """For every text that a rank gave: those of all ranks, in rank order."""
+    values: list[bytes]
+    """The values of all ranks, in rank order."""
+
+
+class Gathering:
+    """Gathers texts that all ranks have to know. Ranks make the same calls.
+
+    What several ranks say travels once, and what was said the last time not at all.
     """
-    digests = agree(channel, refusal, purpose=f"digests of {purpose}", value=xxhash.xxh3_128_digest(text))
-    first_of: dict[bytes, int] = {}
-    for rank, digest in enumerate(digests):
-        first_of.setdefault(digest, rank)
-    if len(first_of) == 1:
-        return [text] * channel.size
-    mine = text if first_of[digests[channel.rank]] == channel.rank else b""
-    texts = channel.exchange(mine, purpose=purpose)
-    return [texts[first_of[digest]] for digest in digests]
+
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
+        self._known: dict[bytes, bytes] = {}
+
+    def gather(
+        self, channel: Channel, texts: Sequence[bytes], *, refusal: ShardwiseError | None = None, value: bytes = b""
+    ) -> Gathered:
+        """Every rank's texts (as many on each) and value. Where a rank gives a refusal, every rank raises it."""
+        own = {xxhash.xxh3_128_digest(text): text for text in texts}
+        mine = [xxhash.xxh3_128_digest(text) for text in texts]
+        answers = agree(channel, refusal, purpose=f"digests of {self._purpose}", value=b"".join(mine) + value)
+        width = len(mine) * _DIGEST_BYTES
+        digests = [[answer[at : at + _DIGEST_BYTES] for at in range(0, width, _DIGEST_BYTES)] for answer in answers]
+        first_of: dict[bytes, int] = {}
+        for rank, each in enumerate(digests):
+            for digest in each:
+                first_of.setdefault(digest, rank)
+        known = dict(self._known)
+        unknown = [digest for digest in first_of if digest not in known]
+        if unknown and any(each != digests[0] for each in digests):
+            told = [own[digest].decode() for digest in unknown if first_of[digest] == channel.rank]
+            sent = [
+                iter(json.loads(each)) for each in channel.exchange(json.dumps(told).encode(), purpose=self._purpose)
+            ]
+            known |= {digest: next(sent[first_of[digest]]).encode() for digest in unknown}
+        known |= own
+        self._known = {digest: known[digest] for digest in first_of}
+        columns = [[self._known[each[at]] for each in digests] for at in range(len(texts))]
+        return Gathered(columns, [answer[width:] for answer in answers])
 
 
 def gather_findings(channel: Channel, findings: Sequence[str], *, purpose: str) -> list[str]:
     """The findings of all ranks, each once, the same on every rank."""
-    texts = gather_texts(channel, json.dumps(list(findings)).encode(), purpose=purpose)
-    return list(dict.fromkeys(each for text in dict.fromkeys(texts) for each in json.loads(text)))
+    gathered = Gathering(purpose).gather(channel, [json.dumps(list(findings)).encode()])
+    return list(dict.fromkeys(each for text in dict.fromkeys(gathered.texts[0]) for each in json.loads(text)))
 
 
 def pack_pieces(pieces: Sequence[Piece]) -> bytes:

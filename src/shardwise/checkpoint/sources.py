@@ -1,10 +1,11 @@
 """Sources: what a path holds, in whatever format, found out once and known to every rank."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import xxhash
 
+from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign import read_foreign, recognise
 from shardwise.checkpoint.manifest import pack_tables, unpack_tables
@@ -14,7 +15,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.errors import CheckpointError, ShardwiseError
 
-__all__ = ["agree_on_contents", "read_contents"]
+__all__ = ["Source", "agree_on_source", "read_contents"]
 
 
 def read_contents(store: Store, *, step: int | None = None) -> Contents:
@@ -36,17 +37,40 @@ def read_contents(store: Store, *, step: int | None = None) -> Contents:
     return read_foreign(store)
 
 
-def agree_on_contents(
-    channel: Channel, store: Store, *, step: int | None, shared: bool
-) -> tuple[Contents, frozenset[int]]:
-    """What the checkpoint holds, the same on all ranks, and the ranks that read it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint that all ranks know."""
+
+    store: Store
+    """Where this rank looks for it."""
+    contents: Contents
+    """What it holds, the same on all ranks."""
+    readers: frozenset[int]
+    """The ranks that see its files."""
+
+
+def agree_on_source(channel: Channel, path: Address, *, step: int | None, shared: bool) -> Source:
+    """What lies at `path`, known to all ranks.
 
     shared: rank 0 reads the metadata for all, and every rank sees the files. Otherwise every rank looks; those that
     find the checkpoint are its readers. Raises the same CheckpointError on all ranks when none does.
     """
+    refusal: ShardwiseError | None = None
+    try:
+        store = store_of(path)
+    except ShardwiseError as error:
+        refusal = error
+    agree(channel, refusal, purpose="address of the checkpoint")
+    contents, readers = _agree_on_contents(channel, store, step=step, shared=shared)
+    return Source(store=store, contents=contents, readers=readers)
+
+
+def _agree_on_contents(
+    channel: Channel, store: Store, *, step: int | None, shared: bool
+) -> tuple[Contents, frozenset[int]]:
     contents: Contents | None = None
     refusal: ShardwiseError | None = None
-    if shared is False or channel.rank == 0:
+    if not shared or channel.rank == 0:
         try:
             contents = read_contents(store, step=step)
         except ShardwiseError as error:

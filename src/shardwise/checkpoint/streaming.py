@@ -1,25 +1,25 @@
 """Streaming: every rank's pieces become whole tensors in the files of their writers, in bounded memory.
 
-All ranks go through the files in step, a window at a time: what a rank holds of another's window it sends there.
+All ranks go through the files in step, a window at a time: what a rank holds of another's window it sends there. Beside
+its own window a rank has a message each way in memory, each at most as large.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.held import bytes_of, torch_dtype
 from shardwise.checkpoint.transfers import carry_out, message_bytes, pack, swap_messages, unpack
-from shardwise.checkpoint.writing import Sink
+from shardwise.checkpoint.windows import part_of_piece, windows
+from shardwise.checkpoint.writing import DataFile, Sink
 from shardwise.comm import Channel
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Move, Piece, PieceIndex, moves
 
 __all__ = ["stream_whole"]
-
-WINDOW_BYTES = 16 << 20
-"""So much of its file a rank has in memory; with a message each way, three times as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,8 @@ def stream_whole(
     does a rank whose file fails on the way, which raises the error (OSError) at the end.
     """
     sources = _Sources(arrangement)
-    windows = [list(_windows(arrangement.file(rank).pieces)) for rank in range(channel.size)]
     failure: OSError | None = None
-    for turn in range(max(map(len, windows))):
-        current = [each[turn] if turn < len(each) else [] for each in windows]
+    for current in zip_longest(*(_windows(arrangement.file(rank)) for rank in range(channel.size)), fillvalue=[]):
         window = _one_window(channel, sources, current, tensors)
         if sink is not None and failure is None:
             try:
@@ -116,20 +114,8 @@ class _Sources:
         return self._indexes[name]
 
 
-def _windows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The pieces of a file in stretches of at most WINDOW_BYTES; a piece is cut where a window ends."""
-    window: list[Piece] = []
-    room = WINDOW_BYTES
-    for piece in pieces:
-        itemsize = itemsize_bytes(piece.dtype)
-        start = 0
-        while start < piece.num_elements:
-            if room < itemsize:
-                yield window
-                window, room = [], WINDOW_BYTES
-            stop = min(piece.num_elements, start + room // itemsize)
-            window.append(Piece(name=piece.name, dtype=piece.dtype, global_shape=piece.global_shape, run=(start, stop)))
-            room -= (stop - start) * itemsize
-            start = stop
-    if window:
-        yield window
+def _windows(file: DataFile) -> Iterator[list[Piece]]:
+    """The pieces of a file window by window; a piece is cut where a window ends."""
+    sizes = [(piece.num_elements, itemsize_bytes(piece.dtype)) for piece in file.pieces]
+    for window in windows(sizes):
+        yield [part_of_piece(file.pieces[at], start, stop) for at, start, stop in window]

@@ -1,12 +1,15 @@
 """The channel of a program that names none."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from shardwise.comm.alone import alone
 from shardwise.comm.channel import Channel
 from shardwise.comm.processes import processes
+from shardwise.errors import ShardwiseError
 
 
 def default_channel() -> Channel:
@@ -15,3 +18,22 @@ def default_channel() -> Channel:
     if initialised or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return processes()
     return alone()
+
+
+@contextmanager
+def given_or_default(channel: Channel | None, doing: str) -> Iterator[Channel]:
+    """A channel for one thing to do: the one given, or the default one, which is closed afterwards.
+
+    Errors that ranks do not agree on are told to the peers, with what this rank was `doing`, so that none waits.
+    """
+    used = channel if channel is not None else default_channel()
+    try:
+        yield used
+    except ShardwiseError:
+        raise
+    except BaseException as error:
+        used.abort(f"{type(error).__name__} in {doing}: {error}")
+        raise
+    finally:
+        if channel is None:
+            used.close()

@@ -31,8 +31,10 @@ def is_dtensor(value: object) -> "TypeGuard[DTensor]":
 
 def local_tensor(tensor: "DTensor") -> torch.Tensor:
     """Return what this rank stores of a DTensor, outside of autograd; no elements outside of its mesh."""
-    with torch.no_grad():
-        return tensor.to_local().detach()
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return tensor.to_local()
+    return tensor.to_local()
 
 
 def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor]]:
