@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 demo: setup
-	$(BIN)/shardwise train examples/demo.toml --nproc 2
+	$(BIN)/shardwise train examples/demo.toml --nproc 2 --resume auto
 
 test: setup
 	$(BIN)/python -m pytest --durations=10

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train.tables import DataTable, ModelTable, Table, TrainTable
+from shardwise.train.tables import CheckpointTable, DataTable, ModelTable, Table, TrainTable
 from shardwise.words import VOCABULARY
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,10 @@ def settings_rows(table: str, model: type[Table]) -> list[str]:
     return rows
 
 
-@pytest.mark.parametrize(("table", "model"), [("model", ModelTable), ("data", DataTable), ("train", TrainTable)])
+@pytest.mark.parametrize(
+    ("table", "model"),
+    [("model", ModelTable), ("data", DataTable), ("train", TrainTable), ("checkpoint", CheckpointTable)],
+)
 def test_the_training_page_lists_every_setting_with_its_default(table: str, model: type[Table]) -> None:
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").splitlines()
     assert [row for row in page if row.startswith(f"| `{table}.")] == settings_rows(table, model)

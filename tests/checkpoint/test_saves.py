@@ -150,10 +150,7 @@ def test_savers_at_any_instant_win_one_number_each_or_say_that_they_lost(tmp_pat
     assert rubbish(tmp_path) == []
 
 
-# Engines, and many tensors.
-
-
-def test_a_save_of_an_engine_says_its_layout_and_loads_uneven_parts(tmp_path: Path) -> None:
+def test_a_save_of_an_engine_says_its_layout(tmp_path: Path) -> None:
     plan = LAYOUTS["seven-slice"]
     sw.simulate(7, lambda channel: sw.save(tmp_path, engine_of(plan, channel), channel=channel))
     assert "dp_shard" in checkpoint.open(tmp_path).contents.layout

@@ -34,6 +34,11 @@ __all__ = ["AsyncSaver"]
 
 _POLL_SECONDS = 0.02
 
+_MEETING_SECONDS = 1.0
+"""Ranks that wait for a save tell each other so often that they do."""
+
+_ENDED, _FAILED = b"ended", b"failed"
+
 
 class AsyncSaver:
     """Saves to one folder while training goes on. One save is under way at a time, and one snapshot in memory.
@@ -94,13 +99,19 @@ class AsyncSaver:
         if task is None:
             return None
         # Rank 0's thread waits for the reports of the others, which wait for nobody. That some have ended without one
-        # (the disk is full), or are lost, it is told here.
+        # (the disk is full), or are lost, it is told here. Ranks meet again and again, so that none seems stuck.
         try:
-            if self._channel.rank:
-                task.join()
-            failed = b"failed" if self._channel.rank and task.refusal else b""
-            if any(self._channel.exchange(failed, purpose="wait for a save in the background")):
-                task.give_up_waiting()
+            states = [b""]
+            pause_seconds = 0.0  # all have begun before any of them waits
+            while any(state != _ENDED for state in states):
+                task.join(pause_seconds)
+                pause_seconds = _MEETING_SECONDS
+                state = b"" if task.is_running else _ENDED
+                failed = self._channel.rank > 0 and not task.is_running and task.refusal is not None
+                states = self._channel.exchange(_FAILED if failed else state, purpose="a save in the background")
+                if _FAILED in states:
+                    task.give_up_waiting()
+                    states = [_ENDED if each == _FAILED else each for each in states]
         except ShardwiseError:
             task.give_up_waiting()
             raise
@@ -179,9 +190,14 @@ class _Task:
         """Begin."""
         self._thread.start()
 
-    def join(self) -> None:
-        """Wait for the end."""
-        self._thread.join()
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._thread.is_alive()
+
+    def join(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the end, so long at most."""
+        self._thread.join(timeout_seconds)
 
     def give_up_waiting(self) -> None:
         """Do not wait for reports that are not there yet."""

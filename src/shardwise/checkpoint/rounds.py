@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of, torch_dtype
@@ -15,7 +16,7 @@ from shardwise.checkpoint.stores import Reader, Store
 from shardwise.checkpoint.transfers import carry_out, is_plain, message_bytes, pack, plain_bytes, swap_messages, unpack
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.space import Move, Piece, Run, moves
 
 __all__ = ["Traffic", "read_exactly", "read_in_rounds"]
@@ -107,8 +108,14 @@ class _Rounds:
         batches = cut(plan.own_reads, OWN_BYTES)
         self.own = [batches[start : start + OWN_BATCHES] for start in range(0, len(batches), OWN_BATCHES)]
         own = [len(at_once), largest(at_once), len(self.handed), largest(self.handed), len(self.own)]
-        answers = channel.exchange(json.dumps(own).encode(), purpose="number of rounds")
-        counts = [max(column) for column in zip(*map(json.loads, answers), strict=True)]
+        answers = channel.exchange(json.dumps([own, _digest(stored)]).encode(), purpose="number of rounds")
+        counts_of, digests = zip(*map(json.loads, answers), strict=True)
+        if len(set(digests)) > 1:
+            raise MismatchError(
+                "ranks have not found the same stored pieces in the same order, so that one would take what another "
+                "has read for something else; nothing was changed. This is a fault of shardwise: please report it"
+            )
+        counts = [max(column) for column in zip(*counts_of, strict=True)]
         if counts[0] <= 1:
             self.handed, self.own, self.num_bytes = at_once, [], counts[1]
             num_handed, num_own = counts[0], 0
@@ -116,6 +123,12 @@ class _Rounds:
             self.num_bytes, num_handed, num_own = counts[3], counts[2], counts[4]
         self.handed += [[] for _ in range(num_handed - len(self.handed))]
         self.own += [[] for _ in range(num_own - len(self.own))]
+
+
+def _digest(stored: Sequence[StoredPiece]) -> str:
+    """Equal where ranks mean the same by the position of a stored piece."""
+    places = "\n".join(f"{each.file} {each.start} {each.piece.name}" for each in stored)
+    return str(xxhash.xxh3_64_hexdigest(places.encode()))
 
 
 def _read_for_itself(
