@@ -46,15 +46,17 @@ class KnownDTensors:
     def __init__(self) -> None:
         self._found: dict[str, tuple[tuple[object, ...], Piece]] = {}
 
-    def pieces(self, name: str, tensor: Any, local: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
-        """See `local_pieces`; `tensor` is a DTensor and `local` its local tensor."""
-        key = (tensor.placements, tensor.device_mesh, tensor.shape, tensor.dtype, local.shape)
-        if (known := self._found.get(name)) is not None and known[0] == key:
-            return [(known[1], local)]
-        found = local_pieces(name, tensor)
-        if len(found) == 1 and found[0][0].shape == tuple(local.shape):
-            self._found[name] = key, found[0][0]
-        return found
+    def find(self, name: str, tensor: Any, local: torch.Tensor) -> Piece | None:
+        """The one piece that `local`, the local tensor of a DTensor, is, if that is known."""
+        known = self._found.get(name)
+        return known[1] if known is not None and known[0] == self._key(tensor, local) else None
+
+    def remember(self, name: str, tensor: Any, local: torch.Tensor, piece: Piece) -> None:
+        """That `local` is this piece."""
+        self._found[name] = self._key(tensor, local), piece
+
+    def _key(self, tensor: Any, local: torch.Tensor) -> tuple[object, ...]:
+        return (tensor.placements, tensor.device_mesh, tensor.shape, local.shape, local.dtype, local.device)
 
 
 @torch.no_grad()
@@ -76,30 +78,82 @@ def hold(state: State, *, what: str = "the state", known: KnownDTensors | None =
         raise CheckpointError(
             f"{what} is a {type(state).__name__}; give tensors by name or by Piece, or an object with state()"
         )
-    tensors: dict[Piece, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    problems: list[str] = []
-    first_of: dict[tuple[object, ...], str] = {}
+    collection = _Collection(known)
     for key, value in state.items():
-        if problem := _problem(key, value):
-            problems.append(problem)
-        elif isinstance(key, Piece):
-            _add(tensors, key, value, problems)
-        elif is_dtensor(value):
+        collection.take(key, value)
+    if collection.problems:
+        raise CheckpointError(*collection.problems)
+    return Held(tensors=collection.tensors, aliases=collection.aliases)
+
+
+class _Collection:
+    """Entries of a state as they become pieces, ties and problems."""
+
+    def __init__(self, known: KnownDTensors) -> None:
+        self.tensors: dict[Piece, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.problems: list[str] = []
+        self._known = known
+        self._first_of: dict[tuple[object, ...], str] = {}
+
+    def take(self, key: Any, value: Any) -> None:
+        """Take one entry, whatever it is."""
+        if is_dtensor(value) and isinstance(key, str):
             local = local_tensor(value)
-            if (first := first_of.setdefault(_place(key, value, local), key)) != key:
-                aliases[key] = first
-                continue
-            for piece, part in known.pieces(key, value, local):
-                _add(tensors, piece, part, problems)
-        elif (first := first_of.setdefault(_place(key, value, value), key)) != key:
-            aliases[key] = first
-        else:
-            piece = Piece(name=key, dtype=dtype_name(value.dtype), global_shape=tuple(value.shape))
-            _add(tensors, piece, value, problems)
-    if problems:
-        raise CheckpointError(*problems)
-    return Held(tensors=tensors, aliases=aliases)
+            piece = self._known.find(key, value, local)
+            if piece is not None:  # nothing was wrong with it the last time
+                if not self._is_tie(key, value, local):
+                    self.tensors[piece] = local
+                return
+        if problem := _problem(key, value):
+            self.problems.append(problem)
+        elif isinstance(key, Piece):
+            self._add(key, value)
+        elif is_dtensor(value):
+            if not self._is_tie(key, value, local):
+                self._take_parts(key, value, local)
+        elif not self._is_tie(key, value, value):
+            self._add(Piece(name=key, dtype=dtype_name(value.dtype), global_shape=tuple(value.shape)), value)
+
+    def _take_parts(self, name: str, tensor: Any, local: torch.Tensor) -> None:
+        parts = local_pieces(name, tensor)
+        for piece, part in parts:
+            self._add(piece, part)
+        if len(parts) == 1 and parts[0][0] in self.tensors and parts[0][0].shape == tuple(local.shape):
+            self._known.remember(name, tensor, local, parts[0][0])
+
+    def _is_tie(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> bool:
+        """Whether another name of the same tensor came before; then it is noted."""
+        first = self._first_of.setdefault(_place(name, tensor, local), name)
+        if first != name:
+            self.aliases[name] = first
+        return first != name
+
+    def _add(self, piece: Piece, tensor: torch.Tensor) -> None:
+        """Put a piece into its plainest form: no run that is the whole box, n-d without a run, flat with one."""
+        if piece.run is not None and piece.num_elements == math.prod(piece.shape):
+            piece = Piece(
+                name=piece.name,
+                dtype=piece.dtype,
+                global_shape=piece.global_shape,
+                offset=piece.offset,
+                shape=piece.shape,
+            )
+        shape = piece.shape if piece.run is None else (piece.num_elements,)
+        if tuple(tensor.shape) not in (shape, (piece.num_elements,)):
+            self.problems.append(
+                f"{piece} has {piece.num_elements} elements, but its tensor has shape {tuple(tensor.shape)}; give it "
+                f"in the shape {shape} or flat"
+            )
+        elif dtype_name(tensor.dtype) != piece.dtype:
+            self.problems.append(f"{piece} is of dtype {piece.dtype}, but its tensor of {dtype_name(tensor.dtype)}")
+        elif not math.prod(piece.global_shape):
+            whole = Piece(name=piece.name, dtype=piece.dtype, global_shape=piece.global_shape)
+            self.tensors[whole] = tensor.detach().reshape(piece.global_shape)
+        elif piece in self.tensors:
+            self.problems.append(f"{piece} is given twice")
+        elif tensor.numel():
+            self.tensors[piece] = tensor.detach().view(shape)
 
 
 def _problem(key: object, value: object) -> str | None:
@@ -129,33 +183,6 @@ def _place(name: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[object
         return (name,)
     memory = (local.data_ptr(), local.dtype, local.device, tuple(tensor.shape), tuple(local.shape), local.stride())
     return (*memory, local.is_conj(), local.is_neg())
-
-
-def _add(tensors: dict[Piece, torch.Tensor], piece: Piece, tensor: torch.Tensor, problems: list[str]) -> None:
-    """Put a piece into its plainest form: no run that is the whole box, n-d without a run, flat with one."""
-    if piece.run is not None and piece.num_elements == math.prod(piece.shape):
-        piece = Piece(
-            name=piece.name,
-            dtype=piece.dtype,
-            global_shape=piece.global_shape,
-            offset=piece.offset,
-            shape=piece.shape,
-        )
-    shape = piece.shape if piece.run is None else (piece.num_elements,)
-    if tuple(tensor.shape) not in (shape, (piece.num_elements,)):
-        problems.append(
-            f"{piece} has {piece.num_elements} elements, but its tensor has shape {tuple(tensor.shape)}; give it "
-            f"in the shape {shape} or flat"
-        )
-    elif dtype_name(tensor.dtype) != piece.dtype:
-        problems.append(f"{piece} is of dtype {piece.dtype}, but its tensor of {dtype_name(tensor.dtype)}")
-    elif not math.prod(piece.global_shape):
-        whole = Piece(name=piece.name, dtype=piece.dtype, global_shape=piece.global_shape)
-        tensors[whole] = tensor.detach().reshape(piece.global_shape)
-    elif piece in tensors:
-        problems.append(f"{piece} is given twice")
-    elif tensor.numel():
-        tensors[piece] = tensor.detach().view(shape)
 
 
 def check_json(value: object, what: str) -> None:

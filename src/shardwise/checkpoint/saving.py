@@ -225,15 +225,20 @@ def prepare(
 
 def write_pieces(pieces: Sequence[Piece], tensors: Mapping[Piece, torch.Tensor], sink: Sink) -> None:
     """Fill a file with pieces out of the tensors that hold them, without a copy where they lie in plain CPU memory."""
-    by_box: dict[tuple[object, ...], list[Piece]] = {}
-    for held in tensors:
-        by_box.setdefault((held.name, held.offset, held.shape), []).append(held)
     for piece in pieces:
-        # A replica that was cut is a part of what this rank holds.
-        alike = by_box[piece.name, piece.offset, piece.shape]
-        held = next(each for each in alike if each.elements.intersect(piece.elements) == piece.elements)
+        held = piece if piece in tensors else _holding(piece, tensors)
         for chunk in row_major_bytes(piece, held, tensors[held]):
             sink.write(bytes_of(chunk))
+
+
+def _holding(part: Piece, tensors: Mapping[Piece, torch.Tensor]) -> Piece:
+    """The piece that a part of a replica was cut from."""
+    return next(
+        held
+        for held in tensors
+        if (held.name, held.offset, held.shape) == (part.name, part.offset, part.shape)
+        and held.elements.intersect(part.elements) == part.elements
+    )
 
 
 def _layout_in_words(settings: Mapping[str, Any], num_ranks: int) -> str:
