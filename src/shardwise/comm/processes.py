@@ -109,10 +109,13 @@ class ProcessChannel:
             place = self._board.tell_place(own, self._peers)
         # A place is told before the message that names it, on the same connection: it is known when that has come.
         places = self.exchange(place, purpose=f"places of {purpose}")
-        return [
+        shared = [
             own if member == self._board.rank else self._board.memory_of(member, there, num_bytes)
             for member, there in zip(self.members, places, strict=True)
         ]
+        # Nobody gives its memory back before all have it.
+        self.exchange(b"", purpose=f"sight of {purpose}")
+        return shared
 
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """See `Channel.exchange`."""
