@@ -26,7 +26,7 @@ def test_the_program_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split("\n").count("learnt") == 2
+    assert (result.stdout.count("learnt"), result.stdout.count("not")) == (2, 0)  # ranks may write into one line
 
 
 def is_running(pid: int) -> bool:

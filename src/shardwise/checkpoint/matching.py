@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.plan.state_names import MASTER, is_state_name, split_state_name, state_name
 from shardwise.space import Piece
 
 __all__ = ["Kind", "Match", "match"]
-
-_STATE = "optimizer/"
-_MASTER = "/master"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ def match(
     settled = {each for name in accounted for each in (name, _other(name))}
     has_state = False
     for kind in wanted:
-        has_state = has_state or kind.name.startswith(_STATE)
+        has_state = has_state or is_state_name(kind.name)
         stored = names.find(kind.name, kind.dtype)
         if stored is None:
             result.missing.append(f"{kind.name}: missing; the checkpoint has no tensor for it")
@@ -73,7 +71,7 @@ def match(
         elif stored.dtype != kind.dtype and 0 not in kind.shape:
             result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in the checkpoint")
     for name in contents.tensors:
-        if name not in settled and (has_state or not name.startswith(_STATE)):
+        if name not in settled and (has_state or not is_state_name(name)):
             tied = aliases.get(name)
             apart = "" if tied is None else f"; it is tied to {tied} there, and the checkpoint has the two apart"
             result.unexpected.append(f"{name}: unexpected; the target has no place for it{apart}")
@@ -97,27 +95,30 @@ class _Names:
         """The stored tensor for a wanted one: the first of its dtype if there is one, else a master, else the first."""
         found = [self._tensors[each] for each in self._candidates(name) if each in self._tensors]
         alike = (each for each in found if each.dtype == dtype)
-        masters = (each for each in found if _split(each.name)[1] == _MASTER)
+        masters = (each for each in found if _split(each.name)[1] == MASTER)
         return next(chain(alike, masters, found), None)
 
     def _candidates(self, name: str) -> Iterator[str]:
         """Names to look under: its own and those that it is tied to, then those that can stand for them."""
         parameter, key = _split(name)
         tied = [parameter, *sorted(self._ties.get(parameter, set()) - {parameter})]
-        others = {None: _MASTER, _MASTER: None}
+        others = {None: MASTER, MASTER: None}
         for each in (key, others[key]) if key in others else (key,):
-            yield from (name if each is None else _STATE + name + each for name in tied)
+            yield from (_named(name, each) for name in tied)
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """`optimizer/<parameter>/<key>` -> (parameter, "/<key>"); any other name -> (name, None)."""
-    if name.startswith(_STATE) and name.count("/") >= 2:
-        parameter, _, key = name.removeprefix(_STATE).rpartition("/")
-        return parameter, "/" + key
-    return name, None
+    """The parameter and the key; the name itself and None, where it is the model's."""
+    return split_state_name(name) or (name, None)
+
+
+def _named(parameter: str, key: str | None) -> str:
+    """The reverse of `_split`."""
+    return parameter if key is None else state_name(parameter, key)
 
 
 def _other(name: str) -> str:
     """The master of a parameter, and the parameter of a master."""
     parameter, key = _split(name)
-    return parameter if key == _MASTER else _STATE + parameter + _MASTER if key is None else name
+    others = {None: MASTER, MASTER: None}
+    return _named(parameter, others.get(key, key))

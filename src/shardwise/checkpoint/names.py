@@ -1,9 +1,8 @@
 """Names: which tensors of a checkpoint are the model's, which are an optimizer's, and how to show them."""
 
-__all__ = ["is_model_name", "model_name_of_master", "printable"]
+from shardwise.plan.state_names import MASTER, is_state_name, split_state_name
 
-_STATE = "optimizer/"
-_MASTER = "/master"
+__all__ = ["is_model_name", "model_name_of_master", "printable"]
 
 _DCP_STATE = ("optimizer.", "optim.", "optimizers.")
 """What the examples of torch.distributed.checkpoint call the optimizer; its keys are joined by dots."""
@@ -15,7 +14,7 @@ def is_model_name(name: str, format_: str) -> bool:
     >>> is_model_name("optimizer/w/exp_avg", "shardwise"), is_model_name("w", "shardwise")
     (False, True)
     """
-    return not name.startswith((_STATE, *_DCP_STATE) if format_ == "dcp" else _STATE)
+    return not (is_state_name(name) or (format_ == "dcp" and name.startswith(_DCP_STATE)))
 
 
 def model_name_of_master(name: str) -> str | None:
@@ -24,9 +23,8 @@ def model_name_of_master(name: str) -> str | None:
     >>> model_name_of_master("optimizer/w/master")
     'w'
     """
-    if not (name.startswith(_STATE) and name.endswith(_MASTER)):
-        return None
-    return name.removeprefix(_STATE).removesuffix(_MASTER) or None
+    split = split_state_name(name)
+    return split[0] if split is not None and split[1] == MASTER else None
 
 
 def printable(name: str) -> str:

@@ -22,6 +22,7 @@ from shardwise.plan.optimizer_entries import (
     values_of,
 )
 from shardwise.plan.optimizer_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup, take_over
+from shardwise.plan.state_names import state_name
 from shardwise.space import Piece
 
 __all__ = ["TorchRestoration", "TorchState"]
@@ -52,10 +53,10 @@ class TorchState:
         for each in _trained(tensors, self._optimizers):
             for name, key, value in each.values():
                 if isinstance(value, torch.Tensor):
-                    state.update(_pieces(f"optimizer/{name}/{key}", value))
+                    state.update(_pieces(state_name(name, key), value))
                 elif value is not None:
                     dtype = _torch_dtype(PYTHON_DTYPES[python_type(name, key, value)])
-                    state.update(_pieces(f"optimizer/{name}/{key}", torch.tensor(value, dtype=dtype)))
+                    state.update(_pieces(state_name(name, key), torch.tensor(value, dtype=dtype)))
         return state
 
     def settings(self) -> dict[str, Any]:

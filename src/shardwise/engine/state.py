@@ -9,6 +9,7 @@ from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.inventory import Inventory, dtype_name
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.plan import Segment
+from shardwise.plan.state_names import MASTER, state_name
 from shardwise.space import Piece
 
 
@@ -31,7 +32,7 @@ def state_of(
             owned = owned_of[name]
             along = tensor.shape == owned.parameter.shape and key not in known.whole_keys
             shape, segment = (inventory.parameters[name].shape, owned.segment) if along else (tensor.shape, None)
-            piece, held = placed(f"optimizer/{name}/{key}", tensor, shape, segment)
+            piece, held = placed(state_name(name, key), tensor, shape, segment)
             state[piece] = held
     return state
 
@@ -49,7 +50,7 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatBuffers)
         span = slice(segment.start, segment.start + segment.run.num_elements)
         add(name, buffers.part(index)[span], shape, segment)
         if buffers.has_masters(index):
-            add(f"optimizer/{name}/master", buffers.masters[index][span], shape, segment)
+            add(state_name(name, MASTER), buffers.masters[index][span], shape, segment)
     for spec in inventory.specs:
         if not spec.fused or not spec.num_elements:  # what has no elements is in nobody's part
             add(spec.name, inventory.parameters[spec.name].detach(), torch.Size(spec.shape))

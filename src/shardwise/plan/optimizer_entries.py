@@ -9,10 +9,8 @@ from typing import Any
 
 from shardwise.errors import OptimizerError
 from shardwise.plan.optimizer_settings import PYTHON_DTYPES, NamedOptimizer, TakeOver, plan_take_over, stored_names
+from shardwise.plan.state_names import MASTER, split_state_name, state_name
 from shardwise.space import Piece
-
-MASTER = "master"
-"""The key under which masters are stored; no state of an optimizer may have it."""
 
 NEVER_ALONG = frozenset({"step"})
 """Keys that count updates: one number, though a parameter may have one element."""
@@ -190,16 +188,15 @@ def _entries_by_parameter(stored: Mapping[str, Piece]) -> dict[str, dict[str, Pi
     """For each parameter, by its name in the checkpoint, its state by key; masters are no state."""
     found: dict[str, dict[str, Piece]] = {}
     for name, piece in stored.items():
-        if name.startswith("optimizer/") and name.count("/") > 1:
-            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
-            if key != MASTER:
-                found.setdefault(parameter, {})[key] = piece
+        split = split_state_name(name)
+        if split is not None and split[1] != MASTER:
+            found.setdefault(split[0], {})[split[1]] = piece
     return found
 
 
 def _held(stored: Mapping[str, Piece], then: str) -> Piece | None:
     """A parameter of the checkpoint as its optimizer had it."""
-    return stored.get(f"optimizer/{then}/{MASTER}") or stored.get(then)
+    return stored.get(state_name(then, MASTER)) or stored.get(then)
 
 
 def _entries(live: LiveParameter, found: Mapping[str, Piece], held: Piece | None, over: TakeOver) -> Iterator[Entry]:
@@ -214,7 +211,7 @@ def _entries(live: LiveParameter, found: Mapping[str, Piece], held: Piece | None
         # What the optimizer made in the parameter's dtype, it needs in the dtype that the parameter has now.
         follows = held is not None and piece.dtype == held.dtype and (along or bool(piece.global_shape))
         whole = Piece(
-            name=f"optimizer/{live.name}/{key}",
+            name=state_name(live.name, key),
             dtype=live.dtype if follows else piece.dtype,
             global_shape=piece.global_shape,
         )

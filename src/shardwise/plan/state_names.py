@@ -1,0 +1,34 @@
+"""Names in a state: parameters and buffers have the model's, the optimizer's state is `optimizer/<parameter>/<key>`."""
+
+__all__ = ["MASTER", "is_state_name", "split_state_name", "state_name"]
+
+MASTER = "master"
+"""The key of a parameter's master, where that is held apart from the working copy."""
+
+_PREFIX = "optimizer/"
+
+
+def state_name(parameter: str, key: str) -> str:
+    """The name of what an optimizer has for a parameter under `key`.
+
+    >>> state_name("layer.weight", "exp_avg")
+    'optimizer/layer.weight/exp_avg'
+    """
+    return f"{_PREFIX}{parameter}/{key}"
+
+
+def is_state_name(name: str) -> bool:
+    """Whether a name is not the model's own."""
+    return name.startswith(_PREFIX)
+
+
+def split_state_name(name: str) -> tuple[str, str] | None:
+    """The parameter and the key of a name that `state_name` makes; None for every other. Keys hold no slash.
+
+    >>> split_state_name("optimizer/layer.weight/exp_avg"), split_state_name("layer.weight")
+    (('layer.weight', 'exp_avg'), None)
+    """
+    if not is_state_name(name) or name.count("/") < 2:
+        return None
+    parameter, _, key = name.removeprefix(_PREFIX).rpartition("/")
+    return parameter, key
