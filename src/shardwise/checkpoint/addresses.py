@@ -22,7 +22,11 @@ def store_of(where: Address) -> Store:
     if isinstance(where, str) and "://" in where:
         return FsspecStore(where)
     if not isinstance(where, str | os.PathLike):
+        if not hasattr(where, "names"):
+            raise CheckpointError(f"{where!r} is a {type(where).__name__}; give a path, an address, or a Store")
         return where
+    if isinstance(os.fspath(where), bytes) or "\0" in os.fspath(where):
+        raise CheckpointError(f"{where!r} is no path; give one as text, without a zero byte")
     if not os.fspath(where):
         raise CheckpointError('an empty path was given; "." is the current folder')
     folder, name = os.path.split(os.path.abspath(where))

@@ -6,8 +6,10 @@
 [4] commit     rank 0's thread creates the manifest when all reports are there
 """
 
+import atexit
 import contextlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -47,8 +49,9 @@ class AsyncSaver:
     returns, and only writing happens in the background.
     timeout_seconds: how long rank 0 waits for the reports of the other ranks once its own file is written.
 
-    Use it as a context: leaving waits for the save under way, and raises what went wrong in it. Errors of a save
-    surface at the next `save`, `wait` or `close`, on all ranks alike, which all call together.
+    It is used by one thread, and not after a fork. Use it as a context: leaving waits for the save under way, and
+    raises what went wrong in it. Errors of a save surface at the next `save`, `wait` or `close`, on all ranks alike,
+    which all call together; one that nobody asked for is printed when the program ends.
 
     >>> with AsyncSaver("runs/demo/checkpoints") as saver:      # doctest: +SKIP
     ...     saver.save(engine, extra={"step": 10})
@@ -117,6 +120,7 @@ class AsyncSaver:
             raise
         finally:
             task.join()
+            task.collect()
         try:
             agree(self._channel, task.refusal, purpose="verdict on a save in the background")
         except CheckpointError:
@@ -145,6 +149,10 @@ class AsyncSaver:
             # Ranks may have ended: a save whose reports are all there is committed, others are not waited for.
             self._task.give_up_waiting()
             self._task.join()
+            if self._task.refusal is not None:
+                error.add_note(f"shardwise: the save under way was not made: {self._task.refusal}")
+            self._task.collect()
+            self._task = None
 
     def _take_snapshot(self, prepared: Prepared) -> None:
         file = prepared.arrangement.file(self._channel.rank)
@@ -183,7 +191,9 @@ class _Task:
         self._snapshot = snapshot
         self._timeout_seconds = timeout_seconds
         self._given_up = threading.Event()
-        # Not a daemon: the interpreter waits for it at exit.
+        self._collected = False
+        # Not a daemon: the interpreter waits for it at exit. What went wrong by then and nobody asked for is told.
+        atexit.register(self._tell)
         self._thread = threading.Thread(target=self._run, name="shardwise-save")
 
     def start(self) -> None:
@@ -198,6 +208,15 @@ class _Task:
     def join(self, timeout_seconds: float | None = None) -> None:
         """Wait for the end, so long at most."""
         self._thread.join(timeout_seconds)
+
+    def collect(self) -> None:
+        """Whoever has started it knows how it ended."""
+        self._collected = True
+        atexit.unregister(self._tell)
+
+    def _tell(self) -> None:
+        if self.refusal is not None and not self._collected:
+            print(f"shardwise: a save in the background was not made: {self.refusal}", file=sys.stderr)
 
     def give_up_waiting(self) -> None:
         """Do not wait for reports that are not there yet."""

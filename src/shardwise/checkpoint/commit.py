@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTensor
+from shardwise.checkpoint.foreign import recognise
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
 from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, read_head, reason
 from shardwise.checkpoint.stores import Store
@@ -94,6 +95,12 @@ def begin(store: Store) -> Attempt:
     """The next attempt in `store`: the number after the newest committed save, and an id of its own."""
     with storing(store, "", "listed"):
         listing = list_saves(store)
+        kind = recognise(store)
+    if kind not in (None, "shardwise"):
+        raise CheckpointError(
+            f"{store.location} holds a {kind} checkpoint, and would no longer be read as one with a save of ours in "
+            "it; name another folder"
+        )
     if listing.committed == (0,):
         raise CheckpointError(
             f"{store.location} is the folder of one save, which is never written to again; save to the folder that "

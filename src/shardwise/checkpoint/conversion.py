@@ -13,11 +13,9 @@ from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.commit import Description, Written, begin, commit, discard, storing
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.foreign import recognise
 from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.huggingface_files import check_folder, shards_of, write_folder
 from shardwise.checkpoint.names import is_model_name, model_name_of_master
-from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Store, Writer
 from shardwise.checkpoint.windows import PieceReader, check_whole, part_of_piece, windows
@@ -98,18 +96,9 @@ def convert(
 def _to_ours(
     source: Store, contents: Contents, store: Store, to: Literal["pieces", "whole"], progress: Progress
 ) -> ConvertReport:
-    try:
-        kind = recognise(store)
-    except OSError as error:
-        raise CheckpointError(f"{store.location} cannot be listed: {reason(error)}") from error
-    if kind not in (None, "shardwise"):
-        raise CheckpointError(
-            f"{store.location} holds a {kind} checkpoint, and would no longer be read as one with a save of ours in "
-            "it; name another folder"
-        )
+    attempt = begin(store)
     check_whole(contents, contents.tensors.values())
     arrangement = _arrangement(contents, to)
-    attempt = begin(store)
     copying = _Copying(source, contents, progress, total=contents.num_bytes)
     written = []
     try:

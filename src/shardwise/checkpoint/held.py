@@ -1,5 +1,6 @@
 """Held: any state as pieces with tensors, checked before anybody reads or writes one."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -187,12 +188,18 @@ def _place(name: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[object
 
 def check_json(value: object, what: str) -> None:
     """Raise CheckpointError, which names every place, unless `value` comes back from JSON as it is."""
-    if problems := list(_json_problems(value, what)):
+    try:
+        problems = list(_json_problems(value, what))
+        if not problems:
+            json.dumps(value)
+    except (RecursionError, TypeError, ValueError) as error:
+        problems = [f"{what} cannot be written as JSON: {error}"]
+    if problems:
         raise CheckpointError(*problems)
 
 
 def _json_problems(value: object, place: str) -> Iterator[str]:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         for key, each in value.items():
             if isinstance(key, str):
                 yield from _json_problems(each, f"{place}[{key!r}]")

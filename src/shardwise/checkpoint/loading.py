@@ -9,6 +9,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -26,8 +27,9 @@ from shardwise.checkpoint.sources import Source, agree_on_source
 from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel
+from shardwise.comm.agreement import agree
 from shardwise.comm.default import given_or_default
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.space import Piece
 
 _STRIP_BYTES = 16 << 10
@@ -136,8 +138,29 @@ def load(
     """
     options = _Options(strict=strict, cast=cast, verify=verify, shared=shared)
     with given_or_default(channel, "a load") as used:
+        _agree_on_options(used, options, step)
         source = agree_on_source(used, path, step=step, shared=shared)
         return _load(used, source, state, options)
+
+
+def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> None:
+    """Raise CheckpointError for options that cannot be, and MismatchError, on all ranks, where ranks give different."""
+    refusal: ShardwiseError | None = None
+    flags = {"strict": options.strict, "cast": options.cast, "shared": options.shared}
+    problems = [f"{name} is {value!r}; give True or False" for name, value in flags.items() if type(value) is not bool]
+    if type(options.verify) is not bool and options.verify != "first":
+        problems.append(f'verify is {options.verify!r}; give True, False or "first"')
+    if step is not None and type(step) is not int:
+        problems.append(f"step is {step!r}, a {type(step).__name__}; give a whole number or None")
+    if problems:
+        refusal = CheckpointError(*problems)
+    given = f"step={step!r}, verify={options.verify!r}, " + ", ".join(f"{name}={flags[name]!r}" for name in flags)
+    texts = agree(channel, refusal, purpose="options of a load", value=given.encode())
+    if different := [rank for rank, text in enumerate(texts) if text != texts[0]]:
+        raise MismatchError(
+            f"rank {different[0]} loads with {texts[different[0]].decode()}, but rank 0 with {texts[0].decode()}; make "
+            "the same call on all ranks"
+        )
 
 
 def _load(channel: Channel, source: Source, state: State, options: _Options) -> Loaded:
@@ -240,14 +263,32 @@ def _target(state: State, contents: Contents) -> _Target:
 
 
 def _check_writable(held: Held) -> None:
-    """Raises CheckpointError when elements of a target share memory, as those of an expanded tensor."""
-    if problems := [
+    """Raises CheckpointError when elements of targets share memory, as those of an expanded tensor or of two views."""
+    problems = [
         f"{piece} is to be read into a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, whose "
         "elements share memory (expand()); give it memory of its own: clone()"
         for piece, tensor in held.tensors.items()
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    ]:
+        if _extent(tensor) < tensor.numel()
+    ]
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), str(piece))
+        for piece, tensor in held.tensors.items()
+        if tensor.numel() and _extent(tensor) == tensor.numel()
+    )
+    problems += [
+        f"{one[3]} and {other[3]} are to be read into memory that they share; give each tensor memory of its own"
+        for one, other in pairwise(spans)
+        if one[0] == other[0] and other[1] < one[2]
+    ]
+    if problems:
         raise CheckpointError(*problems)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements of memory from the first element of a tensor to its last."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _coverage(wanted: Sequence[Wanted], contents: Contents) -> list[str]:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -179,10 +180,12 @@ class LocalReader:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY)
-        if os.path.isdir(self._descriptor):
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for somebody to write
+        mode = os.fstat(self._descriptor).st_mode
+        if not stat.S_ISREG(mode):
             self.close()
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+            raise OSError(code, os.strerror(code) if stat.S_ISDIR(mode) else "it is no regular file", path)
         self._size = os.fstat(self._descriptor).st_size
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # read further ahead

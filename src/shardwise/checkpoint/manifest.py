@@ -165,8 +165,13 @@ def _piece_row(stored: StoredPiece, number_of: Mapping[str, int]) -> _PieceRow:
 
 def unpack_tables(tables: Iterable[bytes], files: Sequence[str], *, block_bytes: int) -> dict[str, StoredTensor]:
     """The tensors of tables, by name. Raises errors of many kinds for what is no table."""
-    rows = (row for table in tables for row in _TABLE.validate_json(table))
-    return {row["name"]: _stored_tensor(row, files, block_bytes) for row in rows}
+    tensors: dict[str, StoredTensor] = {}
+    for table in tables:
+        for row in _TABLE.validate_json(table):
+            if row["name"] in tensors:
+                raise ValueError(f"{row['name']} is listed twice")
+            tensors[row["name"]] = _stored_tensor(row, files, block_bytes)
+    return tensors
 
 
 def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: str) -> Contents:
@@ -176,7 +181,14 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
     """
     files = [folder + entry.name for entry in head.files]
     try:
+        if strange := [name for name in files if name.rpartition("/")[0] + "/" != folder and "/" in name]:
+            raise ValueError(f"{strange[0]} is no file of the save's folder")
         tensors = unpack_tables(tables, files, block_bytes=head.block_bytes)
+        if len(tensors) != head.num_tensors:
+            raise ValueError(f"{head.num_tensors} tensors are announced and {len(tensors)} listed")
+        unsummed = [name for name, each in tensors.items() if any(piece.checksums is None for piece in each.pieces)]
+        if unsummed:
+            raise ValueError(f"{unsummed[0]} has a piece without checksums")
     except (ValidationError, PlanError, IndexError, KeyError, ValueError) as error:
         raise _damaged(location, f"{type(error).__name__}: {error}") from error
     return Contents(
@@ -210,6 +222,8 @@ def _stored_tensor(row: _TensorRow, files: Sequence[str], block_bytes: int) -> S
         sums = bytes.fromhex(each["xxh3"]) if "xxh3" in each else None
         if sums is not None and len(sums) != CHECKSUM_BYTES * -(-piece.num_elements * itemsize // block_bytes):
             raise ValueError(f"{piece} has {len(sums) // CHECKSUM_BYTES} checksums, which does not fit its size")
+        if each["file"] < 0:
+            raise ValueError(f"{piece} lies in file {each['file']}")
         pieces.append(StoredPiece(piece=piece, file=files[each["file"]], start=each["start"], checksums=sums))
     return StoredTensor(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces))
 

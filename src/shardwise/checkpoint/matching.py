@@ -68,7 +68,14 @@ def match(
             result.misfits.append(
                 f"{kind.name}: shape {list(kind.shape)} in the target, {list(stored.shape)} in the checkpoint"
             )
-        elif stored.dtype != kind.dtype and 0 not in kind.shape:
+        elif 0 in kind.shape or stored.dtype == kind.dtype:
+            continue
+        elif not _can_be_cast(stored.dtype, kind.dtype):
+            result.misfits.append(
+                f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in the checkpoint; a cast would not "
+                "round its values, but make others of them"
+            )
+        else:
             result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in the checkpoint")
     for name in contents.tensors:
         if name not in settled and (has_state or not is_state_name(name)):
@@ -76,6 +83,22 @@ def match(
             apart = "" if tied is None else f"; it is tied to {tied} there, and the checkpoint has the two apart"
             result.unexpected.append(f"{name}: unexpected; the target has no place for it{apart}")
     return result
+
+
+_NUMBERS = ("bool", "int", "float", "complex")
+"""Kinds of numbers; each has those of the kinds before it, rounded."""
+
+
+def _can_be_cast(stored: str, wanted: str) -> bool:
+    """Whether values keep their meaning, rounded at most. The two numbers in an element of float4 are never cast."""
+    one, other = _kind(stored), _kind(wanted)
+    return {one, other} <= {*_NUMBERS} and _NUMBERS.index(one) <= _NUMBERS.index(other)
+
+
+def _kind(dtype: str) -> str:
+    """The kind of numbers of a dtype; float4 is one of its own."""
+    kinds = {"bool": "bool", "uint": "int", "int": "int", "float4": "float4", "float": "float", "bfloat": "float"}
+    return next((kind for prefix, kind in kinds.items() if dtype.startswith(prefix)), "complex")
 
 
 class _Names:

@@ -23,6 +23,14 @@ __all__ = ["Listing", "clean_up", "list_saves", "load_contents", "read_file", "r
 
 _FOLDER = re.compile(r"save-(\d{8,})/")
 
+_ID_DIGITS = 8
+
+_OF_SAVE = re.compile(r"[0-9a-f]{8}-(rank\d+\.safetensors|tensors-\d+\.json)")
+"""Names of the files that a manifest lists."""
+
+_OWN_FILE = re.compile(_OF_SAVE.pattern + r"|[0-9a-f]{8}-rank\d+\.report\.json|\..*\.(new|lock)|manifest\.json")
+"""Names that savers give, hidden ones while a file is being made among them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
@@ -69,7 +77,7 @@ def list_saves(store: Store) -> Listing:
     return Listing(
         location=store.location,
         committed=tuple(committed),
-        torn=tuple(sorted(set(files) - set(committed))),
+        torn=tuple(number for number in sorted(set(files) - set(committed)) if any(map(_is_ours, files[number]))),
         files={number: tuple(names) for number, names in files.items()},
     )
 
@@ -160,7 +168,7 @@ def clean_up(store: Store, number: int) -> None:
     listing = list_saves(store)
     for torn in listing.torn:
         if torn <= number:
-            _delete_all(store, listing.files[torn])
+            _delete_all(store, filter(_is_ours, listing.files[torn]))
     for committed in listing.committed:
         if committed <= number:
             with contextlib.suppress(CheckpointError):  # its manifest is damaged: nobody knows what is its own
@@ -171,13 +179,18 @@ def remove_save(store: Store, listing: Listing, number: int) -> None:
     """Remove a committed save, its manifest first: at no instant does a save seem whole that is not."""
     manifest = folder_of(number) + MANIFEST
     store.delete(manifest)
-    _delete_all(store, (name for name in listing.files[number] if name != manifest))
+    _delete_all(store, (name for name in listing.files[number] if name != manifest and _is_ours(name)))
 
 
 def strays(store: Store, listing: Listing, number: int) -> list[str]:
-    """Files in the folder of a committed save that are not the save's."""
-    keep = {folder_of(number) + name for name in _own_files(read_head(store, number))}
-    return [name for name in listing.files[number] if name not in keep]
+    """Files that other attempts to save left in the folder of a committed save; what users put there is theirs."""
+    folder = folder_of(number)
+    ours = [name for name in listing.files[number] if _is_ours(name)]
+    of_saves = [name for name in ours if _OF_SAVE.fullmatch(name.removeprefix(folder))]
+    if len(of_saves) == len(ours) - 1 and len({name.removeprefix(folder)[:_ID_DIGITS] for name in of_saves}) < 2:
+        return []  # a manifest, and files of one attempt, which is the save: its manifest need not be read
+    keep = {folder + name for name in _own_files(read_head(store, number))}
+    return [name for name in ours if name not in keep]
 
 
 def reason(error: BaseException) -> str:
@@ -187,6 +200,11 @@ def reason(error: BaseException) -> str:
 
 def _own_files(head: Head) -> Iterable[str]:
     return [MANIFEST, *(entry.name for entry in (*head.files, *head.tables))]
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a saver has made a file; what users put beside is theirs."""
+    return _OWN_FILE.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def _delete_all(store: Store, names: Iterable[str]) -> None:

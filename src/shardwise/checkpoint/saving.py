@@ -45,12 +45,17 @@ class Arguments:
     def checked(self) -> "Arguments":
         """With all defaults filled in. Raises CheckpointError for what cannot be saved."""
         extra = {} if self.extra is None else self.extra
+        if not isinstance(extra, Mapping):
+            raise CheckpointError(f"extra is a {type(extra).__name__}; give a dict of JSON values")
+        extra = dict(extra)
         check_json(extra, "extra")
         if self.file_layout not in get_args(FileLayout):
             raise CheckpointError(
                 f"layout {self.file_layout!r} was asked for; a save is laid out as {' or '.join(get_args(FileLayout))}"
             )
         step = self.step
+        if step is not None and type(step) is not int:
+            raise CheckpointError(f"step is {step!r}, a {type(step).__name__}; give a whole number (int) or None")
         if step is None and type(extra.get("step")) is int:
             step = extra["step"]
         return Arguments(extra, step, self.file_layout)
