@@ -72,7 +72,7 @@ def test_extra_that_json_cannot_hold_is_refused(tmp_path: Path, extra: Any) -> N
 @pytest.mark.parametrize("path", [None, 5, b"bytes", "", "a\0b"])
 def test_what_is_no_path_is_refused_by_save_and_load(path: Any) -> None:
     for call in (sw.save, sw.load):
-        refusal_of(lambda call=call: call(path, dict(STATE)))  # type: ignore[misc]
+        refusal_of(lambda call=call: call(path, dict(STATE)))
 
 
 def test_targets_that_share_memory_are_refused_untouched(tmp_path: Path) -> None:
