@@ -50,7 +50,7 @@ def saves(tmp_path: Path) -> Path:
     checkpoint.save(folder, one, step=20, layout="whole", channel=alone())
     torn = folder / "save-00000003"
     torn.mkdir()
-    (torn / "0-rank00000.safetensors").write_bytes(b"half a file")
+    (torn / "5e1f09ab-rank00000.safetensors").write_bytes(b"half a file")
     return folder
 
 
