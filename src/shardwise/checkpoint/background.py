@@ -210,7 +210,7 @@ class _Task:
         self._thread.join(timeout_seconds)
 
     def collect(self) -> None:
-        """Whoever has started it knows how it ended."""
+        """Whoever has started it knows how it ended, or need not."""
         self._collected = True
         atexit.unregister(self._tell)
 
@@ -236,7 +236,10 @@ class _Task:
             self.refusal = error
         except BaseException as error:  # a thread has nobody above it who would hear of it
             self.refusal = CheckpointError(f"{type(error).__name__} while saving in the background: {error}")
-        if self.refusal is not None:
+        self._snapshot = torch.empty(0, dtype=torch.uint8)
+        if self.refusal is None:
+            self.collect()  # there is nothing to tell
+        else:
             self._report_failure(str(self.refusal))
             self.discard()
 
