@@ -14,7 +14,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
-__all__ = ["Held", "KnownDTensors", "bytes_of", "check_json", "dtype_name", "hold", "torch_dtype"]
+__all__ = ["Held", "KnownDTensors", "bytes_of", "check_json", "dtype_name", "hold", "place_of", "torch_dtype"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class _Collection:
 
     def _is_tie(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> bool:
         """Whether another name of the same tensor came before; then it is noted."""
-        first = self._first_of.setdefault(_place(name, tensor, local), name)
+        first = self._first_of.setdefault(place_of(name, tensor, local), name)
         if first != name:
             self.aliases[name] = first
         return first != name
@@ -178,7 +178,7 @@ def _problem(key: object, value: object) -> str | None:
     return None
 
 
-def _place(name: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[object, ...]:
+def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[object, ...]:
     """Equal for two names of one tensor; what holds no memory shares none."""
     if local.numel() == 0:
         return (name,)

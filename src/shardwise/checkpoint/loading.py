@@ -15,13 +15,12 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.addresses import Address
-from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.matching import Kind, Match, match
 from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
+from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
-from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.sharing import Gathering, gather_findings, pack_pieces, unpack_alike
 from shardwise.checkpoint.sources import Source, agree_on_source
 from shardwise.checkpoint.states import Restorable, Restoration, State
@@ -312,26 +311,6 @@ def _file_findings(store: Store, contents: Contents, files: set[str], turn: tupl
     """
     findings = []
     for number, name in enumerate(sorted(files)):
-        where = f"{store.location}/{name}"
-        try:
-            reader = store.open(name)
-        except OSError as error:
-            findings.append(f"{where} cannot be read: {reason(error)}")
-            continue
-        try:
-            if reader.size != contents.file_sizes[name]:
-                findings.append(
-                    f"{where} has {reader.size} bytes, but {contents.file_sizes[name]} were written; it was truncated, "
-                    "grown, or swapped for another file"
-                )
-            elif turn is not None and name in contents.file_heads and number % turn[1] == turn[0]:
-                num_bytes, expected = contents.file_heads[name]
-                head = bytearray(num_bytes)
-                reader.read_into(memoryview(head), 0)
-                if checksum(memoryview(head)) != expected:
-                    findings.append(f"{where} is damaged: its header of {num_bytes} bytes does not have its checksum")
-        except (OSError, EOFError) as error:
-            findings.append(f"{where} cannot be read: {reason(error)}")
-        finally:
-            reader.close()
+        head = turn is not None and number % turn[1] == turn[0]
+        findings += check_file(store, contents, name, head=head)[1]
     return findings

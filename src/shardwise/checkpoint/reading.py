@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.checkpoint.blocks import damaged_blocks
+from shardwise.checkpoint.blocks import checksum, damaged_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of, torch_dtype
 from shardwise.checkpoint.read_plan import Span
@@ -15,7 +15,7 @@ from shardwise.checkpoint.stores import Reader, Store
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 
-__all__ = ["BatchReader", "batches_of", "buffer_bytes", "damage_finding", "elements_of"]
+__all__ = ["BatchReader", "batches_of", "buffer_bytes", "check_file", "damage_finding", "elements_of"]
 
 _STRETCH_BYTES = 4 << 20
 """Spans that follow one another are asked of the store together, up to so much."""
@@ -203,6 +203,35 @@ def _stretches(batch: Sequence[Span], stored: Sequence[StoredPiece], block_bytes
 def _end(stretches: Sequence[_Stretch]) -> int:
     """The byte of the buffer after the last stretch."""
     return stretches[-1].at + stretches[-1].stop - stretches[-1].start if stretches else 0
+
+
+def check_file(store: Store, contents: Contents, name: str, *, head: bool) -> tuple[bool, list[str]]:
+    """Whether a data file is there with the size that it was written with; and what is wrong with it.
+
+    head: its first bytes are compared with their checksum as well.
+    """
+    where = f"{store.location}/{name}"
+    try:
+        reader = store.open(name)
+    except OSError as error:
+        return False, [f"{where} cannot be read: {reason(error)}"]
+    try:
+        if reader.size != contents.file_sizes[name]:
+            return False, [
+                f"{where} has {reader.size} bytes, but {contents.file_sizes[name]} were written; it was truncated, "
+                "grown, or swapped for another file"
+            ]
+        if head and name in contents.file_heads:
+            num_bytes, expected = contents.file_heads[name]
+            data = bytearray(num_bytes)
+            reader.read_into(memoryview(data), 0)
+            if checksum(memoryview(data)) != expected:
+                return True, [f"{where} is damaged: its header of {num_bytes} bytes does not have its checksum"]
+    except (OSError, EOFError) as error:
+        return True, [f"{where} cannot be read: {reason(error)}"]
+    finally:
+        reader.close()
+    return True, []
 
 
 def damage_finding(stored: StoredPiece, block: int, contents: Contents, location: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.held import dtype_name
+from shardwise.checkpoint.held import dtype_name, place_of
 from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.optimizer_entries import (
@@ -280,10 +280,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are the same elements in memory; what holds no memory is equal to itself only."""
-    local = local_tensor(tensor) if is_dtensor(tensor) else tensor
-    if local.numel() == 0:
-        return (id(tensor),)
-    return (local.data_ptr(), local.dtype, local.device, tuple(tensor.shape), tuple(local.shape), local.stride())
+    return place_of(str(id(tensor)), tensor, local_tensor(tensor) if is_dtensor(tensor) else tensor)
 
 
 def _pieces(name: str, tensor: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:

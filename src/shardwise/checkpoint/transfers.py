@@ -9,6 +9,8 @@ from shardwise.comm import Channel
 from shardwise.space import Move, Part, Piece, moves
 
 __all__ = [
+    "ALIGNMENT_BYTES",
+    "aligned",
     "carry_out",
     "is_plain",
     "message_bytes",
@@ -23,7 +25,7 @@ __all__ = [
 _BOUNCE_BYTES = 16 << 20
 """So much of a tensor that is not plain CPU memory is copied at a time."""
 
-_ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 16
 """Parts of a message start at multiples of the widest element, so that they can be viewed in any dtype."""
 
 
@@ -75,7 +77,7 @@ def row_major_bytes(piece: Piece, held: Piece, tensor: torch.Tensor) -> Iterator
 
 def message_bytes(parts: Iterable[tuple[Move, int]]) -> int:
     """Bytes of the message that holds what moves, each with the bytes of its element."""
-    return sum(_aligned(move.num_elements * itemsize) for move, itemsize in parts)
+    return sum(aligned(move.num_elements * itemsize) for move, itemsize in parts)
 
 
 def pack(parts: Sequence[tuple[Move, torch.Tensor]]) -> torch.Tensor:
@@ -87,7 +89,7 @@ def pack(parts: Sequence[tuple[Move, torch.Tensor]]) -> torch.Tensor:
         stop = start + move.num_elements * source.element_size()
         taken = part_of(source, move.source, move.shape)
         message[start:stop].view(source.dtype).view(move.shape).copy_(taken)
-        start += _aligned(stop - start)
+        start += aligned(stop - start)
     return message
 
 
@@ -97,7 +99,7 @@ def unpack(message: torch.Tensor, parts: Iterable[tuple[Move, torch.dtype, torch
     for move, dtype, target in parts:
         stop = start + move.num_elements * dtype.itemsize
         part_of(target, move.target, move.shape).copy_(message[start:stop].view(dtype).view(move.shape))
-        start += _aligned(stop - start)
+        start += aligned(stop - start)
 
 
 def swap_messages(
@@ -129,5 +131,6 @@ def swap_messages(
             accept(source, received.cpu())
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def aligned(num_bytes: int) -> int:
+    """The next multiple of the widest element."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

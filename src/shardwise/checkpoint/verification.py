@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardwise.checkpoint.addresses import Address, store_of
-from shardwise.checkpoint.blocks import checksum, num_blocks
+from shardwise.checkpoint.blocks import num_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.read_plan import Span
-from shardwise.checkpoint.reading import BatchReader, batches_of
-from shardwise.checkpoint.saves import list_saves, reason, strays
+from shardwise.checkpoint.reading import BatchReader, batches_of, check_file
+from shardwise.checkpoint.saves import list_saves, strays
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
@@ -83,31 +83,13 @@ def _sound_files(store: Store, contents: Contents) -> tuple[set[str], list[str]]
     """Files that are there with the size that they should have; and what is wrong with the others, or with headers."""
     sound: set[str] = set()
     findings = []
-    for name, size in contents.file_sizes.items():
-        where = f"{store.location}/{name}"
-        try:
-            reader = store.open(name)
-        except OSError as error:
-            findings.append(f"{where} cannot be read: {reason(error)}; it holds {_tensors_in(contents, name)}")
-            continue
-        try:
-            if reader.size != size:
-                findings.append(
-                    f"{where} has {reader.size} bytes, but {size} were written; it holds {_tensors_in(contents, name)}"
-                )
-                continue
+    for name in contents.file_sizes:
+        has_its_size, more = check_file(store, contents, name, head=True)
+        if has_its_size:
             sound.add(name)
-            num_bytes, expected = contents.file_heads[name]
-            head = bytearray(num_bytes)
-            reader.read_into(memoryview(head), 0)
-            if checksum(memoryview(head)) != expected:
-                findings.append(
-                    f"{where} is damaged: bytes 0 to {num_bytes}, its safetensors header, do not have their checksum"
-                )
-        except (OSError, EOFError) as error:
-            findings.append(f"{where} cannot be read: {reason(error)}")
-        finally:
-            reader.close()
+            findings += more
+        else:
+            findings += [f"{each}; it holds {_tensors_in(contents, name)}" for each in more]
     return sound, findings
 
 

@@ -9,7 +9,7 @@ from shardwise.checkpoint.held import torch_dtype
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
 from shardwise.checkpoint.reading import BatchReader, batches_of
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.transfers import carry_out
+from shardwise.checkpoint.transfers import ALIGNMENT_BYTES, aligned, carry_out
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover
@@ -21,9 +21,6 @@ WINDOW_BYTES = 8 << 20
 
 _BATCH_BYTES = 4 << 20
 """So much is read at a time: it is verified and copied while it is in the cache."""
-
-_ALIGNMENT_BYTES = 16
-"""Of parts in the window: the widest element."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Copied as these, for torch cannot copy every dtype. By bytes of an element."""
@@ -43,12 +40,12 @@ def windows(sizes: Iterable[tuple[int, int]]) -> Iterator[list[Stretch]]:
     for at, (num_elements, itemsize) in enumerate(sizes):
         start = 0
         while start < num_elements:
-            if room < _ALIGNMENT_BYTES:
+            if room < ALIGNMENT_BYTES:
                 yield window
                 window, room = [], WINDOW_BYTES
             stop = min(num_elements, start + room // itemsize)
             window.append((at, start, stop))
-            room -= _aligned((stop - start) * itemsize)
+            room -= aligned((stop - start) * itemsize)
             start = stop
     if window:
         yield window
@@ -98,7 +95,7 @@ class PieceReader:
         """Room in the buffer for every piece."""
         starts = [0]
         for piece in pieces:
-            starts.append(starts[-1] + _aligned(piece.num_elements * itemsize_bytes(piece.dtype)))
+            starts.append(starts[-1] + aligned(piece.num_elements * itemsize_bytes(piece.dtype)))
         if self._buffer.numel() < starts[-1]:
             self._buffer = torch.empty(starts[-1], dtype=torch.uint8)
         parts = []
@@ -122,7 +119,3 @@ def check_whole(contents: Contents, tensors: Iterable[StoredTensor]) -> None:
 
 def _names(pieces: Sequence[Piece]) -> Iterable[str]:
     return dict.fromkeys(piece.name for piece in pieces)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -7,7 +7,7 @@ import click
 
 from shardwise.cli.ckpt.table import plural, print_table
 from shardwise.cli.verdicts import told
-from shardwise.errors import CheckpointError, PlanError
+from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Contents, StoredPiece
@@ -65,7 +65,7 @@ def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | Checkpo
                 head.written_at.removesuffix("+00:00").replace("T", " "),
                 size(head.num_bytes),
                 str(head.num_tensors),
-                layout_of(head),
+                head.layout,
                 head.file_layout,
                 str(head.world_size),
             ]
@@ -103,17 +103,6 @@ def _print_tensors(contents: "Contents") -> None:
         click.echo(f"{alias} is {name}")
 
 
-def layout_of(head: "Head") -> str:
-    """The layout that wrote a save, in a few words."""
-    from shardwise.plan import Plan
-
-    try:
-        plan = Plan.parse(head.settings["plan"])
-    except (KeyError, TypeError, PlanError):
-        return head.layout
-    return f"{plan.mesh}, stage {plan.sharding.stage}, {plan.sharding.partition}"
-
-
 def _as_json(
     path: str, listing: "Listing", heads: "dict[int, Head | CheckpointError]", contents: "Contents"
 ) -> dict[str, Any]:
@@ -130,7 +119,7 @@ def _as_json(
                 "written_at": head.written_at,
                 "bytes": head.num_bytes,
                 "tensors": head.num_tensors,
-                "layout": layout_of(head),
+                "layout": head.layout,
                 "file_layout": head.file_layout,
                 "ranks": head.world_size,
             }
