@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.engine import Engine, EvaluationReport, StepReport
     from shardwise.engine.parallelize import parallelize
     from shardwise.errors import ShardwiseError
-    from shardwise.plan import Merge, Plan, Precision, Sharding
+    from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding
     from shardwise.space import Mesh, Piece
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ _ROOM_OF = {
     "Merge": "plan",
     "Mesh": "space",
     "Piece": "space",
+    "Pipeline": "plan",
     "Plan": "plan",
     "Precision": "plan",
     "Recorded": "comm",
@@ -52,6 +53,7 @@ __all__ = [
     "Merge",
     "Mesh",
     "Piece",
+    "Pipeline",
     "Plan",
     "Precision",
     "Recorded",

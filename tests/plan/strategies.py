@@ -6,9 +6,10 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from shardwise.plan import Merge, Ownership, Parameter, Plan, Precision, Sharding, plan_ownership
+from shardwise.plan import Merge, Ownership, Parameter, Pipeline, Plan, Precision, Sharding, plan_ownership
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.parameters import describe
+from shardwise.plan.schedules import make_schedule
 from shardwise.space import Mesh
 
 proven: Callable[[Any], Any] = settings(deadline=None, max_examples=60)
@@ -33,9 +34,21 @@ precisions = st.builds(
     accumulate=st.sampled_from(COMPUTE_DTYPES),
     reduce=st.sampled_from(COMPUTE_DTYPES),
 )
+_schedules = st.sampled_from(["fthenb", "interleaved"])
+_written = st.builds(
+    lambda name, microbatches: make_schedule(name, num_ranks=2, num_chunks=2, num_microbatches=microbatches).text(),
+    _schedules,
+    st.integers(1, 4),
+)
+pipelines = (
+    st.builds(Pipeline, balance=st.sampled_from(["parameters", "flops", "seconds"]))
+    | st.builds(Pipeline, schedule=_schedules, chunks=st.none() | st.integers(1, 3))
+    | st.builds(Pipeline, schedule=_written, stages=st.none() | st.dictionaries(names, st.integers(0, 1), min_size=1))
+    | st.builds(Pipeline, stages=st.dictionaries(names, st.just(0), min_size=1, max_size=5))
+)
 plans = st.builds(
     Plan,
-    mesh=meshes,
+    mesh=st.builds(Mesh, pp=st.integers(1, 4), dp_replicate=st.integers(1, 4), dp_shard=st.integers(1, 4)),
     sharding=shardings,
     merge=st.builds(Merge, microbatches=st.integers(1, 9), average=st.booleans()),
     precision=st.builds(
@@ -46,6 +59,7 @@ plans = st.builds(
         reduce=st.sampled_from(COMPUTE_DTYPES),
         keep=st.lists(names, max_size=4).map(tuple),
     ),
+    pipeline=pipelines,
     clip_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_nan=False) | st.integers(1, 1 << 40),
 )
 

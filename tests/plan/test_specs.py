@@ -1,11 +1,14 @@
 """Specs: every problem of a bad one at once, in words that say what to do."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan import Merge, Plan, Precision, Sharding
+from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding
+from shardwise.plan.schedules import make_schedule
 from shardwise.space import Mesh
 
 
@@ -22,6 +25,7 @@ def test_defaults_are_one_rank_stage_one_slices_of_64_mib_in_float32() -> None:
     assert plan.merge == Merge(microbatches=1, average=True)
     assert plan.precision == Precision(master="float32", accumulate="float32", reduce="float32", compute=None, keep=())
     assert plan.clip_grad_norm is None
+    assert plan.pipeline == Pipeline(schedule="1f1b", stages=None, chunks=None, balance="parameters")
 
 
 def test_every_problem_of_a_sharding_is_listed() -> None:
@@ -75,11 +79,14 @@ def test_a_list_of_names_to_keep_becomes_a_tuple() -> None:
 
 
 def test_every_problem_of_a_plan_is_listed() -> None:
-    assert problems_of(Plan, mesh="dp_shard=2", sharding=1, merge=4, precision="bf16", clip_grad_norm=0) == [
+    assert problems_of(
+        Plan, mesh="dp_shard=2", sharding=1, merge=4, precision="bf16", pipeline=2, clip_grad_norm=0
+    ) == [
         "mesh: 'dp_shard=2' is not a Mesh",
         "sharding: 1 is not a Sharding",
         "merge: 4 is not a Merge",
         "precision: 'bf16' is not a Precision",
+        "pipeline: 2 is not a Pipeline",
         "clip_grad_norm: 0 is not a number above 0; None switches clipping off",
     ]
 
@@ -93,9 +100,73 @@ def test_a_clip_that_is_no_number_above_zero_is_refused(clip: object) -> None:
 
 def test_axes_that_this_version_does_not_run_are_refused_by_name() -> None:
     assert problems_of(Plan, mesh=Mesh(pp=2, tp=4, dp_shard=2)) == [
-        "mesh.pp=2: this version runs the axes dp_replicate and dp_shard; leave pp at 1",
-        "mesh.tp=4: this version runs the axes dp_replicate and dp_shard; leave tp at 1",
+        "mesh.tp=4: this version runs the axes pp, dp_replicate and dp_shard; leave tp at 1",
     ]
+
+
+def test_every_problem_of_a_pipeline_is_listed() -> None:
+    assert problems_of(Pipeline, schedule="gpipe", chunks=0, balance="time", stages={"a": -1, "b": True, "c": 0}) == [
+        "pipeline.schedule: 'gpipe' is not one of 'fthenb', '1f1b', 'interleaved', nor the text of a schedule",
+        "pipeline.chunks: 0 is not a whole number of at least 1",
+        "pipeline.balance: 'time' is not one of 'parameters', 'flops', 'seconds'",
+        "pipeline.stages: 'a' is given -1, which is not a whole number of at least 0",
+        "pipeline.stages: 'b' is given True, which is not a whole number of at least 0",
+    ]
+
+
+@pytest.mark.parametrize("stages", [5, ["a"], {1: 0}, "a"])
+def test_stages_that_are_no_mapping_of_names_are_refused(stages: object) -> None:
+    assert problems_of(Pipeline, stages=stages) == [
+        f"pipeline.stages: {stages!r} is not a mapping of names to stages; write stages={{'layers.0': 0}}"
+    ]
+
+
+def test_settings_of_a_pipeline_that_contradict_each_other_are_refused() -> None:
+    assert problems_of(Pipeline, chunks=2, stages={"a": 0}, balance="flops") == [
+        "pipeline.chunks: 2 asked of the schedule '1f1b', which runs one stage per rank; 'interleaved' runs several",
+        "pipeline.balance: 'flops' asked, but pipeline.stages says where each module lies; leave one of them out",
+    ]
+    assert problems_of(Pipeline, stages={}) == [
+        "pipeline.stages: places no module; leave it out for a balanced placement"
+    ]
+
+
+def test_a_stage_that_no_rank_of_the_mesh_has_is_refused() -> None:
+    pipeline = Pipeline(schedule="fthenb", chunks=2, stages={"a": 0, "b": 3, "c": 4})
+    assert Plan(mesh=Mesh(pp=4), pipeline=pipeline).pipeline is pipeline
+    assert problems_of(Plan, mesh=Mesh(pp=2), pipeline=pipeline) == [
+        "pipeline.stages: 'c' is given stage 4, but pp=2 with 2 stages per rank has the stages 0 to 3"
+    ]
+
+
+def test_the_number_of_chunks_follows_the_schedule_unless_given() -> None:
+    written = make_schedule("interleaved", num_ranks=2, num_chunks=3, num_microbatches=4).text()
+    pipelines = {
+        1: [Pipeline(), Pipeline(schedule="fthenb"), Pipeline(schedule="interleaved", chunks=1)],
+        2: [Pipeline(schedule="interleaved"), Pipeline(schedule="fthenb", chunks=2)],
+        3: [Pipeline(schedule=written)],
+    }
+    for num_chunks, each in pipelines.items():
+        assert [pipeline.num_chunks for pipeline in each] == [num_chunks] * len(each)
+    assert Plan(pipeline=Pipeline(schedule="interleaved")).mesh.pp == 1  # all stages on one rank
+
+
+def test_a_written_schedule_that_cannot_be_read_is_refused_with_its_problems() -> None:
+    problems = problems_of(Pipeline, schedule="own: 2 stages, 2 ranks, 1 microbatch\nrank 0: F0.0 X\n")
+    assert all(problem.startswith("pipeline.schedule") for problem in problems)
+    assert len(problems) == 2
+
+
+def test_stages_stay_as_they_were_when_given() -> None:
+    stages = {"layers.0": 0, "head": 1}
+    pipeline = Pipeline(stages=stages)
+    stages["head"] = 0
+    assert pipeline.stages == {"layers.0": 0, "head": 1}
+    assert pipeline == Pipeline(stages={"head": 1, "layers.0": 0})
+    assert hash(pipeline) == hash(Pipeline(stages={"head": 1, "layers.0": 0}))
+    assert pickle.loads(pickle.dumps(pipeline)) == copy.deepcopy(pipeline) == pipeline
+    with pytest.raises(TypeError):
+        pipeline.stages["head"] = 0  # type: ignore[index]
 
 
 def test_masters_are_cut_over_all_data_axes_unless_told_otherwise() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 
 from shardwise.errors import PlanError
-from shardwise.plan import Merge, Plan, Precision, Sharding
+from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding
 from shardwise.space import Mesh
 from tests.plan.strategies import plans, proven
 
@@ -16,6 +16,7 @@ from tests.plan.strategies import plans, proven
 @example(Plan(precision=Precision(keep=('say "norm"', "it's", "back\\slash", "new\nline\r\n", "\x00\x7f\x85\u2028"))))
 @example(Plan(precision=Precision(keep=("\u03b1\u03b2", "\U0001f600", "", " ", "'''", '"""', "#", "a = 1", "[x]"))))
 @example(Plan(clip_grad_norm=float("inf")))
+@example(Plan(mesh=Mesh(pp=2), pipeline=Pipeline(stages={'"a" = 1, b': 1, "new\nline": 0, "": 0, "\U0001f600.[x]": 1})))
 @example(Plan(clip_grad_norm=5e-324))
 def test_text_form_parses_back(plan: Plan) -> None:
     assert Plan.parse(plan.text()) == plan
@@ -38,7 +39,13 @@ def test_different_plans_have_different_texts(one: Plan, other: Plan) -> None:
 def test_text_form_is_toml_in_a_fixed_order() -> None:
     plan = Plan(mesh=Mesh(dp_shard=2), precision=Precision(compute="bfloat16", keep=("*norm*",)), clip_grad_norm=1)
     assert plan.text().splitlines()[:3] == ["clip_grad_norm = 1.0", "mesh.pp = 1", "mesh.dp_replicate = 1"]
-    assert plan.text().splitlines()[-1] == 'precision.keep = ["*norm*"]'
+    assert plan.text().splitlines()[-3:] == [
+        'precision.keep = ["*norm*"]',
+        'pipeline.schedule = "1f1b"',
+        'pipeline.balance = "parameters"',
+    ]
+    placed = Plan(mesh=Mesh(pp=2), pipeline=Pipeline(stages={"lm_head": 1, "layers.*": 0}))
+    assert 'pipeline.stages = {"layers.*" = 0, "lm_head" = 1}' in placed.text().splitlines()
 
 
 def test_settings_left_out_take_their_defaults() -> None:

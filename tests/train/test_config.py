@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.plan import Pipeline
 from shardwise.train.config import read_config
 
 MINIMAL = """
@@ -54,6 +55,34 @@ def test_tables_become_the_specs_of_the_plan(tmp_path: Path) -> None:
     plan = read_config(written(tmp_path, text), num_processes=4).plan
     assert (plan.mesh.size, plan.sharding.stage, plan.sharding.bucket_bytes) == (4, 0, 1000)
     assert (plan.precision.compute, plan.precision.keep, plan.clip_grad_norm) == ("bfloat16", ("*norm*",), 0.5)
+
+
+def test_the_pipeline_table_places_modules_and_orders_stages(tmp_path: Path) -> None:
+    mesh = MINIMAL + "[mesh]\npp = 2\n[pipeline]\n"
+    settings = 'schedule = "fthenb"\nchunks = 2\nstages = { "layers.0" = 0, "layers.1" = 1, head = 3 }\n'
+    path = written(tmp_path, mesh + settings)
+    plan = read_config(path, overrides=["pipeline.stages.embed=2"], num_processes=2).plan
+    assert (plan.mesh.pp, plan.pipeline.num_chunks) == (2, 2)
+    assert plan.pipeline == Pipeline(
+        schedule="fthenb", chunks=2, stages={"layers.0": 0, "layers.1": 1, "head": 3, "embed": 2}
+    )
+    assert plan.merge.microbatches == 8  # ranks of a pipeline share their microbatches
+    balanced = read_config(written(tmp_path, mesh), overrides=["pipeline.balance=seconds"], num_processes=2)
+    assert balanced.plan.pipeline == Pipeline(balance="seconds")
+
+
+def test_every_problem_of_a_pipeline_table_is_listed(tmp_path: Path) -> None:
+    text = MINIMAL + '[pipeline]\nschedul = "1f1b"\nchunks = 2\n[pipeline.stages]\nlayers.0 = 0\nhead = -1\n'
+    assert problems_of(tmp_path, text) == [
+        "pipeline.schedul: unknown setting; did you mean pipeline.schedule?",
+        "pipeline.chunks: 2 asked of the schedule '1f1b', which runs one stage per rank; 'interleaved' runs several",
+        "pipeline.stages: 'layers' is given {'0': 0}, which is not a whole number of at least 0; in TOML a name with "
+        "dots is written in quotes",
+        "pipeline.stages: 'head' is given -1, which is not a whole number of at least 0",
+    ]
+    assert problems_of(tmp_path, MINIMAL, "pipeline.stages={head = 1}") == [
+        "pipeline.stages: 'head' is given stage 1, but pp=1 with 1 stage per rank has the stages 0 to 0"
+    ]
 
 
 def test_every_problem_is_listed_at_once_with_the_nearest_known_key(tmp_path: Path) -> None:
@@ -152,7 +181,7 @@ def test_a_bad_set_is_refused(tmp_path: Path, override: str, message: str) -> No
     assert message in str(problems_of(tmp_path, MINIMAL, override))
 
 
-@pytest.mark.parametrize("table", ["model", "data", "train", "mesh", "sharding", "precision"])
+@pytest.mark.parametrize("table", ["model", "data", "train", "mesh", "sharding", "precision", "pipeline"])
 def test_a_value_where_a_table_belongs_is_refused(tmp_path: Path, table: str) -> None:
     text = f"{table} = 3\n" + (MINIMAL if table not in ("model", "train") else "")
     assert f"{table}: 3 is not a table of settings; write [{table}]" in problems_of(tmp_path, text)

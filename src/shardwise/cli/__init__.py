@@ -3,6 +3,7 @@
 import click
 
 from shardwise.cli.ckpt import ckpt
+from shardwise.cli.schedule import schedule
 from shardwise.cli.train import train
 
 
@@ -14,3 +15,4 @@ def main() -> None:
 
 main.add_command(train)
 main.add_command(ckpt)
+main.add_command(schedule)

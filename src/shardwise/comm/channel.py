@@ -83,7 +83,10 @@ class Channel(Protocol):
         """
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
-        """Send to one rank; matched there by the next `receive` from here. Two ranks may both send first."""
+        """Send to one rank; matched there by the next `receive` from here. Two ranks may both send first.
+
+        Messages on the CPU travel whatever the channel's device is, and are matched apart from those on the device.
+        """
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
         """Receive from one rank, in the order in which it sent."""

@@ -151,6 +151,8 @@ class NcclChannel:
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         """See `Channel.send`."""
+        if tensor.device.type == "cpu":
+            return self._control.send(tensor, destination, purpose=purpose)
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
         comparison = self._control.compare_message(signature, destination)
         sender, receiver = self._control.members[self.rank], self._control.members[destination]
@@ -159,6 +161,8 @@ class NcclChannel:
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
         """See `Channel.receive`."""
+        if tensor.device.type == "cpu":
+            return self._control.receive(tensor, source, purpose=purpose)
         signature = message_signature(self, "receive", tensor, source, purpose=purpose)
         comparison = self._control.compare_message(signature, source)
         sender, receiver = self._control.members[source], self._control.members[self.rank]

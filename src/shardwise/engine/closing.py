@@ -1,14 +1,11 @@
-"""What the data ranks tell each other once per update, between reduction and update."""
+"""What all ranks tell each other once per update, between reduction and update."""
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from shardwise.comm import Channel
-from shardwise.engine.norm import norm_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,11 +13,14 @@ class Closing:
     """The same on every rank."""
 
     loss: float
-    grad_norm: float
+    squares: list[float]
+    """Every rank's sum of squares of the gradient's elements that it counts."""
+    norms: dict[int, float]
+    """The norms of whole parameters' gradients, by the number of the parameter, as far as ranks gave them."""
     touched: list[bool]
     """For each trainable parameter: whether any rank has a gradient for it."""
-    changed_buffers: list[bool]
-    """For each buffer of the model: whether any rank's forward wrote to it."""
+    changed_buffers: dict[int, list[int]]
+    """Buffers of the model, by number, that a forward wrote to, and the ranks where one did."""
 
 
 def exchange_closing(
@@ -28,24 +28,31 @@ def exchange_closing(
     *,
     loss: float,
     squares: float,
-    norm_dtype: torch.dtype,
+    norms: Mapping[int, float],
     touched: Sequence[bool],
     changed_buffers: Sequence[bool],
 ) -> Closing:
-    """Exchange this rank's share of the loss and of the squared norm, and what it touched."""
+    """Exchange this rank's share of the loss and of the norm, and what it touched."""
     flags = [*touched, *changed_buffers]
-    packed = struct.pack("<dd", loss, squares) + _bits(flags).to_bytes(-(-len(flags) // 8), "little")
+    num_bytes = -(-len(flags) // 8)
+    packed = struct.pack("<dd", loss, squares) + _bits(flags).to_bytes(num_bytes, "little")
+    packed += b"".join(struct.pack("<qd", *each) for each in norms.items())
     answers = channel.exchange(packed, purpose="losses and norms")
     shares = [struct.unpack("<dd", answer[:16]) for answer in answers]
+    bits_of = [int.from_bytes(answer[16 : 16 + num_bytes], "little") for answer in answers]
     union = 0
-    for answer in answers:
-        union |= int.from_bytes(answer[16:], "little")
+    for bits in bits_of:
+        union |= bits
     anywhere = [bool(union >> at & 1) for at in range(len(flags))]
+    changed = [at for at in range(len(changed_buffers)) if anywhere[len(touched) + at]]
     return Closing(
         loss=_sum([share for share, _ in shares]),
-        grad_norm=norm_of([share for _, share in shares], norm_dtype),
+        squares=[share for _, share in shares],
+        norms=dict(pair for answer in answers for pair in struct.iter_unpack("<qd", answer[16 + num_bytes :])),
         touched=anywhere[: len(touched)],
-        changed_buffers=anywhere[len(touched) :],
+        changed_buffers={
+            at: [rank for rank, bits in enumerate(bits_of) if bits >> len(touched) + at & 1] for at in changed
+        },
     )
 
 

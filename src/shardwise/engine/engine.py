@@ -4,10 +4,10 @@ One update on one rank (numbers as in docs/life-of-a-parameter.md):
 
     [1] agree       split the batch, weigh the microbatches, exchange the weights; here all ranks refuse a bad batch
     [2] compute     forward and backward of k microbatches; gradients go into the arena as they appear
-    [3] reduce      one reduce-scatter per bucket
+    [3] reduce      gradients of parameters of several stages to their owners; one reduce-scatter per bucket
     [4] agree       exchange losses, sums of squares, which parameters have a gradient, which buffers changed
     [5] update      divide, clip, optimizer on the owned masters; or skip on all ranks
-    [6] publish     cast owned elements once into the working copy, one all-gather per bucket
+    [6] publish     cast owned elements once into the working copy, one all-gather per bucket; then to other stages
 """
 
 import math
@@ -20,34 +20,60 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.batches import Batch, LossOfModel, LossWeight, count_rows, split_batch
+from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
 from shardwise.engine.buffers import FlatBuffers, Owned
 from shardwise.engine.closing import Closing, exchange_closing, exchange_sum
+from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.inventory import Inventory, torch_dtype
+from shardwise.engine.inventory import Inventory
 from shardwise.engine.model_buffers import ModelBuffers
-from shardwise.engine.norm import clip, divide_and_square, norm_dtype, norm_in_one_process
+from shardwise.engine.norm import (
+    clip,
+    divide_and_square,
+    norm_dtype,
+    norm_in_one_process,
+    norm_of,
+    norm_of_norms,
+    norms_of,
+)
 from shardwise.engine.optimizer_state import KnownOptimizer
+from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.state import state_of
-from shardwise.engine.weights import Weighting, agree_on_weights, weigh
+from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
 from shardwise.errors import ModelError, OptimizerError, PeerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
 from shardwise.space import Piece
 
+DATA_AXES = ("dp_replicate", "dp_shard")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataChannels:
-    """The channels of data parallelism, seen from one rank."""
+class EngineChannels:
+    """The channels of an engine, seen from one rank."""
 
+    world: Channel
+    """All ranks."""
+    pipeline: Channel
+    """The ranks that have the other stages, for the same samples."""
     everyone: Channel
-    """All ranks that hold this part of the model and see other samples."""
+    """The ranks that hold this part of the model and see other samples: the data ranks."""
     owners: Channel
-    """The ranks over which masters are cut."""
+    """The data ranks over which masters are cut."""
     replicas: Channel
-    """The ranks that hold the same masters."""
+    """The data ranks that hold the same masters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelNames:
+    """What every rank knows of the whole model, whatever part of it is here."""
+
+    trainable: dict[str, torch.dtype]
+    """The parameters that are trained, in the order of the model, and the dtype of their masters."""
+    ties: dict[str, str]
+    """Other names of parameters: alias -> name."""
 
 
 class Engine:
@@ -59,15 +85,18 @@ class Engine:
         model: nn.Module,
         plan: Plan,
         inventory: Inventory,
-        loss: LossOfModel,
+        names: ModelNames,
+        computation: Computation,
         loss_weight: LossWeight | None,
-        channels: DataChannels,
+        channels: EngineChannels,
         buffers: FlatBuffers,
         gradients: Gradients,
+        ties: StageTies,
         model_buffers: ModelBuffers,
         optimizers: tuple[KnownOptimizer, ...],
         counters: Counters,
     ) -> None:
+        """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
         self.plan = plan
         self.optimizers = tuple(known.optimizer for known in optimizers)
@@ -75,14 +104,18 @@ class Engine:
         self.counters = counters
         self._known_optimizers = optimizers
         self._inventory = inventory
-        self._loss = loss
+        self._names = names
+        self._computation = computation
         self._loss_weight = loss_weight
         self._channels = channels
         self._buffers = buffers
         self._gradients = gradients
+        self._ties = ties
         self._model_buffers = model_buffers
-        self._norm_dtype = norm_dtype(torch_dtype(spec.master) for spec in inventory.specs if spec.trainable)
-        self._names = [spec.name for spec in inventory.specs if spec.trainable]
+        self._norm_dtype = norm_dtype(names.trainable.values())
+        coordinates = map(plan.mesh.coordinates, range(channels.world.size))
+        self._stages_of_ranks = [each["pp"] for each in coordinates]
+        self._data_ranks = [data_rank_of(plan, rank) for rank in range(channels.world.size)]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -102,18 +135,23 @@ class Engine:
         parts, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
         with self._stopping_peers("a step"):
             self._gradients.begin(num_microbatches)
-            losses = self._accumulate(parts, weighting)
+            self._ties.begin(num_microbatches)
+            factors = weighting.factors(self._channels.everyone.rank)
+            losses = self._computation.train(parts, factors, before_last_backward=self._gradients.expect_last)
             gradients = self._reduce()
-            closing = self._close(losses, weighting, gradients)
-            skipped = not math.isfinite(closing.grad_norm)
+            closing, grad_norm = self._close(losses, weighting, gradients)
+            skipped = not math.isfinite(grad_norm)
             if skipped:
                 self.counters.skipped += 1
             else:
-                self._update(closing, gradients)
-            self._model_buffers.synchronise(self._channels.everyone, closing.changed_buffers, self.counters)
+                self._update(closing, grad_norm, gradients)
+            changed = {
+                at: min(self._stages_of_ranks[rank] for rank in ranks) for at, ranks in closing.changed_buffers.items()
+            }
+            self._model_buffers.synchronise(self._channels.everyone, self._channels.pipeline, changed, self.counters)
         return StepReport(
             loss=closing.loss,
-            grad_norm=closing.grad_norm,
+            grad_norm=grad_norm,
             skipped=skipped,
             weight=weighting.total,
             num_microbatches=num_microbatches,
@@ -127,11 +165,9 @@ class Engine:
         parts, weighting = self._open(batch, None, purpose="weights of an evaluation")
         own = weighting.by_rank[self._channels.everyone.rank]
         with self._stopping_peers("an evaluation"):
-            with torch.no_grad(), _evaluating(self.model):
-                nothing = torch.zeros((), device=self._channels.everyone.device)
-                losses = [self._loss(part) if weight else nothing for part, weight in zip(parts, own, strict=True)]
+            losses = self._computation.evaluate(parts, own, max(map(len, weighting.by_rank)))
             self.counters.exchanges += 1
-            loss = exchange_sum(self._channels.everyone, self._share_of_loss(losses, weighting), purpose="loss")
+            loss = exchange_sum(self._channels.world, self._share_of_loss(losses, weighting), purpose="loss")
         return EvaluationReport(loss=loss, weight=weighting.total)
 
     def state(self) -> dict[Piece, torch.Tensor]:
@@ -143,14 +179,15 @@ class Engine:
         return state_of(self._inventory, self.model, self._buffers, self._known_optimizers)
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the state, as JSON values: the plan, ties, and the optimizers' settings.
+        """What a checkpoint keeps beside the state, as JSON values: the plan, ties, random numbers, the optimizers.
 
         Ranks differ in `plain` and `none` only, which name what is no tensor in the optimizer state that a rank has.
         """
         name_of = self._buffers.name_of()
         return {
             "plan": self.plan.text(),
-            "ties": self._inventory.ties(),
+            "ties": self._names.ties,
+            "random": {"seed": self._computation.random.seed, "step": self._computation.step},
             "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
         }
 
@@ -164,8 +201,11 @@ class Engine:
         self._check_model()  # also adopts writes from outside, which would otherwise come over the values that are read
         return EngineRestoration(
             inventory=self._inventory,
+            aliases=self._names.ties,
             model=self.model,
             buffers=self._buffers,
+            ties=self._ties,
+            computation=self._computation,
             model_buffers=self._model_buffers,
             optimizers=self._known_optimizers,
             counters=self.counters,
@@ -177,12 +217,21 @@ class Engine:
     def footprint(self, *, microbatches: int | None = None) -> Footprint:
         """Bytes that the plan gives this rank's buffers."""
         k = self._count(microbatches)
-        return footprint(self._buffers.ownership, self._buffers.owner, self.plan.precision, num_microbatches=k)
+        owned = footprint(self._buffers.ownership, self._buffers.owner, self.plan.precision, num_microbatches=k)
+        return replace(
+            owned,
+            working_bytes=owned.working_bytes + self._ties.replica_bytes(),
+            gradient_bytes=owned.gradient_bytes + self._ties.gradient_bytes(k),
+        )
 
     def traffic(self, *, microbatches: int | None = None) -> Traffic:
-        """Bytes that this rank sends per update."""
+        """Bytes of gradients and parameters that this rank sends per update."""
         k = self._count(microbatches)
-        return traffic(self._buffers.ownership, self._buffers.owner, self.plan.precision, num_microbatches=k)
+        owned = traffic(self._buffers.ownership, self._buffers.owner, self.plan.precision, num_microbatches=k)
+        return Traffic(
+            reduce_bytes=owned.reduce_bytes + self._ties.sent_gradient_bytes(k),
+            gather_bytes=owned.gather_bytes + self._ties.sent_value_bytes(),
+        )
 
     def _count(self, microbatches: int | None) -> int:
         return self.plan.merge.microbatches if microbatches is None else microbatches
@@ -193,6 +242,7 @@ class Engine:
         """Split and weigh the batch; every rank raises the same error when one cannot."""
         parts: Sequence[Batch] = []
         weights: list[float] = []
+        lines: list[str] = []
         refusal: ShardwiseError | None = None
         with self._stopping_peers("splitting a batch"):
             try:
@@ -203,86 +253,79 @@ class Engine:
                 if wanted or num_microbatches is not None:
                     parts = split_batch(batch, wanted, self._channels.everyone.device)
                 weights = weigh(parts, self._loss_weight)
+                if self.plan.mesh.pp > 1:
+                    lines = describe_batch(batch)
             except ShardwiseError as error:
                 refusal = error
         self.counters.exchanges += 1
-        same_count = num_microbatches is not None
-        weighting = agree_on_weights(self._channels.everyone, weights, refusal, purpose=purpose, same_count=same_count)
+        weighting = agree_on_weights(
+            self._channels.world,
+            weights,
+            refusal,
+            purpose=purpose,
+            same_count=num_microbatches is not None,
+            data_ranks=self._data_ranks,
+            batch_lines=lines,
+        )
         return parts, weighting
 
     def _check_model(self) -> None:
-        if replaced := self._inventory.replaced():
+        if replaced := [*self._inventory.replaced(), *self._ties.replaced()]:
             raise ModelError(
                 f"{len(replaced)} parameters were replaced, frozen or unfrozen after parallelize, among them "
                 f"{replaced[0]!r}; do that before parallelize, which decides who owns what"
             )
-        if moved := self._buffers.moved():
+        if moved := [*self._buffers.moved(), *self._ties.moved()]:
             raise ModelError(
                 f"{len(moved)} parameters were given other storage after parallelize, among them {moved[0]!r}; write "
                 "values in place (load_state_dict, copy_), and move or convert the model before parallelize"
             )
         self._buffers.adopt_writes()
 
-    # [2] ------------------------------------------------------------------------------------------------------------
-
-    def _accumulate(self, parts: Sequence[Batch], weighting: Weighting) -> list[torch.Tensor]:
-        """Forward and backward of every microbatch that counts; the losses, without a graph."""
-        losses = []
-        factors = weighting.factors(self._channels.everyone.rank)
-        last = max((at for at, factor in enumerate(factors) if factor), default=-1)
-        for at, (part, factor) in enumerate(zip(parts, factors, strict=True)):
-            if not factor:
-                # It does not count, and is not computed: a mean over nothing is nan in many models.
-                losses.append(torch.zeros((), device=self._channels.everyone.device))
-                continue
-            try:
-                loss = self._loss(part)
-                if not loss.requires_grad:
-                    raise ModelError(
-                        "the loss depends on no trainable parameter; nothing can be learnt from this batch"
-                    )
-                if at == last:
-                    self._gradients.expect_last()
-                (loss if factor == 1.0 else loss * factor).backward()
-            except Exception as error:
-                error.add_note(f"shardwise: on rank {self._channels.everyone.rank}, in microbatch {at} of {len(parts)}")
-                raise
-            losses.append(loss.detach())
-        return losses
-
     # [3] ------------------------------------------------------------------------------------------------------------
 
     def _reduce(self) -> dict[str, torch.Tensor]:
-        """Sum over all data ranks; the owned gradients by name, in the order of the model's parameters."""
+        """Sum over all stages and data ranks; the owned gradients by name, in the order of the model's parameters."""
+        self._ties.collect(self._gradients)
         self._gradients.reduce()
         owned = {each.segment.name: self._gradient_of(each) for each in self._buffers.owned}
-        return {name: owned[name] for name in self._names if name in owned}
+        return {name: owned[name] for name in self._names.trainable if name in owned}
 
     # [4] ------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _close(
         self, losses: Sequence[torch.Tensor], weighting: Weighting, gradients: Mapping[str, torch.Tensor]
-    ) -> Closing:
-        """Take the mean of the gradients, and exchange what every rank has to know before any of them updates."""
-        everyone = self._channels.everyone
+    ) -> tuple[Closing, float]:
+        """Take the mean of the gradients, and exchange what every rank has to know before any of them updates.
+
+        Returns that, and the norm of the whole gradient.
+        """
+        everyone, world = self._channels.everyone, self._channels.world
         touched = self._gradients.touched
         divisor = weighting.num_microbatches if self.plan.merge.average else everyone.size
         squares = divide_and_square(gradients.values(), divisor, everyone.device)
         counts = self._channels.replicas.rank == 0  # replicas hold the same elements: one of them counts
+        mine = touched & gradients.keys()
+        used = {at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine}
+        are_whole = everyone.size == 1  # then the norm can be that of one process to the last bit
+        norms = norms_of(list(used.values())) if are_whole and world.size > 1 else []
         self.counters.exchanges += 1
         closing = exchange_closing(
-            everyone,
+            world,
             loss=self._share_of_loss(losses, weighting),
             squares=squares if counts else 0.0,
-            norm_dtype=self._norm_dtype,
-            touched=[name in touched for name in self._names],
+            norms=dict(zip(used, norms, strict=False)),
+            touched=[name in touched for name in self._names.trainable],
             changed_buffers=self._model_buffers.changed(),
         )
-        if everyone.size > 1:
-            return closing
-        used = [gradient for name, gradient in gradients.items() if name in touched]
-        return replace(closing, grad_norm=norm_in_one_process(used))
+        if not are_whole:
+            return closing, norm_of(closing.squares, self._norm_dtype)
+        if world.size == 1:
+            return closing, norm_in_one_process(list(used.values()))
+        dtypes = list(self._names.trainable.values())
+        order = sorted(closing.norms)
+        return closing, norm_of_norms([closing.norms[at] for at in order], [dtypes[at] for at in order], world.device)
 
     def _share_of_loss(self, losses: Sequence[torch.Tensor], weighting: Weighting) -> float:
         """This rank's part of the weighted mean."""
@@ -297,22 +340,23 @@ class Engine:
 
     # [5], [6] -------------------------------------------------------------------------------------------------------
 
-    def _update(self, closing: Closing, gradients: Mapping[str, torch.Tensor]) -> None:
+    def _update(self, closing: Closing, grad_norm: float, gradients: Mapping[str, torch.Tensor]) -> None:
         """Clip, step the optimizers on the owned masters, cast once, gather the working copies."""
-        touched = {name for name, flag in zip(self._names, closing.touched, strict=True) if flag}
+        touched = {name for name, flag in zip(self._names.trainable, closing.touched, strict=True) if flag}
         for owned in self._buffers.owned:
             # Like in one process: what no microbatch used has no gradient, and the optimizer leaves it alone.
             name = owned.segment.name
             owned.parameter.grad = gradients[name] if name in touched else None
         if self.plan.clip_grad_norm is not None:
             masters = [owned.parameter for owned in self._buffers.owned if owned.parameter.grad is not None]
-            clip(masters, norm=closing.grad_norm, max_norm=self.plan.clip_grad_norm, dtype=self._norm_dtype)
+            clip(masters, norm=grad_norm, max_norm=self.plan.clip_grad_norm, dtype=self._norm_dtype)
         for optimizer in self.optimizers:
             optimizer.step()
         for owned in self._buffers.owned:
             owned.parameter.grad = None  # a view of the arena, which the next update may lay out anew
         self.counters.updates += 1
         self._buffers.publish(self.counters)
+        self._ties.publish()
 
     @contextmanager
     def _stopping_peers(self, doing: str) -> Iterator[None]:
@@ -322,17 +366,10 @@ class Engine:
         except PeerError:
             raise
         except BaseException as error:
-            self._channels.everyone.abort(f"{type(error).__name__} in {doing}: {error}")
+            self._channels.world.abort(f"{type(error).__name__} in {doing}: {error}")
             raise
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards each module's own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+def data_rank_of(plan: Plan, rank: int) -> int:
+    """The place of a rank among those that have the same stage and see other samples."""
+    return plan.mesh.peers(rank, DATA_AXES).index(rank)

@@ -10,7 +10,7 @@ The life of a gradient:
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -35,7 +35,9 @@ class Gradients:
         owners: Channel,
         replicas: Channel,
         counters: Counters,
+        late: Collection[str] = (),
     ) -> None:
+        """`late`: parameters whose gradient is not complete when the backward that finished them was the last."""
         self._buckets = [bucket for bucket in ownership.buckets if bucket.trainable]
         self._ownership = ownership
         self._precision = precision
@@ -43,6 +45,7 @@ class Gradients:
         self._memory = owners if owners.size > 1 else replicas
         self._replicas = replicas
         self._counters = counters
+        self._late = frozenset(late)
         self._arena = torch.empty(0, dtype=torch.uint8, device=owners.device)
         self._layout: Arena | None = None
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
@@ -73,6 +76,17 @@ class Gradients:
         """Parameters that got a gradient since `begin`."""
         return frozenset(self._touched)
 
+    def view(self, name: str) -> torch.Tensor:
+        """The sum so far for a parameter that is `touched`, in its own shape."""
+        return self._views[name]
+
+    def place(self, name: str, gradient: torch.Tensor) -> None:
+        """Take a sum made elsewhere for that of a parameter: before `reduce`, after the last backward."""
+        view = self._views[name]
+        if gradient is not view:
+            view.copy_(gradient)
+        self._touched.add(name)
+
     def begin(self, num_microbatches: int) -> None:
         """Forget the gradients of the last update and make room for those of `num_microbatches`."""
         layout = plan_arena(self._ownership, self._owners.rank, self._precision, num_microbatches=num_microbatches)
@@ -93,7 +107,7 @@ class Gradients:
 
     def reduce(self) -> None:
         """Sum the gradients over all data ranks and leave the owned parts in `reduced`."""
-        self._is_collecting = False
+        self.stop()
         if self._owners.progresses_alone:
             while len(self._works) < len(self._buckets):
                 self._launch()
@@ -101,6 +115,10 @@ class Gradients:
             if index == len(self._works):
                 self._launch()
             self._complete(index)
+
+    def stop(self) -> None:
+        """From now on gradients are the user's again."""
+        self._is_collecting = False
 
     def collect(self, name: str, parameter: torch.Tensor) -> None:
         """Take a finished gradient over from autograd; outside of an update it is the user's."""
@@ -120,7 +138,7 @@ class Gradients:
             else:
                 self._views[name].copy_(dense)
                 self._touched.add(name)
-        if self._is_last and self._owners.progresses_alone:
+        if self._is_last and self._owners.progresses_alone and name not in self._late:
             self._pending[index].discard(name)
             while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
                 self._launch()

@@ -1,6 +1,6 @@
 """What a model holds: its parameters by storage, its ties, its buffers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,16 @@ class Inventory:
             if module._parameters[attribute] is not self.parameters[name]:
                 module.register_parameter(attribute, self.parameters[name])
 
+    def restricted(self, names: Collection[str]) -> "Inventory":
+        """Of these parameters alone: it keeps no other tensor alive."""
+        return Inventory(
+            parameters={name: each for name, each in self.parameters.items() if name in names},
+            specs=tuple(spec for spec in self.specs if spec.name in names),
+            buffers={},
+            name_of={each: name for each, name in self.name_of.items() if name in names},
+            places=tuple(place for place in self.places if place[2] in names),
+        )
+
     def ties(self) -> dict[str, str]:
         """Other names of parameters: alias -> name."""
         return {alias: spec.name for spec in self.specs for alias in spec.aliases}
@@ -55,7 +65,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     first_of: dict[nn.Parameter, nn.Parameter] = {}
     places: dict[tuple[object, ...], nn.Parameter] = {}
     held_by: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for owner, attribute, name, parameter in _named_places(model):
+    for owner, attribute, name, parameter in named_places(model):
         _refuse_without_values(f"parameter {name!r}", parameter)
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise ModelError(
@@ -113,7 +123,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _named_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+def named_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
     """Every place that holds a parameter, ties included: (module, attribute, full name, parameter)."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,9 +1,10 @@
 """Buffers of the model that forward writes to (running statistics): data rank 0's values hold for all.
 
-The rule of DistributedDataParallel, applied after each update and only to buffers that changed.
+The rule of DistributedDataParallel, applied after each update and only to buffers that changed. In a pipeline a buffer
+that several stages have gets the values of the first that changed it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +18,26 @@ class ModelBuffers:
     """The buffers of a model and the values that all ranks had last in common."""
 
     def __init__(self, model: nn.Module) -> None:
-        seen: set[int] = set()
-        self._places: list[tuple[nn.Module, str]] = []
+        at: dict[int, int] = {}
+        self._places: list[list[tuple[nn.Module, str]]] = []
+        """For each buffer every place that holds it."""
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    self._places.append((module, name))
+                if at.setdefault(id(buffer), len(self._places)) == len(self._places):
+                    self._places.append([])
+                self._places[at[id(buffer)]].append((module, name))
+        self._known: list[_Known] = []
+        self._is_held: list[bool] = []
+        self._is_shared: list[bool] = []
+
+    def settle(self, pipeline: Channel) -> None:
+        """Take the present values for those of all ranks, and find out which buffers several stages have."""
         self._known = [_Known.of(self._buffer(at)) for at in range(len(self._places))]
+        self._is_held = [known.buffer is not None and not known.buffer.is_meta for known in self._known]
+        answers = [bytes(self._is_held)]
+        if pipeline.size > 1:
+            answers = pipeline.exchange(answers[0], purpose="buffers of stages")
+        self._is_shared = [sum(held) > 1 for held in zip(*answers, strict=True)]
 
     def changed(self) -> list[bool]:
         """For each buffer: whether it was written to, or replaced, since the ranks last agreed."""
@@ -36,30 +49,41 @@ class ModelBuffers:
             if not was_pending:
                 self._known[at] = _Known.of(self._buffer(at))
 
+    def synchronise(self, everyone: Channel, pipeline: Channel, changed: Mapping[int, int], counters: Counters) -> None:
+        """Give every rank the values that hold for all.
+
+        changed: buffers that forwards wrote to -> the first rank along the pipeline where one did.
+        """
+        self._spread(everyone, {at: 0 for at in changed if self._is_held[at]}, counters)
+        self._spread(pipeline, {at: rank for at, rank in changed.items() if self._is_shared[at]}, counters)
+
     @torch.no_grad()
-    def synchronise(self, channel: Channel, changed: list[bool], counters: Counters) -> None:
-        """Give every rank the values that data rank 0 has in the buffers marked `changed`."""
-        if channel.size > 1 and any(changed):
-            held = [self._buffer(at) for at, flag in enumerate(changed) if flag]
-            buffers = [buffer for buffer in held if buffer is not None]
+    def _spread(self, channel: Channel, sources: Mapping[int, int], counters: Counters) -> None:
+        """Give every rank of `channel` the values that one of them has: {buffer: the rank that has them}."""
+        if channel.size > 1 and sources:
+            order = sorted(sources, key=lambda at: (sources[at], at))
+            buffers = [(sources[at], buffer) for at in order if (buffer := self._buffer(at)) is not None]
+            counts = [0] * channel.size
+            for source, buffer in buffers:
+                counts[source] += buffer.numel() * buffer.element_size()
+            mine = [
+                buffer.detach().reshape(-1).view(torch.uint8) for source, buffer in buffers if source == channel.rank
+            ]
             nothing = torch.empty(0, dtype=torch.uint8, device=channel.device)  # for cat, where no buffer is left
-            flat = torch.cat([nothing, *(buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers)])
-            counts = [flat.numel(), *[0] * (channel.size - 1)]
-            mine = flat if channel.rank == 0 else flat[:0]
+            flat = torch.empty(sum(counts), dtype=torch.uint8, device=channel.device)
             counters.all_gathers += 1
-            channel.all_gather(flat, mine, counts=counts, purpose="buffers of the model").wait()
-            if channel.rank > 0:
-                parts = flat.split([buffer.numel() * buffer.element_size() for buffer in buffers])
-                for buffer, part in zip(buffers, parts, strict=True):
+            channel.all_gather(flat, torch.cat([nothing, *mine]), counts=counts, purpose="buffers of the model").wait()
+            parts = flat.split([buffer.numel() * buffer.element_size() for _, buffer in buffers])
+            for (source, buffer), part in zip(buffers, parts, strict=True):
+                if source != channel.rank and not buffer.is_meta:
                     buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
-        for at, flag in enumerate(changed):
-            if flag:
-                self._known[at] = _Known.of(self._buffer(at))
+        for at in sources:
+            self._known[at] = _Known.of(self._buffer(at))
 
     def _buffer(self, at: int) -> torch.Tensor | None:
         """None where forward has taken a buffer away (caches come and go)."""
-        module, name = self._places[at]
-        return module._buffers.get(name)
+        held = [module._buffers.get(name) for module, name in self._places[at]]
+        return next((buffer for buffer in held if buffer is not None and not buffer.is_meta), held[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +101,7 @@ class _Known:
     def of(cls, buffer: torch.Tensor | None) -> "_Known":
         if buffer is None:
             return cls(buffer=None, version=0, values=None)
-        is_vector = buffer.ndim == 1 and buffer.is_floating_point()
+        is_vector = buffer.ndim == 1 and buffer.is_floating_point() and not buffer.is_meta
         return cls(buffer=buffer, version=buffer._version, values=buffer.detach().clone() if is_vector else None)
 
     def holds_for(self, buffer: torch.Tensor | None) -> bool:

@@ -6,6 +6,7 @@ from functools import reduce
 
 import torch
 from torch import nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 _BLOCK_ELEMENTS = 1 << 18
 """Elements converted to float64 at a time: 2 MiB, which stay in cache."""
@@ -43,10 +44,39 @@ def norm_of(squares: Sequence[float], dtype: torch.dtype) -> float:
     return float(torch.tensor(math.sqrt(total), dtype=dtype)) if math.isfinite(total) else math.nan
 
 
+def norms_of(gradients: Sequence[torch.Tensor]) -> list[float]:
+    """The 2-norm of each gradient, as `torch.nn.utils.get_total_norm` takes it on its way."""
+    norms = [torch.empty(0)] * len(gradients)
+    for alike in _groups(gradients):
+        for at, norm in zip(alike, torch._foreach_norm([gradients[at] for at in alike]), strict=True):
+            norms[at] = norm
+    return torch.stack([norm.double() for norm in norms]).tolist() if norms else []
+
+
+def norm_of_norms(norms: Sequence[float], dtypes: Sequence[torch.dtype], device: torch.device) -> float:
+    """The 2-norm of gradients of which only the norms are known, to the bit that of `norm_in_one_process`.
+
+    `norms`: from `norms_of`, in the order of the model's parameters. `dtypes`: of the gradients.
+    """
+    if not norms:
+        return 0.0
+    stand_ins = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
+    order = [at for alike in _groups(stand_ins) for at in alike]
+    stacked = torch.stack([torch.tensor(norms[at], dtype=dtypes[at].to_real(), device=device) for at in order])
+    norm = float(torch.linalg.vector_norm(stacked))
+    return norm if math.isfinite(norm) else math.nan
+
+
 def norm_in_one_process(gradients: Sequence[torch.Tensor]) -> float:
     """The 2-norm as `torch.nn.utils.clip_grad_norm_` takes it, bit for bit; nan when it is not finite."""
     norm = float(torch.nn.utils.get_total_norm(gradients))
     return norm if math.isfinite(norm) else math.nan
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The numbers of tensors of one dtype each, in the order in which torch goes through them."""
+    grouped = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
+    return [indices for _, indices in grouped.values()]
 
 
 def clip(parameters: Sequence[nn.Parameter], *, norm: float, max_norm: float, dtype: torch.dtype) -> None:

@@ -1,5 +1,6 @@
 """From a model and a plan to an engine: check everything, agree, then change the model."""
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -7,21 +8,25 @@ from torch import nn
 
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agree, compare, digest_of_values
-from shardwise.engine.batches import LossFunction, LossOfModel, LossWeight
+from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.buffers import FlatBuffers
+from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
-from shardwise.engine.engine import DataChannels, Engine
+from shardwise.engine.engine import DATA_AXES, Engine, EngineChannels, ModelNames, data_rank_of
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.inventory import Inventory, describe_model, take_inventory
+from shardwise.engine.inventory import Inventory, describe_model, take_inventory, torch_dtype
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import know
 from shardwise.engine.optimizers import OptimizerSource, build, check_coverage, describe_settings, swap
+from shardwise.engine.pipeline.placing import agree_on_placement
+from shardwise.engine.pipeline.runner import PipelineRunner
+from shardwise.engine.pipeline.stage_parameters import assign_parameters, drop_foreign, move_to
+from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.precision import let_inputs_follow
+from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
-from shardwise.errors import ShardwiseError
+from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Plan, plan_ownership
-
-_DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 def parallelize(
@@ -32,6 +37,8 @@ def parallelize(
     loss: LossFunction | None = None,
     loss_weight: LossWeight | None = None,
     channel: Channel | None = None,
+    seed: int | None = None,
+    sample: Batch | None = None,
 ) -> Engine:
     """Put a model under a plan. The object passed in is the one that trains: its parameters view working copies.
 
@@ -39,6 +46,9 @@ def parallelize(
         several, or optimizers already built over them; their groups and attached schedulers stay.
     loss: f(output, microbatch) -> scalar tensor; None: the model is called with the whole microbatch and gives its own.
     loss_weight: f(microbatch) -> what the microbatch counts (say, its target tokens); None: its rows.
+    seed: of the random numbers that forwards draw (dropout): they depend on it, on the step and on the microbatch, not
+        on the plan; None: the seed that rank 0 last gave to torch.manual_seed.
+    sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds".
     channel: None takes the initialised process group, else the processes that torchrun announces, else a world of one.
 
     Nothing is changed before all ranks have agreed. Raises, the same on all ranks: PlanError (mesh and world, `keep`
@@ -48,7 +58,7 @@ def parallelize(
     if channel is None:
         channel = default_channel()
     try:
-        return _parallelize(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel)
+        return _parallelize(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample)
     except ShardwiseError:
         raise  # ranks agree on those
     except BaseException as error:
@@ -63,56 +73,108 @@ def _parallelize(
     loss: LossOfModel,
     loss_weight: LossWeight | None,
     channel: Channel,
+    seed: int | None,
+    sample: Batch | None,
 ) -> Engine:
-    inventory, optimizers = _inspect(model, plan, source, channel)
-    everyone = channel.over(plan.mesh.peers(channel.rank, _DATA_AXES))
-    owners = channel.over(plan.mesh.peers(channel.rank, plan.sharding.owner_axes))
-    replicas = channel.over(plan.mesh.peers(channel.rank, plan.sharding.replica_axes))
-    ownership = plan_ownership(inventory.specs, plan.sharding, num_owners=owners.size, num_replicas=replicas.size)
+    inventory, optimizers, agreed_seed = _inspect(model, plan, source, channel, seed)
+    placement = agree_on_placement(model, plan, loss, sample, channel)
+    channels = _channels(plan, channel)
+    stages = assign_parameters(model, inventory, placement)
+    coordinate = channels.pipeline.rank
+    held = inventory.restricted(stages.held_by(coordinate))
+    owned = inventory.restricted(stages.owned_by(coordinate))
+    ownership = plan_ownership(
+        owned.specs,
+        plan.sharding,
+        num_owners=channels.owners.size,
+        num_replicas=channels.replicas.size,
+    )
+    random = KeyedRandom(model, channel.device, agreed_seed)
+    model_buffers = ModelBuffers(model)
     inventory.tie()
-    model.to(channel.device)
-    sliced = plan.sharding.partition == "slice" and owners.size > 1
+    drop_foreign(model, inventory, stages, coordinate)
+    move_to(model, channel.device)
+    model_buffers.settle(channels.pipeline)
+    sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
     known = know(
         optimizers,
         inventory,
         [find_whole_keys(each, channel.device) if sliced else frozenset() for each in optimizers],
     )
-    buffers = FlatBuffers(
-        inventory,
-        ownership,
-        owners,
-        keep_shapes=not sliced,
-    )
+    counters = Counters()
+    buffers = FlatBuffers(owned, ownership, channels.owners, keep_shapes=not sliced)
+    ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters)
     swap(optimizers, inventory, buffers.owned)
     let_inputs_follow(model, plan.precision)
-    counters = Counters()
     gradients = Gradients(
-        inventory.parameters, ownership, plan.precision, owners=owners, replicas=replicas, counters=counters
+        owned.parameters,
+        ownership,
+        plan.precision,
+        owners=channels.owners,
+        replicas=channels.replicas,
+        counters=counters,
+        late=stages.of_several_stages(),
     )
+    runner = None
+    if placement.num_stages > 1:
+        runner = PipelineRunner(
+            model=model, placement=placement, pipeline=plan.pipeline, channel=channels.pipeline, random=random
+        )
     return Engine(
         model=model,
         plan=plan,
-        inventory=inventory,
-        loss=loss,
+        inventory=owned,
+        names=ModelNames(
+            trainable={spec.name: torch_dtype(spec.master) for spec in inventory.specs if spec.trainable},
+            ties=inventory.ties(),
+        ),
+        computation=Computation(
+            model=model,
+            loss=loss,
+            random=random,
+            runner=runner,
+            device=channel.device,
+            rank=channel.rank,
+            data_rank=data_rank_of(plan, channel.rank),
+        ),
         loss_weight=loss_weight,
-        channels=DataChannels(everyone=everyone, owners=owners, replicas=replicas),
+        channels=channels,
         buffers=buffers,
         gradients=gradients,
-        model_buffers=ModelBuffers(model),
+        ties=ties,
+        model_buffers=model_buffers,
         optimizers=known,
         counters=counters,
     )
 
 
+def _channels(plan: Plan, world: Channel) -> EngineChannels:
+    def along(axes: Sequence[str]) -> Channel:
+        return world.over(plan.mesh.peers(world.rank, axes))
+
+    return EngineChannels(
+        world=world,
+        pipeline=along(("pp",)),
+        everyone=along(DATA_AXES),
+        owners=along(plan.sharding.owner_axes),
+        replicas=along(plan.sharding.replica_axes),
+    )
+
+
 def _inspect(
-    model: nn.Module, plan: Plan, source: OptimizerSource, channel: Channel
-) -> tuple[Inventory, tuple[torch.optim.Optimizer, ...]]:
-    """Look at the model and the optimizer, and compare with the other ranks; raises the same error on all."""
+    model: nn.Module, plan: Plan, source: OptimizerSource, channel: Channel, seed: int | None
+) -> tuple[Inventory, tuple[torch.optim.Optimizer, ...], int]:
+    """Look at the model and the optimizer, and compare with the other ranks; raises the same error on all.
+
+    Returns also the seed of all ranks.
+    """
     refusal: ShardwiseError | None = None
     inventory: Inventory | None = None
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     try:
         plan.mesh.check_world(channel.size)
+        if seed is not None and type(seed) is not int:
+            raise PlanError(f"seed: {seed!r} is not a whole number; None takes the one of torch.manual_seed")
         inventory = take_inventory(model, plan.precision)
         optimizers = build(source, list(model.parameters()))
         check_coverage(optimizers, inventory)
@@ -121,7 +183,11 @@ def _inspect(
             check(optimizers, channel.device)
     except ShardwiseError as error:
         refusal = error
-    agree(channel, refusal, purpose="verdict on the model and the optimizer")
+    given = json.dumps([seed, torch.initial_seed()]).encode()
+    answers = agree(channel, refusal, purpose="verdict on the model and the optimizer", value=given)
+    seeds = [json.loads(each) for each in answers]
+    if len({own for own, _ in seeds}) > 1:
+        raise MismatchError(f"ranks were given the seeds {[own for own, _ in seeds]}; give all of them the same")
     assert inventory is not None
     compare(
         channel,
@@ -141,7 +207,7 @@ def _inspect(
         subject="values",
         hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
     )
-    return inventory, optimizers
+    return inventory, optimizers, seeds[0][1] if seed is None else seed
 
 
 def _num_owners(plan: Plan) -> int:

@@ -15,11 +15,14 @@ import torch
 from torch import nn
 
 from shardwise.engine.buffers import FlatBuffers, Owned
+from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory, dtype_name, torch_dtype
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import KnownOptimizer
+from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.state import placed, state_of_model
+from shardwise.errors import CheckpointError
 from shardwise.plan.optimizer_entries import (
     Entry,
     LiveParameter,
@@ -38,8 +41,11 @@ class EngineRestoration:
         self,
         *,
         inventory: Inventory,
+        aliases: Mapping[str, str],
         model: nn.Module,
         buffers: FlatBuffers,
+        ties: StageTies,
+        computation: Computation,
         model_buffers: ModelBuffers,
         optimizers: Sequence[KnownOptimizer],
         counters: Counters,
@@ -49,12 +55,15 @@ class EngineRestoration:
     ) -> None:
         self._inventory = inventory
         self._buffers = buffers
+        self._ties = ties
+        self._computation = computation
+        self._random = _random_of(settings)
         self._model_buffers = model_buffers
         self._optimizers = optimizers
         self._counters = counters
         self._stopping_peers = stopping_peers
         self._pending_buffers = model_buffers.changed()
-        self.aliases: Mapping[str, str] = inventory.ties()
+        self.aliases: Mapping[str, str] = aliases
         """Other names of wanted tensors (ties): alias -> name."""
         self._trained = list(_trained(buffers, optimizers))
         self._plan = plan_optimizers(
@@ -92,6 +101,9 @@ class EngineRestoration:
                 if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
                     known.optimizer.state[owned.parameter] = state
             self._buffers.publish_restored(self._counters)
+            self._ties.publish_restored()
+            if self._random is not None:
+                self._computation.random.seed, self._computation.step = self._random
             self._model_buffers.agreed_unless(self._pending_buffers)
 
     def _live(self, known: KnownOptimizer, owned: Owned) -> LiveParameter:
@@ -115,6 +127,21 @@ class EngineRestoration:
             piece, view = placed(entry.whole.name, tensor, shape, segment)
             self.wanted[piece] = view
             self._taken[name][entry.key] = tensor
+
+
+def _random_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Seed and step of the checkpoint's random numbers; None where it has none."""
+    if "random" not in settings:
+        return None
+    random = settings["random"]
+    found = [random.get(key) for key in ("seed", "step")] if isinstance(random, dict) else []
+    match found:
+        case [int(seed), int(step)]:
+            return seed, step
+    raise CheckpointError(
+        f"the checkpoint's settings have random={random!r}, which is not a seed and a step; it was not written by an "
+        "engine, or was changed since"
+    )
 
 
 def _trained(

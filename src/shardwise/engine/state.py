@@ -56,7 +56,7 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatBuffers)
             add(spec.name, inventory.parameters[spec.name].detach(), torch.Size(spec.shape))
     persistent = set(model.state_dict(keep_vars=True))
     for name, buffer in model.named_buffers():
-        if name in persistent:
+        if name in persistent and not buffer.is_meta:  # another stage has it
             add(name, buffer.detach(), buffer.shape)
     return state
 

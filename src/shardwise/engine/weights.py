@@ -4,10 +4,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agree, digest_of_values
 from shardwise.engine.batches import Batch, LossWeight, count_rows
+from shardwise.engine.inventory import dtype_name
 from shardwise.errors import BatchError, MismatchError, ShardwiseError
 
 
@@ -55,12 +59,36 @@ def weigh(microbatches: Sequence[Batch], loss_weight: LossWeight | None) -> list
     return weights
 
 
+def describe_batch(batch: Batch) -> list[str]:
+    """One line per entry, with a digest of its values: what must be equal on all ranks that share a batch."""
+    return [
+        f"{name!r} {list(value.shape)} {dtype_name(value.dtype)} with digest {digest_of_values(value)}"
+        if isinstance(value, torch.Tensor)
+        else f"{name!r} {json.dumps(value, default=lambda each: type(each).__name__)}"
+        for name, value in batch.items()
+    ]
+
+
 def agree_on_weights(
-    channel: Channel, weights: Sequence[float], refusal: ShardwiseError | None, *, purpose: str, same_count: bool
+    channel: Channel,
+    weights: Sequence[float],
+    refusal: ShardwiseError | None,
+    *,
+    purpose: str,
+    same_count: bool,
+    data_ranks: Sequence[int],
+    batch_lines: Sequence[str] = (),
 ) -> Weighting:
-    """Exchange the weights of all data ranks; raise the same error on all when they cannot be used."""
-    packed = agree(channel, refusal, purpose=purpose, value=json.dumps(list(weights)).encode())
-    weighting = Weighting(by_rank=tuple(tuple(json.loads(each)) for each in packed))
+    """Exchange the weights of all data ranks; raise the same error on all when they cannot be used.
+
+    data_ranks: of which data rank each rank of the channel is; ranks of one data rank are stages of one pipeline.
+    batch_lines: a description of the batch, which such ranks have to have alike.
+    """
+    mine = json.dumps([list(weights), list(batch_lines)]).encode()
+    given = [json.loads(each) for each in agree(channel, refusal, purpose=purpose, value=mine)]
+    firsts = {data_rank: rank for rank, data_rank in reversed(list(enumerate(data_ranks)))}
+    _refuse_different_batches([lines for _, lines in given], [firsts[each] for each in data_ranks])
+    weighting = Weighting(by_rank=tuple(tuple(given[firsts[data_rank]][0]) for data_rank in sorted(firsts)))
     counts = [len(each) for each in weighting.by_rank]
     if same_count and len(set(counts)) > 1:
         raise MismatchError(
@@ -73,3 +101,19 @@ def agree_on_weights(
             "batches have rows"
         )
     return weighting
+
+
+def _refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Sequence[int]) -> None:
+    """`first_of`: for each rank the first one that has to have the same lines."""
+    different = [rank for rank, first in enumerate(first_of) if lines_of[rank] != lines_of[first]]
+    if not different:
+        return
+    rank, first = different[0], first_of[different[0]]
+    pairs = zip_longest(lines_of[first], lines_of[rank], fillvalue="nothing")
+    one, other = next((one, other) for one, other in pairs if one != other)
+    listed = f"rank {rank}" if len(different) == 1 else "ranks " + ", ".join(map(str, different))
+    raise MismatchError(
+        f"all stages of a pipeline are given the same batch, but {listed} got another one than the first stage: rank "
+        f"{first} has {one}, rank {rank} has {other}. Choose the batch by the data rank (its coordinates along "
+        "dp_replicate and dp_shard), not by the rank in the world"
+    )

@@ -6,26 +6,40 @@ Pure: no torch, no processes. A planner takes any rank, so that one process can 
 from shardwise.plan.buckets import Bucket, Ownership, Segment, Slot, plan_ownership
 from shardwise.plan.memory import Arena, Footprint, Region, Traffic, footprint, plan_arena, traffic
 from shardwise.plan.microbatches import split_rows
+from shardwise.plan.outlines import Outline
 from shardwise.plan.parameters import Parameter
-from shardwise.plan.specs import Merge, Plan, Precision, Sharding
+from shardwise.plan.schedules import Action, Schedule, make_schedule
+from shardwise.plan.specs import Merge, Pipeline, Plan, Precision, Sharding
+from shardwise.plan.stages import Placement, place
+from shardwise.plan.timeline import Span, Timeline, simulate_schedule
 
 __all__ = [
+    "Action",
     "Arena",
     "Bucket",
     "Footprint",
     "Merge",
+    "Outline",
     "Ownership",
     "Parameter",
+    "Pipeline",
+    "Placement",
     "Plan",
     "Precision",
     "Region",
+    "Schedule",
     "Segment",
     "Sharding",
     "Slot",
+    "Span",
+    "Timeline",
     "Traffic",
     "footprint",
+    "make_schedule",
+    "place",
     "plan_arena",
     "plan_ownership",
+    "simulate_schedule",
     "split_rows",
     "traffic",
 ]

@@ -23,13 +23,28 @@ def any_matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
     return any(matches(pattern, name) for pattern in patterns for name in names)
 
 
+def meant_by(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names that a pattern means themselves: the one that is written so, else all that it matches as a glob.
+
+    >>> meant_by("layers.?", ["layers", "layers.0", "layers.0.norm"]), meant_by("w[0]", ["w0", "w[0]"])
+    (['layers.0'], ['w[0]'])
+    """
+    return [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
+
+
+def nearest(pattern: str, names: Sequence[str]) -> str | None:
+    """The name that is spelled most like a pattern; None where there are no names."""
+    near = difflib.get_close_matches(pattern.strip("*"), names, n=1, cutoff=0.0)
+    return near[0] if near else None
+
+
 def unmatched(patterns: Iterable[str], names: Sequence[str], *, role: str) -> list[str]:
     """One finding for each pattern that means none of the names, with the nearest name."""
     findings = []
     for pattern in patterns:
         if any(matches(pattern, name) for name in names):
             continue
-        near = difflib.get_close_matches(pattern.strip("*"), names, n=1, cutoff=0.0)
-        hint = f"; the nearest parameter is {near[0]!r}" if near else "; the model has no parameters"
+        near = nearest(pattern, names)
+        hint = f"; the nearest parameter is {near!r}" if near is not None else "; the model has no parameters"
         findings.append(f"{role}: {pattern!r} matches none of the {len(names)} parameters{hint}")
     return findings

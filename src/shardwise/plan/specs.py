@@ -3,16 +3,19 @@
 import dataclasses
 import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
 from shardwise.errors import PlanError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
-from shardwise.space import AXES, Mesh
+from shardwise.plan.schedules import SCHEDULES, Schedule
+from shardwise.plan.toml_text import toml_text
+from shardwise.space import Mesh
 
 Partition = Literal["slice", "whole"]
 Owners = Literal["all", "dp_shard"]
+Balance = Literal["parameters", "flops", "seconds"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +87,71 @@ class Precision:
         object.__setattr__(self, "keep", tuple(self.keep))
 
 
+class StageOf(Mapping[str, int]):
+    """Names with the stage of each: a mapping that does not change, equal and hashed by content, in the order given."""
+
+    __slots__ = ("_stages",)
+
+    def __init__(self, stages: Mapping[str, int]) -> None:
+        self._stages = dict(stages)
+
+    def __getitem__(self, name: str) -> int:
+        return self._stages[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stages)
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._stages.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._stages)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """In what order the stages of the model run, and which module belongs to which stage.
+
+    A mesh with `pp` ranks along that axis has `pp * num_chunks` stages; stage s is run by the rank at `s % pp`.
+    """
+
+    schedule: str = "1f1b"
+    """`fthenb`, `1f1b` or `interleaved`, or the text of a schedule, which is told by its line ends."""
+    stages: Mapping[str, int] | None = None
+    """{name or glob of modules (or of parameters outside them): stage}; None: balanced by `balance`."""
+    chunks: int | None = None
+    """Stages per rank; None: 2 for `interleaved`, what the text of a schedule has, else 1."""
+    balance: Balance = "parameters"
+    """What a balanced placement makes even: elements of parameters, counted or measured work of the forward."""
+
+    def __post_init__(self) -> None:
+        _raise(_pipeline_problems(self))
+        if self.stages is not None:
+            object.__setattr__(self, "stages", StageOf(self.stages))
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages per rank, also where `chunks` is left to the schedule."""
+        if self.chunks is not None:
+            return self.chunks
+        if "\n" in self.schedule:
+            return Schedule.parse(self.schedule).num_chunks
+        return 2 if self.schedule == "interleaved" else 1
+
+    def foreign_stages(self, num_ranks: int) -> list[str]:
+        """One finding for each key of `stages` with a stage that `num_ranks` ranks do not have."""
+        num_stages = num_ranks * self.num_chunks
+        return [
+            f"pipeline.stages: {key!r} is given stage {stage}, but pp={num_ranks} with {self.num_chunks} "
+            f"stage{'s' if self.num_chunks > 1 else ''} per rank has the stages 0 to {num_stages - 1}"
+            for key, stage in (self.stages or {}).items()
+            if stage >= num_stages
+        ]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A mesh and its strategies: everything that decides how a model is trained, and nothing that needs a process."""
@@ -92,6 +160,7 @@ class Plan:
     sharding: Sharding = field(default_factory=Sharding)
     merge: Merge = field(default_factory=Merge)
     precision: Precision = field(default_factory=Precision)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     clip_grad_norm: float | None = None
     """Largest 2-norm of the averaged gradient of all parameters; None: no clipping."""
 
@@ -104,19 +173,19 @@ class Plan:
         clip = self.clip_grad_norm
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
             problems.append(f"clip_grad_norm: {clip!r} is not a number above 0; None switches clipping off")
-        if isinstance(self.mesh, Mesh):
-            problems += [
-                f"mesh.{axis}={size}: this version runs the axes dp_replicate and dp_shard; leave {axis} at 1"
-                for axis, size in zip(AXES, self.mesh.shape, strict=True)
-                if axis in ("pp", "tp") and size > 1
-            ]
+        if isinstance(self.mesh, Mesh) and self.mesh.tp > 1:
+            problems.append(
+                f"mesh.tp={self.mesh.tp}: this version runs the axes pp, dp_replicate and dp_shard; leave tp at 1"
+            )
+        if isinstance(self.mesh, Mesh) and isinstance(self.pipeline, Pipeline):
+            problems += self.pipeline.foreign_stages(self.mesh.pp)
         _raise(problems)
 
     def text(self) -> str:
         """The plan as TOML, one line per setting in a fixed order; `Plan.parse` gives an equal plan."""
         lines = [] if self.clip_grad_norm is None else [f"clip_grad_norm = {float(self.clip_grad_norm)!r}"]
         for name in _STRATEGIES:
-            lines += [f"{name}.{key} = {_toml(value)}" for key, value in _settings(getattr(self, name))]
+            lines += [f"{name}.{key} = {toml_text(value)}" for key, value in _settings(getattr(self, name))]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -146,11 +215,17 @@ class Plan:
         return plan
 
 
-_STRATEGIES: dict[str, type] = {"mesh": Mesh, "sharding": Sharding, "merge": Merge, "precision": Precision}
+_STRATEGIES: dict[str, type] = {
+    "mesh": Mesh,
+    "sharding": Sharding,
+    "merge": Merge,
+    "precision": Precision,
+    "pipeline": Pipeline,
+}
 
 
 def read_strategy(name: str, table: object) -> Any:
-    """The strategy `name` ("mesh", "sharding", "merge", "precision") from a table of its settings, as TOML gives it.
+    """The strategy `name` (a field of `Plan`, such as "sharding") from a table of its settings, as TOML gives it.
 
     Raises PlanError with every problem: unknown settings, with the nearest known one, and values that cannot hold.
     """
@@ -179,18 +254,6 @@ def _settings(strategy: Any) -> Iterator[tuple[str, object]]:
             yield spec.name, value
 
 
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(each) for each in value) + "]"
-    if isinstance(value, str):
-        # A TOML basic string: JSON's escapes are among its own, but it wants control characters escaped too.
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
-    return repr(value)
-
-
 def unknown_setting(key: str, known: Sequence[str]) -> str:
     """The finding about a setting that nobody knows, with the nearest known one."""
     near = difflib.get_close_matches(key, known, n=1)
@@ -205,6 +268,54 @@ def _sharding_problems(sharding: Sharding) -> list[str]:
         if (value := getattr(sharding, name)) not in choices:
             problems.append(f"sharding.{name}: {value!r} is not one of {', '.join(map(repr, choices))}")
     return problems + _at_least_one("sharding.bucket_bytes", sharding.bucket_bytes)
+
+
+def _pipeline_problems(pipeline: Pipeline) -> list[str]:
+    problems = _schedule_problems(pipeline.schedule)
+    if pipeline.chunks is not None:
+        wrong = _at_least_one("pipeline.chunks", pipeline.chunks)
+        if not wrong and pipeline.schedule == "1f1b" and pipeline.chunks > 1:
+            wrong = [
+                f"pipeline.chunks: {pipeline.chunks} asked of the schedule '1f1b', which runs one stage per rank; "
+                "'interleaved' runs several"
+            ]
+        problems += wrong
+    stages = pipeline.stages
+    if pipeline.balance not in get_args(Balance):
+        problems.append(
+            f"pipeline.balance: {pipeline.balance!r} is not one of {', '.join(map(repr, get_args(Balance)))}"
+        )
+    elif stages is not None and pipeline.balance != "parameters":
+        problems.append(
+            f"pipeline.balance: {pipeline.balance!r} asked, but pipeline.stages says where each module lies; "
+            "leave one of them out"
+        )
+    return problems + ([] if stages is None else _stages_problems(stages))
+
+
+def _schedule_problems(schedule: object) -> list[str]:
+    if not isinstance(schedule, str) or (schedule not in SCHEDULES and "\n" not in schedule):
+        names = ", ".join(map(repr, SCHEDULES))
+        return [f"pipeline.schedule: {schedule!r} is not one of {names}, nor the text of a schedule"]
+    if "\n" in schedule:
+        try:
+            Schedule.parse(schedule)
+        except PlanError as error:
+            return [f"pipeline.{problem}" for problem in error.problems]
+    return []
+
+
+def _stages_problems(stages: object) -> list[str]:
+    if not isinstance(stages, Mapping) or not all(isinstance(key, str) for key in stages):
+        return [f"pipeline.stages: {stages!r} is not a mapping of names to stages; write stages={{'layers.0': 0}}"]
+    if not stages:
+        return ["pipeline.stages: places no module; leave it out for a balanced placement"]
+    return [
+        f"pipeline.stages: {key!r} is given {stage!r}, which is not a whole number of at least 0"
+        + ("; in TOML a name with dots is written in quotes" if isinstance(stage, Mapping) else "")
+        for key, stage in stages.items()
+        if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0
+    ]
 
 
 def _at_least_one(name: str, value: object) -> list[str]:

@@ -21,7 +21,7 @@ _TABLES: dict[str, type[Table]] = {
     "train": TrainTable,
     "checkpoint": CheckpointTable,
 }
-_KNOWN = [*_TABLES, "mesh", "sharding", "precision"]
+_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline"]
 
 SomeTable = TypeVar("SomeTable", bound=Table)
 
@@ -163,17 +163,18 @@ def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: in
             mesh.check_world(num_processes)
         except PlanError as error:
             problems += error.problems
-    sharding, precision = (_spec(name, tables, problems) for name in ("sharding", "precision"))
+    sharding, precision, pipeline = (_spec(name, tables, problems) for name in ("sharding", "precision", "pipeline"))
     if mesh is None or train is None:
         return None
     microbatches = _microbatches(train, mesh.dp_replicate * mesh.dp_shard, problems)
-    if sharding is None or precision is None or microbatches is None:
+    if sharding is None or precision is None or pipeline is None or microbatches is None:
         return None
     try:
         return Plan(
             mesh=mesh,
             sharding=sharding,
             precision=precision,
+            pipeline=pipeline,
             merge=Merge(microbatches=microbatches),
             clip_grad_norm=train.clip_grad_norm,
         )

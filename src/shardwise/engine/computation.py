@@ -1,0 +1,120 @@
+"""Forward and backward of a rank's microbatches: of the whole model in turn, or of its stages by a schedule."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shardwise.engine.batches import Batch, LossOfModel
+from shardwise.engine.pipeline.runner import PipelineRunner
+from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
+from shardwise.errors import ModelError
+
+
+class Computation:
+    """What a rank computes of each batch.
+
+    Microbatches have streams of random numbers of their own, numbered over all data ranks: what a microbatch draws
+    does not depend on the rank that has it.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        loss: LossOfModel,
+        random: KeyedRandom,
+        runner: PipelineRunner | None,
+        device: torch.device,
+        rank: int,
+        data_rank: int,
+    ) -> None:
+        """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors."""
+        self.random = random
+        self.step = 0
+        """The steps begun so far."""
+        self._model = model
+        self._loss = loss
+        self._runner = runner
+        self._device = device
+        self._rank = rank
+        self._data_rank = data_rank
+
+    def train(
+        self, parts: Sequence[Batch], factors: Sequence[float], *, before_last_backward: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """Forward and backward of every microbatch whose factor is not 0; the losses, without a graph.
+
+        What does not count is not computed: a mean over nothing is nan in many models. A loss that another rank has
+        is zero here. Raises ModelError where nothing can be learnt from a loss.
+        """
+        streams = self._streams(self.step, len(parts), len(parts))
+        self.step += 1
+        counted = [at for at, factor in enumerate(factors) if factor]
+        losses = [torch.zeros((), device=self._device) for _ in parts]
+        if self._runner is not None:
+            computed = self._runner.train(
+                [parts[at] for at in counted],
+                [factors[at] for at in counted],
+                self._loss,
+                streams=[streams[at] for at in counted],
+                before_last_backward=before_last_backward,
+            )
+            for at, loss in zip(counted, computed, strict=True):
+                losses[at] = loss
+            return losses
+        for at in counted:
+            try:
+                with streams[at]:  # around backward too, which may compute activations again
+                    losses[at] = self._train(
+                        parts[at], factors[at], before_last_backward if at == counted[-1] else None
+                    )
+            except Exception as error:
+                error.add_note(f"shardwise: on rank {self._rank}, in microbatch {at} of {len(parts)}")
+                raise
+        return losses
+
+    def evaluate(self, parts: Sequence[Batch], weights: Sequence[float], num_microbatches: int) -> list[torch.Tensor]:
+        """The losses of every microbatch whose weight is not 0, in evaluation mode; `num_microbatches`: the most that
+        a data rank has."""
+        streams = self._streams(EVALUATION, len(parts), num_microbatches)
+        counted = [at for at, weight in enumerate(weights) if weight]
+        losses = [torch.zeros((), device=self._device) for _ in parts]
+        with torch.no_grad(), _evaluating(self._model):
+            if self._runner is not None:
+                computed = self._runner.evaluate(
+                    [parts[at] for at in counted], self._loss, streams=[streams[at] for at in counted]
+                )
+                for at, loss in zip(counted, computed, strict=True):
+                    losses[at] = loss
+                return losses
+            for at in counted:
+                with streams[at]:
+                    losses[at] = self._loss(parts[at])
+        return losses
+
+    def _train(self, part: Batch, factor: float, before_last_backward: Callable[[], None] | None) -> torch.Tensor:
+        loss = self._loss(part)
+        if not loss.requires_grad:
+            raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
+        if before_last_backward is not None:
+            before_last_backward()
+        (loss if factor == 1.0 else loss * factor).backward()
+        return loss.detach()
+
+    def _streams(self, step: int, count: int, count_of_all: int) -> list[Stream]:
+        first = self._data_rank * count_of_all
+        return [self.random.stream(step, first + at) for at in range(count)]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards each module's own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,1 @@
+"""Pipeline parallelism on unmodified models: modules run on their stage, everywhere else only shapes are known."""

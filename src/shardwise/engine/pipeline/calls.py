@@ -1,0 +1,190 @@
+"""What is clipped: calls of placed modules, and glue operations; each can be run, and can be tried on fake tensors."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.engine.pipeline.fakes import Fakes
+from shardwise.engine.pipeline.nested import is_plain, token_of
+from shardwise.engine.pipeline.values import Spec
+
+
+class Call(Protocol):
+    """Something that is executed on one stage."""
+
+    name: str
+
+    def key(self) -> Hashable:
+        """Equal for calls that give outputs of equal shapes for inputs of equal shapes."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute it: (result, records of inner hooks)."""
+
+    def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute it on fake tensors, with nothing left behind."""
+
+
+class Operation:
+    """A torch function between placed modules."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = getattr(function, "__name__", str(function))
+
+    def key(self) -> Hashable:
+        """See `Call`."""
+        return self.function
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Call`."""
+        return self.function(*args, **kwargs), ()
+
+    def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Call`."""
+        return self.function(*args, **kwargs), ()
+
+
+class Unit:
+    """A placed module."""
+
+    def __init__(self, name: str, module: nn.Module, stage: int, structures: dict[Hashable, int]) -> None:
+        self.name = name
+        self.module = module
+        self.stage = stage
+        self.forward = module.forward
+        """What the module ran before it was placed."""
+        self.inner = [each for each in module.modules() if each is not module]
+        self._structure = structures.setdefault(_structure_of(module, name), len(structures))
+
+    def key(self) -> Hashable:
+        """See `Call`. Layers that only differ in their number and their values are alike."""
+        return (self._structure, self.module.training)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Call`."""
+        with self._recording() as records:
+            return self.forward(*args, **kwargs), tuple(records)
+
+    def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Call`. What forward writes into the module itself is taken back."""
+        whole = [self.module, *self.inner]
+        saved = [dict(vars(each)) for each in whole]
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        try:
+            for each in whole:
+                for kind in ("_parameters", "_buffers"):
+                    held = getattr(each, kind)
+                    fresh = {key: None if old is None else _fake(fakes, old, made) for key, old in held.items()}
+                    vars(each)[kind] = type(held)(fresh)
+            eager = getattr(self.module, "_orig_mod", None)
+            with self._recording() as records:
+                return (self.forward if eager is None else eager)(*args, **kwargs), tuple(records)
+        finally:
+            for each, attributes in zip(whole, saved, strict=True):
+                vars(each).clear()
+                vars(each).update(attributes)
+
+    @contextmanager
+    def _recording(self) -> Iterator[list[Any]]:
+        """Note, instead of calling them, the forward hooks that others have put on modules inside this one.
+
+        They would be called on the rank of the stage alone; `tell_hooks` calls them on all ranks.
+        """
+        records: list[Any] = []
+        hooked = [(at, each) for at, each in enumerate(self.inner) if _foreign_hooks(each)]
+        if not hooked:
+            yield records
+            return
+        originals = [each._forward_hooks for _, each in hooked]
+        for at, each in hooked:
+            recorders = [
+                (number, hook if _is_ours(hook) else _recorder(records, at, position, number, each))
+                for position, (number, hook) in enumerate(each._forward_hooks.items())
+            ]
+            vars(each)["_forward_hooks"] = OrderedDict(recorders)
+        try:
+            yield records
+        finally:
+            for (_, each), hooks in zip(hooked, originals, strict=True):
+                vars(each)["_forward_hooks"] = hooks
+
+    def tell_hooks(self, records: Sequence[Any]) -> str:
+        """Call the hooks that were noted, in order; the name of a module whose hook changes the output, or nothing."""
+        for at, position, args, kwargs, output in records:
+            module = self.inner[at]
+            number, hook = list(module._forward_hooks.items())[position]  # torch numbers them over the whole process
+            takes_keywords = number in module._forward_hooks_with_kwargs
+            answer = hook(module, args, kwargs, output) if takes_keywords else hook(module, args, output)
+            if answer is not None:
+                names: dict[nn.Module, str] = {
+                    each: name for name, each in self.module.named_modules(prefix=self.name)
+                }
+                return names[module]
+        return ""
+
+
+def _recorder(records: list[Any], at: int, position: int, number: int, module: nn.Module) -> Callable[..., None]:
+    if number in module._forward_hooks_with_kwargs:
+
+        def note_keywords(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            records.append((at, position, args, kwargs, output))
+
+        return note_keywords
+
+    def note(_: nn.Module, args: Any, output: Any) -> None:
+        records.append((at, position, args, None, output))
+
+    return note
+
+
+def _foreign_hooks(module: nn.Module) -> bool:
+    return any(not _is_ours(hook) for hook in module._forward_hooks.values())
+
+
+def _is_ours(hook: Any) -> bool:
+    """Casts and random streams belong to the module itself and run with it."""
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return origin.startswith("shardwise.")
+
+
+def _fake(fakes: Fakes, tensor: torch.Tensor, made: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    if tensor not in made:
+        made[tensor] = fakes.leaf(Spec.of(tensor))
+    return made[tensor]
+
+
+def _structure_of(module: nn.Module, name: str) -> Hashable:
+    """What decides shapes: classes, shapes of parameters and buffers, plain attributes.
+
+    A layer's own number in its list (which many layers of users keep) is not what makes it different.
+    """
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    own_number = numbers[-1] if numbers else None
+    described = []
+    for inner_name, each in module.named_modules():
+        tensors = [
+            (key, None if held is None else (held.shape, held.dtype, held.requires_grad))
+            for key, held in [*each._parameters.items(), *each._buffers.items()]
+        ]
+        is_torchs = type(each).__module__.startswith("torch.nn.")
+        attributes = [
+            (key, "own number" if held == own_number and type(held) is int and not is_torchs else _attribute(held))
+            for key, held in sorted(vars(each).items())
+            if not key.startswith("_") and key != "training"
+        ]
+        described.append((inner_name, type(each), tuple(tensors), tuple(attributes)))
+    return tuple(described)
+
+
+def _attribute(value: Any) -> Hashable:
+    if isinstance(value, tuple | list):
+        return (type(value), tuple(_attribute(each) for each in value))
+    if isinstance(value, dict):
+        return (type(value), tuple((str(key), _attribute(each)) for key, each in value.items()))
+    if isinstance(value, float):
+        return (float, value)
+    return token_of(value) if is_plain(value) else id(value)

@@ -1,0 +1,86 @@
+"""Where the graph of a forward is cut: a value leaves for another stage, or arrives from one.
+
+    forward                                        backward, in reverse order of the program
+    [1] Departure: the value is posted             [4] Departure: waits for the gradient, hands it on
+    [2] Arrival: the value is taken                [3] Arrival: posts the gradient
+
+A departure is a root of its stage's backward. Autograd runs what was made last first; so arrivals and departures of one
+stage take turns as in the forward, backwards, and a stage that is entered twice in one forward works too.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from shardwise.engine.pipeline.flows import Flow
+
+
+@dataclass(kw_only=True, slots=True)
+class Crossing:
+    """One value that goes from one stage to another."""
+
+    number: int
+    """Counted over the microbatch's forward, alike on all ranks."""
+    source: int
+    target: int
+    needs_gradient: bool
+    has_returned: bool = False
+    """Of an arrival: whether its gradient, or that there is none, was posted."""
+
+
+@dataclass(slots=True)
+class StageGraph:
+    """What the backward of one microbatch on one stage starts from and ends in."""
+
+    roots: list[torch.Tensor] = field(default_factory=list)
+    """One empty tensor for every departure."""
+    arrivals: list[Crossing] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+
+    def clear(self) -> None:
+        """Let go of the graph, which refers to this by its departures."""
+        self.roots.clear()
+        self.arrivals.clear()
+        self.loss = None
+
+
+class Departure(torch.autograd.Function):
+    """The end of the graph where a value leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, flow: "Flow", crossing: Crossing, graph: StageGraph) -> torch.Tensor:
+        """Give the root that stands for the value in the backward of its stage."""
+        ctx.flow, ctx.crossing, ctx.graph = flow, crossing, graph
+        return value.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        """Hand on the gradient that comes back, or none."""
+        crossing = ctx.crossing
+        # Arrivals of later in the program have had their turn: what has not come by now has no gradient.
+        ctx.flow.return_nothing(ctx.graph, later_than=crossing.number)
+        return ctx.flow.take_gradient(crossing), None, None, None
+
+
+class Arrival(torch.autograd.Function):
+    """The beginning of the graph where a value arrives."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, arrived: list[torch.Tensor], flow: "Flow", crossing: Crossing
+    ) -> torch.Tensor:
+        """Give the value that arrived, in a list because autograd makes views of tensors that go in and out.
+
+        `anchor` requires a gradient, so that this is part of the graph.
+        """
+        ctx.flow, ctx.crossing = flow, crossing
+        ctx.set_materialize_grads(False)
+        return arrived.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Post the gradient to where the value came from."""
+        ctx.flow.return_gradient(ctx.crossing, gradients[0])
+        return None, None, None, None

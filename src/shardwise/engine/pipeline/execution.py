@@ -1,0 +1,239 @@
+"""One call under placement: its inputs move to its stage, it is executed there and inferred elsewhere.
+
+Whatever the call gives is described alike on all ranks, by the entry that all of them inferred or were told: which
+outputs there are, which of them are inputs or views of inputs, which inputs were written to.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.engine.pipeline.calls import Call, Unit
+from shardwise.engine.pipeline.flows import Flow
+from shardwise.engine.pipeline.inference import Entry, Inputs, describe, numbers_in
+from shardwise.engine.pipeline.nested import ObjectSlot, Slot, tensors_in, transform
+from shardwise.engine.pipeline.sites import user_site
+from shardwise.engine.pipeline.values import Family, Memory, Spec, StageTensor, Value
+from shardwise.errors import ModelError
+
+if TYPE_CHECKING:
+    from shardwise.engine.pipeline.runner import PipelineRunner
+
+
+def execute(
+    runner: "PipelineRunner",
+    flow: Flow,
+    call: Call,
+    stage: int | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The result of the call, with values of `stage` in it; None: the latest stage among the inputs."""
+    inputs = Inputs(args, kwargs, flow.adopted)
+    staged = {at: each for at, each in enumerate(inputs.tensors) if isinstance(each, StageTensor)}
+    if stage is None:
+        stage = max(each.value.stage for each in staged.values())
+    for each in staged.values():
+        _refuse_custom_function(each)
+    flow.note(call.name, stage)
+    moved = {at: flow.to_stage(each, stage) for at, each in staged.items()}
+    signature, entry = runner.inference.look_up(call, inputs)
+    result: Any = None
+    if runner.is_local(stage):
+        locals_ = [moved[at].local if at in moved else each for at, each in enumerate(inputs.tensors)]
+        result, fresh = _run(runner, flow, call, stage, inputs, locals_, is_described=entry is not None)  # type: ignore[arg-type]
+        if entry is None:
+            entry = flow.tell(stage, lambda: fresh)
+            runner.inference.learn(signature, entry)
+        elif entry.tells_numbers:
+            flow.tell(stage, lambda: fresh)
+        _check(call, entry, tensors_in(result), flow, is_example=not _all_known(entry, moved))
+    elif entry is None:
+        entry = flow.tell(stage, _nothing)
+        runner.inference.learn(signature, entry)
+    elif entry.tells_numbers:
+        entry = flow.tell(stage, _nothing)
+    assert entry is not None
+    _write(flow, call, inputs, entry, moved)
+    wrapped = _wrap(flow, call, stage, inputs, entry, moved, tensors_in(result) if result is not None else None)
+    return _deliver(call, inputs, entry, result, wrapped)
+
+
+def _run(
+    runner: "PipelineRunner",
+    flow: Flow,
+    call: Call,
+    stage: int,
+    inputs: Inputs,
+    tensors: Sequence[torch.Tensor],
+    *,
+    is_described: bool,
+) -> tuple[Any, Entry | None]:
+    """Execute a call here; its result, and its entry where none is known."""
+    flow.enter(stage)
+    versions = [each._version for each in tensors]
+    args, kwargs = inputs.filled(tensors, inputs.objects)
+    try:
+        with runner.glue.aside():
+            result = call.run(args, kwargs)
+    except Exception as error:
+        error.add_note(
+            f"shardwise: in {call.name!r} on stage {stage} (rank {runner.rank} of the pipeline), microbatch "
+            f"{flow.number}"
+        )
+        raise
+    entry = None
+    if not is_described or numbers_in(result[0]):
+        entry = describe(result, tensors, versions, inputs.objects, has_known_shapes=False)
+        if numbers_in(result[0]):
+            entry = Entry(
+                skeleton=entry.skeleton,
+                outputs=entry.outputs,
+                written=entry.written,
+                has_known_shapes=False,
+                tells_numbers=True,
+            )
+    return result, entry
+
+
+def _nothing() -> Any:
+    raise AssertionError("only the owner of a stage has news of it")
+
+
+def _all_known(entry: Entry, moved: dict[int, Value]) -> bool:
+    return entry.has_known_shapes and all(value.has_known_shape for value in moved.values())
+
+
+def _check(call: Call, entry: Entry, made: Sequence[torch.Tensor], flow: Flow, *, is_example: bool) -> None:
+    """What came out is what all other ranks take it for."""
+    expected = [output.spec for output in entry.outputs]
+    actual = [Spec.of(each) for each in made]
+    fits = len(expected) == len(actual) and all(
+        want.dtype == got.dtype
+        and want.requires_grad == got.requires_grad
+        and len(want.shape) == len(got.shape)
+        and (is_example or want.shape == got.shape)
+        for want, got in zip(expected, actual, strict=True)
+    )
+    if not fits:
+        raise ModelError(
+            f"{call.name!r} gave {_described(actual)} in microbatch {flow.number}, and before, for inputs of the same "
+            f"shapes, {_described(expected)}; other stages rely on its number of outputs, their dtypes and dims, and "
+            f"on which of them require a gradient ({user_site()})"
+        )
+
+
+def _described(specs: Sequence[Spec]) -> str:
+    each = [
+        f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}{' with gradient' if spec.requires_grad else ''}"
+        for spec in specs
+    ]
+    return ", ".join(each) or "no tensors"
+
+
+def _write(flow: Flow, call: Call, inputs: Inputs, entry: Entry, moved: dict[int, Value]) -> None:
+    """Account for inputs that were written to in place."""
+    for at, spec in entry.written:
+        tensor = inputs.tensors[at]
+        if not isinstance(tensor, StageTensor):
+            _write_to_plain(flow, call, tensor, moved)
+            continue
+        value = moved[at]
+        if tensor.value is not value:
+            # The tensor was handed on and written to there: from now on it lives there. Its views stayed behind.
+            tensor.value.memory.stale = (
+                f"a view of what {tensor.value.maker!r} made on stage {tensor.value.stage} is used, after "
+                f"{call.name!r} wrote to it with values of stage {value.stage}; write to a copy (clone) instead"
+            )
+            tensor.rebind(value)
+        value.memory.version += 1
+        value.maker, value.spec = call.name, spec
+        tensor.family.reset()
+
+
+def _write_to_plain(flow: Flow, call: Call, tensor: torch.Tensor, moved: dict[int, Value]) -> None:
+    """A tensor that all ranks have was written to on one: from now on it stands for a value of that stage."""
+    if isinstance(call, Unit) or not moved:
+        raise ModelError(
+            f"{call.name!r} writes in place to a tensor that it was given and that all ranks have, but is executed on "
+            f"one rank only ({user_site()}); return the new values instead"
+        )
+    stage = max(value.stage for value in moved.values())
+    local = tensor if any(value.local is not None for value in moved.values()) else None
+    spec = Spec.of(tensor)._replace(requires_grad=any(value.spec.requires_grad for value in moved.values()))
+    flow.hold(tensor, Value(stage, spec, local, call.name))
+
+
+def _wrap(
+    flow: Flow,
+    call: Call,
+    stage: int,
+    inputs: Inputs,
+    entry: Entry,
+    moved: dict[int, Value],
+    made: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor]:
+    """The outputs as values of the stage."""
+    known = _all_known(entry, moved)
+    wrapped: list[torch.Tensor] = []
+    for at, output in enumerate(entry.outputs):
+        local = None if made is None else made[at]
+        if output.same_as is not None:
+            wrapped.append(_same(flow, inputs.tensors[output.same_as], moved.get(output.same_as), output.spec))
+            continue
+        memory = Memory()
+        if output.view_of is not None and output.view_of in moved:
+            memory = moved[output.view_of].memory
+        has_known_shape = known or not output.spec.shape
+        wrapped.append(
+            StageTensor(
+                flow,
+                Value(stage, output.spec, local, call.name, memory=memory, has_known_shape=has_known_shape),
+            )
+        )
+    return wrapped
+
+
+def _same(flow: Flow, tensor: torch.Tensor, value: Value | None, spec: Spec) -> torch.Tensor:
+    """An output that is one of the inputs."""
+    if not isinstance(tensor, StageTensor) or value is None:
+        return flow.adopted(tensor)
+    if tensor.value is not value:
+        return StageTensor(flow, value, tensor.family if value in tensor.family.copies.values() else Family(value))
+    value.spec = spec  # requires_grad_(), unsqueeze_()
+    return tensor
+
+
+def _deliver(call: Call, inputs: Inputs, entry: Entry, result: Any, wrapped: Sequence[torch.Tensor]) -> Any:
+    """The result as the program gets it, after hooks inside the module have been told."""
+
+    def put(leaf: Any) -> Any:
+        if type(leaf) is Slot:
+            return wrapped[leaf.number]
+        return inputs.objects[leaf.number] if type(leaf) is ObjectSlot else leaf
+
+    if result is None:
+        answer, records = transform(entry.skeleton, put)
+    else:
+        following = iter(wrapped)
+        answer, records = transform(result, lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf)
+    if records and isinstance(call, Unit) and (changed := call.tell_hooks(records)):
+        raise ModelError(
+            f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output; hooks inside "
+            "placed modules are called after the whole module, on all ranks, and can only look: put the change into "
+            "the module, or place its parts one by one"
+        )
+    return answer
+
+
+def _refuse_custom_function(tensor: StageTensor) -> None:
+    """Ops inside a custom autograd function run without a graph: its backward would be lost without a word."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = tensor.grad_fn
+    if node is not None:
+        name = type(node).__name__.removesuffix("Backward")
+        raise ModelError(
+            f"{user_site()}: the custom autograd function {name} is called on values of a stage, between placed "
+            "modules; call it inside a module, and place that module on a stage"
+        )

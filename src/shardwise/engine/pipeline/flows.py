@@ -1,0 +1,287 @@
+"""One microbatch on its way through the stages, as one rank sees it.
+
+The program of the forward is the same on all ranks. It is counted alike everywhere: transfers by number, and all that
+happens by a checksum that travels with every value, so that ranks whose programs differ notice.
+"""
+
+import pickle
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, StageGraph
+from shardwise.engine.pipeline.post import Key, Kind
+from shardwise.engine.pipeline.sites import user_site
+from shardwise.engine.pipeline.values import Spec, StageTensor, Value
+from shardwise.engine.randomness import Stream
+from shardwise.errors import MismatchError, ModelError
+
+if TYPE_CHECKING:
+    from shardwise.engine.pipeline.glue import Glue
+    from shardwise.engine.pipeline.runner import PipelineRunner
+
+
+class Flow:
+    """The forward of one microbatch, and what its backward needs."""
+
+    def __init__(self, runner: "PipelineRunner", number: int, stream: Stream | None) -> None:
+        self.number = number
+        self.stream = stream
+        self.transfers: list[tuple[int, int]] = []
+        """(source stage, target stage) of every value that crossed so far, in the order of the program."""
+        self.progress = 0
+        self.is_forward = True
+        self.last = "the beginning of the forward"
+        """The last call that the program made."""
+        self.loss: StageTensor | None = None
+        self.graphs: dict[int, StageGraph] = {}
+        """By local stage."""
+        self.park: Callable[[int], None] = lambda stage: None
+        """Called before this rank works on a local stage that no action has begun yet."""
+        self._runner = runner
+        self._post = runner.post
+        self._current = -1
+        self._num_news = 0
+        self._held: dict[int, tuple[torch.Tensor, StageTensor]] = {}
+        """Parameters and plain tensors that stand for values of a stage in this forward, by id."""
+        self._buffers = {id(buffer): (buffer, stage, name) for buffer, stage, name in runner.placed_buffers()}
+
+    @property
+    def device(self) -> torch.device:
+        """Where real tensors are."""
+        return self._runner.device
+
+    @property
+    def glue(self) -> "Glue":
+        """What runs between placed modules."""
+        return self._runner.glue
+
+    # The program ----------------------------------------------------------------------------------------------------
+
+    def note(self, name: str, stage: int) -> None:
+        """A call on a stage: every rank counts it, wherever it is executed."""
+        self.last = name
+        self.progress = zlib.crc32(f"{name}@{stage}".encode(), self.progress)
+
+    def enter(self, stage: int) -> StageGraph:
+        """This rank is about to work on one of its stages."""
+        if self.is_forward and stage > self._current:
+            self.park(stage)
+            self._current = max(self._current, stage)
+        return self.graphs.setdefault(self._current, StageGraph())
+
+    def begin(self, stage: int) -> None:
+        """An action for this local stage begins: the forward may go on up to the next one."""
+        self._current = max(self._current, stage)
+
+    # Values ---------------------------------------------------------------------------------------------------------
+
+    def hold(self, tensor: torch.Tensor, value: Value) -> StageTensor:
+        """Let a plain tensor stand for a value of a stage from now on."""
+        made = StageTensor(self, value)
+        self._held[id(tensor)] = (tensor, made)
+        return made
+
+    def adopted(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The value of a stage for which a tensor stands, or the tensor itself, which all ranks have."""
+        if type(leaf) is StageTensor:
+            return leaf
+        if (held := self._held.get(id(leaf))) is not None:
+            return held[1]
+        if (place := self._place_of(leaf)) is not None:
+            stage, name = place
+            local = leaf if self._runner.is_local(stage) else None
+            return self.hold(leaf, Value(stage, Spec.of(leaf), local, name))
+        if leaf.is_meta:
+            raise ModelError(
+                f"a tensor that belongs to a module of another stage is used outside of it, after {self.last} "
+                f"({user_site()}); make it a buffer or a parameter of that module, or give it to forward as an argument"
+            )
+        return leaf
+
+    def stands_for_value(self, leaf: torch.Tensor) -> bool:
+        """Whether `adopted` gives a value of a stage."""
+        return type(leaf) is StageTensor or id(leaf) in self._held or self._place_of(leaf) is not None or leaf.is_meta
+
+    def to_stage(self, tensor: StageTensor, stage: int) -> Value:
+        """The value on a stage; it crosses when it is first used there."""
+        value = tensor.value
+        if value.memory.stale:
+            raise ModelError(f"{value.memory.stale} ({user_site()})")
+        if value.stage == stage:
+            return value
+        family = tensor.family
+        if family.version != family.origin.memory.version:
+            family.reset()
+        if (copy := family.copies.get(stage)) is None:
+            copy = self._cross(family.last, stage)
+            family.add(copy)
+        return copy
+
+    def _cross(self, value: Value, stage: int) -> Value:
+        if not self.is_forward:
+            raise ModelError(
+                f"{value.maker!r} on stage {value.stage} is needed on stage {stage} while activations are recomputed "
+                "in backward, and was not in forward: an activation checkpoint spans several stages; checkpoint each "
+                "placed module by itself, or place all modules of the checkpoint on one stage"
+            )
+        crossing = Crossing(
+            number=len(self.transfers),
+            source=value.stage,
+            target=stage,
+            # Also under no_grad: a later use may be outside of it, and takes the same copy.
+            needs_gradient=value.spec.requires_grad and self._runner.is_training,
+        )
+        self.transfers.append((value.stage, stage))
+        local = None
+        if self._runner.is_local(value.stage):
+            self._depart(value, crossing)
+        if self._runner.is_local(stage):
+            local = self._arrive(value, crossing)
+        return Value(stage, value.spec, local, value.maker, has_known_shape=value.has_known_shape)
+
+    def _depart(self, value: Value, crossing: Crossing) -> None:
+        assert value.local is not None
+        graph = self.enter(value.stage)
+        if crossing.needs_gradient:
+            with torch.enable_grad():
+                graph.roots.append(Departure.apply(value.local, self, crossing, graph))  # type: ignore[no-untyped-call]
+        self._post.send(
+            self._runner.rank_of(crossing.target),
+            Key(Kind.VALUE, self.number, crossing.number),
+            value.local,
+            stages=(crossing.source, crossing.target),
+            progress=self.progress,
+            maker=value.maker,
+        )
+
+    def _arrive(self, value: Value, crossing: Crossing) -> torch.Tensor:
+        graph = self.enter(crossing.target)
+        with self._runner.waiting(self.number, crossing.target):
+            message = self._post.take(
+                self._runner.rank_of(crossing.source),
+                Key(Kind.VALUE, self.number, crossing.number),
+                stages=(crossing.source, crossing.target),
+            )
+        content = message.content
+        assert content is not None
+        if (
+            message.progress != self.progress
+            or (message.source_stage, message.target_stage) != (crossing.source, crossing.target)
+            or content.dtype != value.spec.dtype
+            or (value.has_known_shape and tuple(content.shape) != value.spec.shape)
+        ):
+            raise MismatchError(
+                f"the forward of microbatch {self.number} differs between ranks: for transfer {crossing.number} stage "
+                f"{crossing.target} expects {value.maker!r} {list(value.spec.shape)} of stage {crossing.source}, and "
+                f"got {message.maker!r} {list(content.shape)} of stage {message.source_stage}, after other calls; "
+                "every rank has to run the same forward (no branch on the rank, the time or unseeded random numbers)"
+            )
+        if not crossing.needs_gradient:
+            return content
+        graph.arrivals.append(crossing)
+        anchor = torch.empty(0, device=self.device, requires_grad=True)
+        with torch.enable_grad():
+            arrived: torch.Tensor = Arrival.apply(anchor, [content], self, crossing)  # type: ignore[no-untyped-call]
+        return arrived
+
+    def _place_of(self, leaf: torch.Tensor) -> tuple[int, str] | None:
+        """Stage and name of a parameter, or of a buffer of a placed module."""
+        if isinstance(leaf, nn.Parameter):
+            return self._runner.place_of(leaf)
+        held = self._buffers.get(id(leaf))
+        return None if held is None else held[1:]
+
+    # What only the owner knows ------------------------------------------------------------------------------------
+
+    def tell(self, stage: int, news: Callable[[], Any]) -> Any:
+        """Let all ranks know what the rank of `stage` knows; `news` is called there."""
+        number, self._num_news = self._num_news, self._num_news + 1
+        key = Key(Kind.NEWS, self.number, number)
+        owner = self._runner.rank_of(stage)
+        if owner == self._runner.rank:
+            # Between ranks of one run, which all run the same code: this is no file that anybody could have changed.
+            packed = pickle.dumps(told := news())
+            content = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+            for rank in range(self._runner.num_ranks):
+                if rank != owner:
+                    self._post.send(rank, key, content, stages=(stage, 0), progress=self.progress, maker=self.last)
+            return told
+        with self._runner.waiting(self.number, stage):
+            message = self._post.take(owner, key, stages=(stage, 0))
+        if message.progress != self.progress:
+            raise MismatchError(
+                f"the forward of microbatch {self.number} differs between ranks: {self.last!r} of stage {stage} was "
+                f"announced as {message.maker!r}, after other calls; every rank has to run the same forward"
+            )
+        assert message.content is not None
+        return pickle.loads(message.content.numpy().tobytes())
+
+    def shape_known(self, tensor: StageTensor) -> Spec:
+        """The description of a value with its real shape, which its owner tells to all where they cannot know it."""
+        value = tensor.value
+        if not value.has_known_shape:
+            value.spec = self.tell(value.stage, lambda: Spec.of(value.local))  # type: ignore[arg-type]
+            value.has_known_shape = True
+        return value.spec
+
+    def give_all(self, tensor: StageTensor) -> torch.Tensor:
+        """The elements of a value, on every rank."""
+        value = tensor.value
+        number, self._num_news = self._num_news, self._num_news + 1
+        key, owner = Key(Kind.NEWS, self.number, number), self._runner.rank_of(value.stage)
+        if value.local is None:
+            content = self._post.take(owner, key, stages=(value.stage, 0)).content
+            assert content is not None
+            return content
+        for rank in range(self._runner.num_ranks):
+            if rank != owner:
+                self._post.send(rank, key, value.local, stages=(value.stage, 0), maker=value.maker)
+        return value.local
+
+    # Backward -------------------------------------------------------------------------------------------------------
+
+    def return_gradient(self, crossing: Crossing, gradient: torch.Tensor | None) -> None:
+        """Post the gradient of a value that arrived here; None: it has none."""
+        crossing.has_returned = True
+        self._post.send(
+            self._runner.rank_of(crossing.source),
+            Key(Kind.GRADIENT, self.number, crossing.number),
+            gradient,
+            stages=(crossing.target, crossing.source),
+        )
+
+    def return_nothing(self, graph: StageGraph, *, later_than: int = -1) -> None:
+        """Post that there is no gradient for values that arrived later in the program, and got none."""
+        for crossing in reversed(graph.arrivals):
+            if crossing.number > later_than and not crossing.has_returned:
+                self.return_gradient(crossing, None)
+
+    def take_gradient(self, crossing: Crossing) -> torch.Tensor | None:
+        """Wait for the gradient of a value that left from here."""
+        with self._runner.waiting(self.number, crossing.source):
+            message = self._post.take(
+                self._runner.rank_of(crossing.target),
+                Key(Kind.GRADIENT, self.number, crossing.number),
+                stages=(crossing.target, crossing.source),
+            )
+        return message.content
+
+    def close(self) -> None:
+        """Let go of everything: values of a forward refer to it, and it to them."""
+        self._held.clear()
+        for graph in self.graphs.values():
+            graph.clear()
+        self.graphs.clear()
+        self.loss = None
+
+    def refuse_compiled_code(self, function: Any) -> Any:
+        """Compiled or scripted code got a value of a stage."""
+        raise ModelError(
+            f"{function} was called with a value of a stage from code that is not Python (a scripted or compiled "
+            f"function, a C++ extension), after {self.last} ({user_site()}); call it inside a module, and place that "
+            "module on a stage"
+        )

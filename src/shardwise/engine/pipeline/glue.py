@@ -1,0 +1,198 @@
+"""The code between placed modules: it runs on every rank, and its operations on the ranks of their operands.
+
+An operation on values of stages is executed on the latest stage among them, whither the others move; elsewhere only
+shape and dtype of its result are inferred. Operations on plain tensors (ids, masks, position tables), which all ranks
+have, are executed by all. What asks for elements is refused on every rank, so that none branches on what others lack.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardwise.engine.pipeline.calls import Operation
+from shardwise.engine.pipeline.execution import execute
+from shardwise.engine.pipeline.sites import user_site
+from shardwise.engine.pipeline.values import StageTensor
+from shardwise.errors import ModelError
+
+if TYPE_CHECKING:
+    from shardwise.engine.pipeline.runner import PipelineRunner
+
+_Tensor = torch.Tensor
+
+
+def _getters(*names: str) -> set[Any]:
+    """Properties and methods of tensors by name, as far as this torch has them, and functions of the same name."""
+    found: set[Any] = set()
+    for name in names:
+        attribute = getattr(_Tensor, name, None)
+        if attribute is not None:
+            found.add(attribute.__get__ if not callable(attribute) else attribute)
+        if callable(function := getattr(torch, name, None)):
+            found.add(function)
+    return found
+
+
+_SHAPES = _getters("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous", "nbytes", "dim_order")
+_KINDS = _getters(
+    *("dtype", "ndim", "dim", "ndimension", "layout", "is_floating_point", "is_complex", "is_signed", "element_size"),
+    *("itemsize", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_conj", "is_neg", "is_inference"),
+    *("is_mkldnn", "names", "has_names"),
+)
+_DEVICES = _getters("device", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_mtia", "is_xla", "get_device")
+_REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
+_SET_REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__set__
+_IS_LEAF: Any = vars(torch._C.TensorBase)["is_leaf"].__get__
+_ITERATION: Any = _Tensor.__iter__
+_DESCRIPTIONS = _SHAPES | _KINDS | _DEVICES | {_REQUIRES_GRAD, _IS_LEAF}
+_READS = _getters(
+    *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__"),
+    *("__repr__", "__format__", "__contains__", "is_nonzero", "data_ptr", "untyped_storage", "storage", "equal"),
+    *("allclose", "__reduce_ex__", "__deepcopy__", "__dlpack__", "share_memory_"),
+)
+_GRAPH = _getters(
+    "backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "grad", "grad_fn", "_version"
+) | {torch.autograd.grad, torch.autograd.backward}
+_RANDOM = _getters(
+    *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_"),
+    *("geometric_", "log_normal_", "cauchy_", "rand_like", "randn_like", "randint_like", "poisson", "dropout"),
+    *("alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu", "rrelu_"),
+) | {
+    getattr(functional, name)
+    for name in dir(functional)
+    if "dropout" in name or name in ("rrelu", "gumbel_softmax", "scaled_dot_product_attention")
+}
+
+
+class Glue(TorchFunctionMode):
+    """Sees every torch function that is called between placed modules."""
+
+    def __init__(self, runner: "PipelineRunner") -> None:
+        super().__init__()
+        self._runner = runner
+        self.is_inside = False
+        """A placed module runs on this rank: its tensors are plain ones."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `torch.overrides.TorchFunctionMode`."""
+        return self.on_call(func, args, kwargs or {})
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """What shardwise itself does with tensors does not go through here."""
+        is_on_top = torch.overrides._get_current_function_mode() is self
+        if is_on_top:
+            torch.overrides._pop_mode()
+        try:
+            yield
+        finally:
+            if is_on_top:
+                torch.overrides._push_mode(self)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A placed module runs: nothing stands between it and torch."""
+        was_inside, self.is_inside = self.is_inside, True
+        try:
+            with self.off():
+                yield
+        finally:
+            self.is_inside = was_inside
+
+    def on_call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the call gives: a plain result, or values of the stage that it is executed on."""
+        flow = self._runner.flow
+        if flow is None or self.is_inside:
+            if _holds_stage_tensor(args) or _holds_stage_tensor(kwargs):
+                self._refuse_inside(func)
+            return func(*args, **kwargs)
+        if not self._concerns(args) and not self._concerns(kwargs):
+            return func(*args, **kwargs)
+        first = flow.adopted(args[0]) if args and isinstance(args[0], _Tensor) else None
+        if isinstance(first, StageTensor):
+            if func in _DESCRIPTIONS:
+                return self._describe(func, first, args[1:], kwargs)
+            if func == _ITERATION:
+                return iter(self.on_call(_Tensor.unbind, (first, 0), {}))
+            func = _Tensor.requires_grad_ if func == _SET_REQUIRES_GRAD else func
+        if func in _READS or func in _GRAPH:
+            self._refuse_read(func, args, kwargs)
+        # Drawn alike on all ranks, though one of them executes it.
+        with self._runner.random.call() if func in _RANDOM else nullcontext():
+            return execute(self._runner, flow, Operation(func), None, args, kwargs)
+
+    def _describe(
+        self, func: Callable[..., Any], tensor: StageTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What is known of a value on all ranks."""
+        flow = tensor.flow
+        spec = flow.shape_known(tensor) if func in _SHAPES else tensor.value.spec
+        if func == _REQUIRES_GRAD:
+            return spec.requires_grad
+        if func == _IS_LEAF:
+            return not spec.requires_grad
+        if func in _DEVICES:
+            return func(torch.empty(0, dtype=spec.dtype, device=flow.device), *args, **kwargs)
+        return func(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"), *args, **kwargs)
+
+    def _concerns(self, nested: Any) -> bool:
+        flow = self._runner.flow
+        assert flow is not None
+        for each in nested.values() if type(nested) is dict else nested:
+            if isinstance(each, _Tensor):
+                if flow.stands_for_value(each):
+                    return True
+            elif type(each) in (tuple, list, dict) and self._concerns(each):
+                return True
+        return False
+
+    def _refuse_read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        flow = self._runner.flow
+        assert flow is not None
+        value = next(
+            each.value for each in map(flow.adopted, _tensors((args, kwargs))) if isinstance(each, StageTensor)
+        )
+        name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
+        if func in _GRAPH:
+            what = f"asks for the graph of a value ({name})"
+            advice = "step() runs backward; look at gradients in hooks inside a placed module"
+        else:
+            what = f"reads the elements of a value ({name})"
+            advice = (
+                "do it inside a module that is placed on a stage, or with torch operations that give tensors "
+                "(torch.where instead of `if`); for logging use what step() reports"
+            )
+        raise ModelError(
+            f"{user_site()}: this {what} that {value.maker!r} made on stage {value.stage}; only the rank of that "
+            f"stage has it, and all ranks run this line. {advice[0].upper()}{advice[1:]}"
+        )
+
+    def _refuse_inside(self, func: Callable[..., Any]) -> None:
+        name = getattr(func, "__name__", str(func))
+        if self._runner.flow is None:
+            raise ModelError(
+                f"{user_site()}: {name} on a value of a stage after its forward has ended; compute it in the model or "
+                "in the loss function"
+            )
+        raise ModelError(
+            f"{user_site()}: {name} got a value of a stage that came into a placed module inside an object that "
+            "shardwise cannot look into; hand it over as an argument, in a tuple, list, dict or dataclass"
+        )
+
+
+def _holds_stage_tensor(nested: Any) -> bool:
+    return any(type(each) is StageTensor for each in _tensors(nested))
+
+
+def _tensors(nested: Any) -> Iterator[torch.Tensor]:
+    for each in nested.values() if isinstance(nested, dict) else nested:
+        if isinstance(each, _Tensor):
+            yield each
+        elif isinstance(each, tuple | list | dict):
+            yield from _tensors(each)

@@ -1,0 +1,231 @@
+"""What a call gives, without executing it: tried once on fake tensors for every signature, and remembered.
+
+Every rank tries for itself and all come to the same verdict, for they see the same program. Where trying fails (no
+kernel for fake tensors, shapes that depend on values) all know that the shape of the outputs is the owner's to tell.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from shardwise.engine.pipeline.calls import Call
+from shardwise.engine.pipeline.fakes import Fakes
+from shardwise.engine.pipeline.nested import ObjectSlot, Slot, is_plain, token_of, transform
+from shardwise.engine.pipeline.sites import user_site
+from shardwise.engine.pipeline.values import Spec, StageTensor
+from shardwise.engine.randomness import KeyedRandom
+from shardwise.errors import ModelError
+
+_MAX_ENTRIES = 1 << 14
+
+
+class Output(NamedTuple):
+    """One tensor that a call gives."""
+
+    spec: Spec
+    same_as: int | None
+    """The input that it is, as an object."""
+    view_of: int | None
+    """The input whose memory it shares."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What a call gives for one signature."""
+
+    skeleton: Any
+    """The result and the records of inner hooks, with slots in the place of tensors and objects."""
+    outputs: tuple[Output, ...]
+    written: tuple[tuple[int, Spec], ...]
+    """Inputs that the call writes to in place, and what they are afterwards."""
+    has_known_shapes: bool
+    """False: the shapes are an example, and may be others the next time."""
+    tells_numbers: bool = False
+    """The result holds Python numbers that only its owner can know: it tells them with every call."""
+
+
+class Opaque:
+    """Stands, on other ranks, for an object of a class that shardwise cannot look into."""
+
+    def __init__(self, name: str) -> None:
+        self.__name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # what copying and pickling look for
+            raise AttributeError(attribute)
+        raise ModelError(
+            f"{attribute!r} of a {self.__name} that a placed module gave is used outside of it ({user_site()}); only "
+            "the rank of that module's stage has the object; return its tensors in a tuple, list, dict or dataclass"
+        )
+
+
+class Inputs:
+    """The arguments of a call, taken apart: tensors and objects by number, and all else."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], adopted: Callable[[Any], Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        """Stage tensors and plain ones."""
+        self.objects: list[Any] = []
+        self._tokens: list[Hashable] = []
+        self._adopted = adopted
+        self.skeleton: tuple[tuple[Any, ...], dict[str, Any]] = transform((args, kwargs), self._take_apart)
+
+    def _take_apart(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            leaf = self._adopted(leaf)
+            self.tensors.append(leaf)
+            if type(leaf) is StageTensor:
+                self._tokens.append(leaf.value.spec)
+            else:
+                self._tokens.append(Spec.of(leaf))
+            return Slot(len(self.tensors) - 1)
+        self._tokens.append(token_of(leaf))
+        if is_plain(leaf) or callable(leaf):
+            return leaf
+        self.objects.append(leaf)
+        return ObjectSlot(len(self.objects) - 1)
+
+    def signature(self, call: Call, device: torch.device) -> Hashable:
+        """Equal where outputs have equal descriptions."""
+        kind = device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return (call.key(), torch.is_grad_enabled(), autocast, _structure(self.skeleton), tuple(self._tokens))
+
+    def filled(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these tensors and objects."""
+
+        def put(leaf: Any) -> Any:
+            if type(leaf) is Slot:
+                return tensors[leaf.number]
+            return objects[leaf.number] if type(leaf) is ObjectSlot else leaf
+
+        args, kwargs = transform(self.skeleton, put)
+        return args, kwargs
+
+
+class Inference:
+    """The entries of one rank."""
+
+    def __init__(self, device: torch.device, random: KeyedRandom) -> None:
+        self.device = device
+        self.num_tried = 0
+        """Signatures that were tried on fake tensors."""
+        self.num_lookups = 0
+        self._entries: dict[Hashable, Entry | None] = {}
+        self._fakes = Fakes(device)
+        self._random = random
+
+    def look_up(self, call: Call, inputs: Inputs) -> tuple[Hashable, Entry | None]:
+        """The signature and its entry; None where the owner has to announce one."""
+        signature = inputs.signature(call, self.device)
+        self.num_lookups += 1
+        try:
+            return signature, self._entries[signature]
+        except KeyError:
+            pass
+        if len(self._entries) >= _MAX_ENTRIES:  # alike on all ranks, which see the same signatures
+            self._entries.clear()
+        self.num_tried += 1
+        entry = self._try(call, inputs)
+        self._entries[signature] = entry
+        return signature, entry
+
+    def learn(self, signature: Hashable, entry: Entry) -> None:
+        """Remember what the owner announced."""
+        self._entries[signature] = entry
+
+    def _try(self, call: Call, inputs: Inputs) -> Entry | None:
+        modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+        try:
+            with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying():
+                warnings.simplefilter("ignore")
+                specs = [each.value.spec if type(each) is StageTensor else Spec.of(each) for each in inputs.tensors]
+                tensors = [self._fakes.input(spec) for spec in specs]
+                with _CopiesHoldFakes(self._fakes):
+                    objects = [copy.deepcopy(each) for each in inputs.objects]
+                versions = [each._version for each in tensors]
+                args, kwargs = inputs.filled(tensors, objects)
+                result = call.try_on_fakes(self._fakes, args, kwargs)
+                return describe(result, tensors, versions, objects, has_known_shapes=True)
+        except Exception:  # whatever a kernel or a module raises on fake tensors: the owner tells
+            return None
+        finally:
+            for mode in reversed(modes):
+                torch.overrides._push_mode(mode)
+
+
+class _CopiesHoldFakes(TorchFunctionMode):
+    """Copies of objects hold fake tensors where the objects hold real ones (a cache of keys and values, say)."""
+
+    def __init__(self, fakes: Fakes) -> None:
+        self._fakes = fakes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._fakes.leaf(Spec.of(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def describe(
+    result: Any,
+    tensors: Sequence[torch.Tensor],
+    versions: Sequence[int],
+    objects: Sequence[Any],
+    *,
+    has_known_shapes: bool,
+) -> Entry:
+    """The entry of a call that was executed on `tensors` and `objects`."""
+    outputs: list[Output] = []
+    places = {_storage(each): at for at, each in reversed(list(enumerate(tensors)))}
+    positions = {id(each): at for at, each in reversed(list(enumerate(tensors)))}
+    object_positions = {id(each): at for at, each in enumerate(objects)}
+
+    def take_apart(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            at = positions.get(id(leaf))
+            outputs.append(Output(Spec.of(leaf), at, places.get(_storage(leaf))))
+            return Slot(len(outputs) - 1)
+        if is_plain(leaf) or type(leaf) is ObjectSlot:
+            return leaf
+        at = object_positions.get(id(leaf))
+        return Opaque(type(leaf).__name__) if at is None else ObjectSlot(at)
+
+    skeleton = transform(result, take_apart)
+    written = tuple((at, Spec.of(each)) for at, each in enumerate(tensors) if each._version != versions[at])
+    return Entry(skeleton=skeleton, outputs=tuple(outputs), written=written, has_known_shapes=has_known_shapes)
+
+
+def numbers_in(result: Any) -> bool:
+    """Whether a result holds Python numbers."""
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, int | float | complex):
+            found.append(leaf)
+        return leaf
+
+    transform(result, note)
+    return bool(found)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    storage = tensor.untyped_storage()._cdata
+    assert isinstance(storage, int)
+    return storage
+
+
+def _structure(value: Any) -> Hashable:
+    if isinstance(value, tuple | list):
+        return (type(value), *map(_structure, value))
+    if isinstance(value, dict):
+        return (type(value), *((key, _structure(each)) for key, each in value.items()))
+    return (type(value),)

@@ -1,0 +1,59 @@
+"""The placement of a model, the same on all ranks."""
+
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import Channel
+from shardwise.comm.agreement import agree
+from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
+from shardwise.engine.pipeline.outline import count_work, outline_of
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.plan import Placement, Plan
+from shardwise.plan.stages import place
+
+WHOLE = Placement(num_ranks=1, num_stages=1, modules={"": 0}, parameters={})
+"""Of a model that is not cut."""
+
+
+def agree_on_placement(
+    model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None, channel: Channel
+) -> Placement:
+    """Place the modules of `model`; where work decides, by what rank 0 counts or measures on `sample`.
+
+    Raises PlanError, the same on all ranks.
+    """
+    if plan.mesh.pp * plan.pipeline.num_chunks == 1:
+        return WHOLE
+    refusal: ShardwiseError | None = None
+    measured: Any = [None, None]
+    try:
+        if plan.pipeline.balance != "parameters" and plan.pipeline.stages is None:
+            if sample is None:
+                raise PlanError(
+                    f"pipeline.balance: {plan.pipeline.balance!r} asked, which runs the model on a batch; give one: "
+                    "parallelize(..., sample=batch)"
+                )
+            if channel.rank == 0:
+                measured = _measure(model, plan, loss, sample)
+    except ShardwiseError as error:
+        refusal = error
+    answers = agree(channel, refusal, purpose="work of modules", value=json.dumps(measured).encode())
+    work, order = json.loads(answers[0])  # times differ from rank to rank
+    placement = WHOLE
+    try:
+        placement = place(outline_of(model), plan.pipeline, num_ranks=plan.mesh.pp, work=work, order=order)
+    except ShardwiseError as error:
+        refusal = error
+    agree(channel, refusal, purpose="verdict on the placement")
+    return placement
+
+
+def _measure(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch) -> tuple[dict[str, float], list[str]]:
+    """On one microbatch of the sample, on the device where the model was built."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    part = split_batch(sample, min(plan.merge.microbatches, count_rows(sample)), device)[0]
+    assert plan.pipeline.balance != "parameters"
+    return count_work(model, lambda: loss(part), kind=plan.pipeline.balance)

@@ -1,0 +1,387 @@
+"""Runs the microbatches of one rank in the order of a schedule."""
+
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import Channel
+from shardwise.engine.batches import Batch
+from shardwise.engine.pipeline.calls import Unit
+from shardwise.engine.pipeline.execution import execute
+from shardwise.engine.pipeline.flows import Flow
+from shardwise.engine.pipeline.glue import Glue
+from shardwise.engine.pipeline.inference import Inference
+from shardwise.engine.pipeline.post import Post
+from shardwise.engine.pipeline.turns import Turn
+from shardwise.engine.pipeline.values import StageTensor
+from shardwise.engine.randomness import KeyedRandom, Stream
+from shardwise.errors import MismatchError, ModelError
+from shardwise.plan import Pipeline
+from shardwise.plan.schedule_check import adapt
+from shardwise.plan.schedules import Action, Schedule, make_schedule
+from shardwise.plan.stages import Placement
+from shardwise.plan.timeline import Span
+
+LossOf = Callable[[Batch], torch.Tensor]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Train:
+    """One step of this rank."""
+
+    parts: Sequence[Batch]
+    factors: Sequence[float]
+    loss_of: LossOf
+    streams: Sequence[Stream | None]
+    flows: dict[int, Flow]
+    turns: dict[int, Turn]
+    losses: list[torch.Tensor]
+
+
+class PipelineRunner:
+    """The stages of one rank, and what it knows of the others."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        placement: Placement,
+        pipeline: Pipeline,
+        channel: Channel,
+        random: KeyedRandom,
+    ) -> None:
+        self.placement = placement
+        self.random = random
+        self.device = channel.device
+        self.rank = channel.rank
+        self.num_ranks = channel.size
+        self.post = Post(channel)
+        self.inference = Inference(channel.device, random)
+        self.glue = Glue(self)
+        self.flow: Flow | None = None
+        """The microbatch that this rank works on."""
+        self.is_training = False
+        self.spans: list[Span] | None = None
+        """What this rank did and when, while it is a list."""
+        self.schedule: Schedule | None = None
+        """The schedule of the last step, as it was run."""
+        self.transfers: tuple[tuple[int, int], ...] | None = None
+        """(source stage, target stage) of every value that crosses in one forward, as last seen."""
+        self.peak_in_flight = 0
+        """Most microbatches whose activations this rank held at a time."""
+        self._channel = channel
+        self._pipeline = pipeline
+        self._num_chunks = placement.num_stages // placement.num_ranks
+        self._schedules: dict[tuple[int, tuple[tuple[int, int], ...]], Schedule] = {}
+        structures: dict[Any, int] = {}
+        self.units = [
+            Unit(name, model.get_submodule(name), stage, structures) for name, stage in placement.modules.items()
+        ]
+        self._places = self._find_places(model)
+        self._buffered = [
+            (each, key, unit.stage, f"{unit.name}.{key}")
+            for unit in self.units
+            for each in unit.module.modules()
+            for key, buffer in each._buffers.items()
+            if buffer is not None
+        ]
+        for unit in self.units:
+            vars(unit.module)["forward"] = partial(self._forward, unit)
+
+    @staticmethod
+    def take_off(model: nn.Module) -> None:
+        """Give the modules that an earlier plan placed their own forwards back."""
+        for module in model.modules():
+            placed = vars(module).get("forward")
+            if isinstance(placed, partial) and isinstance(getattr(placed.func, "__self__", None), PipelineRunner):
+                vars(module)["forward"] = placed.args[0].forward
+
+    # What flows and glue ask --------------------------------------------------------------------------------------
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of the pipeline that has a stage."""
+        return self.placement.rank_of(stage)
+
+    def is_local(self, stage: int) -> bool:
+        """Whether this rank has a stage."""
+        return self.placement.rank_of(stage) == self.rank
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[int, str] | None:
+        """Stage and name of a parameter; None for one that is not the model's."""
+        return self._places.get(id(parameter))
+
+    def placed_buffers(self) -> list[tuple[torch.Tensor, int, str]]:
+        """The buffers of placed modules, as they are now."""
+        found = ((each._buffers.get(key), stage, name) for each, key, stage, name in self._buffered)
+        return [(buffer, stage, name) for buffer, stage, name in found if buffer is not None]
+
+    @contextmanager
+    def waiting(self, microbatch: int, stage: int) -> Iterator[None]:
+        """Note that this rank waits for another one."""
+        with self._noting("wait", microbatch, stage):
+            yield
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        parts: Sequence[Batch],
+        factors: Sequence[float],
+        loss_of: LossOf,
+        *,
+        streams: Sequence[Stream | None],
+        before_last_backward: Callable[[], None],
+    ) -> list[torch.Tensor]:
+        """Forward and backward of all microbatches; the loss of each where this rank has it, and zero elsewhere.
+
+        factors: what each loss is multiplied by. Raises what a module raises, with notes that say where; ModelError
+        for a forward that asks for what only another rank has; MismatchError where ranks run different programs.
+        """
+        step = _Train(
+            parts=parts,
+            factors=factors,
+            loss_of=loss_of,
+            streams=streams,
+            flows={},
+            turns={},
+            losses=[torch.zeros((), device=self.device) for _ in parts],
+        )
+        self.is_training = True
+        try:
+            order = self._begin(step)
+            last = max((at for at, action in enumerate(order) if action.kind == "B"), default=-1)
+            for at, action in enumerate(order):
+                if at == last:
+                    before_last_backward()
+                (self._advance if action.kind == "F" else self._back)(step, action.microbatch, action.stage)
+            self._end(list(step.flows.values()))
+        finally:
+            self._leave(step)
+        return step.losses
+
+    def predict(self, inputs: Batch, output_of: LossOf, *, stream: Stream | None) -> torch.Tensor:
+        """What `output_of` makes of the inputs (a tensor, without a graph), given to every rank of the pipeline."""
+        flow = Flow(self, 0, stream)
+        try:
+            with self._current(flow):
+                with self.glue:
+                    output = output_of(inputs)
+                if isinstance(output, StageTensor):
+                    output = flow.give_all(output)
+            self._end([flow])
+        finally:
+            flow.close()
+            self.post.forget()
+        return output.detach()
+
+    def evaluate(
+        self, parts: Sequence[Batch], loss_of: LossOf, *, streams: Sequence[Stream | None]
+    ) -> list[torch.Tensor]:
+        """Forward of all microbatches; losses as `train` gives them."""
+        losses = []
+        flows = []
+        try:
+            for number, (part, stream) in enumerate(zip(parts, streams, strict=True)):
+                flow = Flow(self, number, stream)
+                flows.append(flow)
+                with self._current(flow), self.glue:
+                    loss = loss_of(part)
+                losses.append(self._detached(loss))
+                flow.close()
+            self._end(flows)
+        finally:
+            self.post.forget()
+        return losses
+
+    def _begin(self, step: _Train) -> list[Action]:
+        """What is left to do, once it is known which values cross: the first forward of all shows it."""
+        stages = range(self.rank, self.placement.num_stages, self.num_ranks)
+        is_first = self.transfers is None
+        if is_first:
+            for stage in stages:
+                self._advance(step, 0, stage)
+            self.transfers = tuple(step.flows[0].transfers)
+        assert self.transfers is not None
+        key = (len(step.parts), self.transfers)
+        if key not in self._schedules:
+            asked = make_schedule(
+                self._pipeline.schedule,
+                num_ranks=self.num_ranks,
+                num_chunks=self._num_chunks,
+                num_microbatches=len(step.parts),
+            )
+            self._schedules[key] = adapt(asked, self.transfers)
+        self.schedule = self._schedules[key]
+        order = self.schedule.orders[self.rank]
+        return [action for action in order if not (is_first and action.kind == "F" and action.microbatch == 0)]
+
+    def _advance(self, step: _Train, number: int, stage: int) -> None:
+        """The forward of a microbatch up to the end of its work on a stage."""
+        with self._noting("F", number, stage):
+            if number not in step.flows:
+                step.flows[number] = Flow(self, number, step.streams[number])
+                if self._num_chunks > 1:
+                    step.turns[number] = turn = Turn(partial(self._run, step, number), self.device)
+                    step.flows[number].park = lambda _: self._park(turn)
+                self.peak_in_flight = max(
+                    self.peak_in_flight, sum(bool(each.graphs) for each in step.flows.values()) + 1
+                )
+            flow = step.flows[number]
+            flow.begin(stage)
+            with self._current(flow):
+                if self._num_chunks > 1:
+                    step.turns[number].advance()
+                else:
+                    self._run(step, number)
+
+    @staticmethod
+    def _park(turn: Turn) -> None:
+        turn.park()
+
+    def _run(self, step: _Train, number: int) -> None:
+        """The user's forward, from its beginning to its loss."""
+        flow = step.flows[number]
+        try:
+            with self.glue:
+                loss = step.loss_of(step.parts[number])
+                if not isinstance(loss, StageTensor) or not loss.requires_grad:
+                    raise ModelError(
+                        "the loss depends on no trainable parameter; nothing can be learnt from this batch"
+                    )
+                factor = step.factors[number]
+                scaled = loss if factor == 1.0 else loss * factor
+                assert isinstance(scaled, StageTensor)
+        except Exception as error:
+            error.add_note(
+                f"shardwise: in the forward of microbatch {number} of {len(step.parts)}, after {flow.last!r}"
+            )
+            raise
+        if self.is_local(scaled.value.stage):
+            flow.enter(scaled.value.stage).loss = scaled.value.local
+            step.losses[number] = self._detached(loss)
+
+    def _back(self, step: _Train, number: int, stage: int) -> None:
+        """The backward of a microbatch on a stage."""
+        flow = step.flows[number]
+        flow.is_forward = False
+        graph = flow.graphs.pop(stage, None)
+        if graph is None:
+            return
+        roots = [*graph.roots, *([] if graph.loss is None else [graph.loss])]
+        with self._noting("B", number, stage), self._current(flow):
+            if roots:
+                seeds = [torch.ones_like(root) for root in roots]
+                try:
+                    torch.autograd.backward(roots, seeds)
+                except Exception as error:
+                    error.add_note(
+                        f"shardwise: in the backward of microbatch {number} of {len(step.parts)} on stage {stage} "
+                        f"(rank {self.rank} of the pipeline)"
+                    )
+                    raise
+            flow.return_nothing(graph)
+        roots.clear()
+        graph.clear()
+        if not flow.graphs:
+            flow.close()
+
+    def _end(self, flows: Sequence[Flow]) -> None:
+        """Compare what the ranks' programs did."""
+        self.post.settle()
+        for flow in flows:
+            if self.is_training:
+                self.transfers = tuple(flow.transfers)
+        mine = struct.pack(f"<{len(flows)}I", *(flow.progress for flow in flows))
+        answers = self._channel.exchange(mine, purpose="what forwards did")
+        for rank, answer in enumerate(answers):
+            if answer != answers[0]:
+                theirs, first = (struct.unpack(f"<{len(each) // 4}I", each) for each in (answer, answers[0]))
+                number = next((at for at, pair in enumerate(zip(first, theirs, strict=False)) if len(set(pair)) > 1), 0)
+                raise MismatchError(
+                    f"the forward of microbatch {number} made other calls on rank {rank} of the pipeline than on rank "
+                    "0; every rank has to run the same forward (no branch on the rank, the time or unseeded random "
+                    "numbers)"
+                )
+
+    def _leave(self, step: _Train) -> None:
+        self.is_training = False
+        self.flow = None
+        for turn in step.turns.values():
+            turn.abandon()
+        for flow in step.flows.values():
+            flow.close()
+        self.post.forget()
+
+    @contextmanager
+    def _current(self, flow: Flow) -> Iterator[None]:
+        outer, self.flow = self.flow, flow
+        try:
+            with flow.stream or nullcontext():  # in backward too: activations may be recomputed
+                yield
+        finally:
+            self.flow = outer
+
+    def _detached(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss where this rank has it, else zero."""
+        if not isinstance(loss, StageTensor):
+            return loss.detach() if self.rank == 0 else torch.zeros((), device=self.device)
+        local = loss.value.local
+        return torch.zeros((), device=self.device) if local is None else local.detach()
+
+    # The model ------------------------------------------------------------------------------------------------------
+
+    def _forward(self, unit: Unit, *args: Any, **kwargs: Any) -> Any:
+        """In the place of a placed module's forward."""
+        flow = self.flow
+        if flow is None:
+            raise ModelError(
+                f"{unit.name!r} is called outside of engine.step and engine.evaluate, and its stage {unit.stage} may "
+                "lie on another rank; call the model through the engine"
+            )
+        if self.glue.is_inside:
+            if self.is_local(unit.stage):
+                return unit.forward(*args, **kwargs)
+            raise ModelError(
+                f"{unit.name!r}, on stage {unit.stage}, is called inside a module that is placed on another stage, "
+                f"after {flow.last!r}; place both on one stage"
+            )
+        with self.glue.off():
+            return execute(self, flow, unit, unit.stage, args, kwargs)
+
+    def _find_places(self, model: nn.Module) -> dict[int, tuple[int, str]]:
+        """Stage and name of every parameter object, its first place first."""
+        stage_of = {each: unit.stage for unit in self.units for each in unit.module.modules()}
+        places: dict[int, tuple[int, str]] = {}
+        for prefix, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    stage = stage_of.get(module, self.placement.parameters.get(name))
+                    if stage is not None:
+                        places.setdefault(id(parameter), (stage, name))
+        return places
+
+    @contextmanager
+    def _noting(self, kind: str, microbatch: int, stage: int) -> Iterator[None]:
+        if self.spans is None:
+            yield
+            return
+        start_s = time.perf_counter()
+        yield
+        self.spans.append(
+            Span(
+                rank=self.rank,
+                kind=kind,
+                microbatch=microbatch,
+                stage=stage,
+                start_s=start_s,
+                stop_s=time.perf_counter(),
+            )
+        )

@@ -1,0 +1,223 @@
+"""Parameters of several stages: one rank owns each, the others compute with replicas.
+
+One update of an embedding (stage 0) that is also the head (stage 3):
+
+    rank of stage 3   backward .. backward --[1]--> sum over its microbatches --[2]-->           replica <--[4]--+
+    rank of stage 0   backward .. backward --[1]--> sum over its microbatches <--[2]-- + --[3]--> owner -> update +
+
+[1] as every gradient is (see gradients.py)
+[2] to the owner, which adds up from the last stage to the first, as one backward through all stages does
+[3] reduction, norm, optimizer and checkpoint know the owner's only
+[4] the updated working copy to the replicas
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from shardwise.comm import Channel, Work
+from shardwise.engine.counters import Counters
+from shardwise.engine.gradients import Gradients
+from shardwise.engine.inventory import Inventory, torch_dtype
+from shardwise.engine.pipeline.stage_parameters import StageParameters
+from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.memory import gradient_dtype, plan_arena
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bundle:
+    """Parameters of one dtype that one message carries from their owner to one other rank."""
+
+    owner: int
+    user: int
+    trainable: bool
+    dtype: torch.dtype
+    specs: tuple[Parameter, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(spec.num_elements for spec in self.specs)
+
+    def parts(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters' places in a flat tensor, in their own shapes."""
+        for spec, part in zip(self.specs, flat.split([spec.num_elements for spec in self.specs]), strict=True):
+            yield spec.name, part.view(spec.shape)
+
+
+class StageTies:
+    """The parameters of several ranks of one pipeline, as one of these ranks sees them."""
+
+    def __init__(
+        self, inventory: Inventory, parameters: StageParameters, plan: Plan, *, pipeline: Channel, counters: Counters
+    ) -> None:
+        """`inventory`: of what this rank computes with; replicas move to memory of their own."""
+        self._channel = pipeline
+        self._stages = parameters
+        self._precision = plan.precision
+        bundles = list(_bundles(inventory.specs, parameters))
+        self._parameters = {spec.name: inventory.parameters[spec.name] for each in bundles for spec in each.specs}
+        self._owned = [bundle for bundle in bundles if bundle.owner == pipeline.rank]
+        self._replicas = [bundle for bundle in bundles if bundle.user == pipeline.rank]
+        self._names = [spec.name for bundle in self._replicas for spec in bundle.specs]
+        self._held = inventory.restricted(self._names)
+        self._working = [self._take_in(bundle) for bundle in self._replicas]
+        self._placed = {name: self._parameters[name].data_ptr() for name in self._names}
+        alone = pipeline.over([pipeline.rank]) if self._replicas else pipeline
+        self._gradients: dict[int, Gradients] = {}
+        """By owner: what this rank has for parameters of that rank."""
+        self._layouts: dict[int, Ownership] = {}
+        for owner in sorted({bundle.owner for bundle in self._replicas if bundle.trainable}):
+            specs = [spec for each in self._replicas if each.trainable and each.owner == owner for spec in each.specs]
+            self._layouts[owner] = plan_ownership(specs, plan.sharding, num_owners=1, num_replicas=1)
+            self._gradients[owner] = Gradients(
+                {spec.name: self._parameters[spec.name] for spec in specs},
+                self._layouts[owner],
+                plan.precision,
+                owners=alone,
+                replicas=alone,
+                counters=counters,
+            )
+
+    def replaced(self) -> list[str]:
+        """Names of replicas in whose place the model now has another object, or one (un)frozen since."""
+        return self._held.replaced()
+
+    def moved(self) -> list[str]:
+        """Names of replicas that somebody gave another storage."""
+        return [name for name in self._names if self._parameters[name].data_ptr() != self._placed[name]]
+
+    def begin(self, num_microbatches: int) -> None:
+        """Forget the gradients of the last update."""
+        for gradients in self._gradients.values():
+            gradients.begin(num_microbatches)
+
+    @torch.no_grad()
+    def collect(self, own: Gradients) -> None:
+        """Bring the gradients of all ranks together in those of the owners, after the last backward.
+
+        All ranks of the pipeline call it together, before `own.reduce`.
+        """
+        works = [work for owner, gradients in self._gradients.items() for work in self._give(owner, gradients)]
+        others: dict[str, dict[int, torch.Tensor]] = {}
+        for user in sorted({bundle.user for bundle in self._owned if bundle.trainable}):
+            for name, gradient in self._take(user, own):
+                others.setdefault(name, {})[user] = gradient
+        touched = own.touched
+        for name, parts in others.items():
+            if name in touched:
+                parts[self._channel.rank] = own.view(name)
+            last_stage = self._stages.users(name)
+            ordered = [parts[rank] for rank in sorted(parts, key=last_stage.__getitem__, reverse=True)]
+            total = ordered[0]
+            for part in ordered[1:]:
+                total = total.add_(part)
+            own.place(name, total)
+        for work in works:
+            work.wait()
+
+    def publish(self) -> None:
+        """Give the replicas the values of their owners, after an update."""
+        self._publish([bundle for bundle in self._owned if bundle.trainable], only_trainable=True)
+
+    def publish_restored(self) -> None:
+        """Give the replicas the values of their owners, frozen ones too."""
+        self._publish(self._owned, only_trainable=False)
+
+    def replica_bytes(self) -> int:
+        """Bytes of the replicas."""
+        return sum(flat.numel() * flat.element_size() for flat in self._working)
+
+    def gradient_bytes(self, num_microbatches: int) -> int:
+        """Bytes that this rank's gradients of replicas take."""
+        return sum(
+            plan_arena(layout, 0, self._precision, num_microbatches=num_microbatches).num_bytes
+            for layout in self._layouts.values()
+        )
+
+    def sent_gradient_bytes(self, num_microbatches: int) -> int:
+        """Bytes of gradients that this rank sends to owners per update, where all its replicas have one."""
+        buckets = [bucket for layout in self._layouts.values() for bucket in layout.buckets]
+        return sum(
+            slot.num_elements
+            * itemsize_bytes(gradient_dtype(bucket, self._precision, num_microbatches=num_microbatches))
+            for bucket in buckets
+            for slot in bucket.slots
+        )
+
+    def sent_value_bytes(self) -> int:
+        """Bytes of values that this rank sends to replicas per update."""
+        return sum(each.num_elements * each.dtype.itemsize for each in self._owned if each.trainable)
+
+    @torch.no_grad()
+    def _take_in(self, bundle: _Bundle) -> torch.Tensor:
+        flat = torch.empty(bundle.num_elements, dtype=bundle.dtype, device=self._channel.device)
+        for name, part in bundle.parts(flat):
+            parameter = self._parameters[name]
+            part.copy_(parameter.detach())
+            parameter.grad = None
+            parameter.data = part
+        return flat
+
+    def _give(self, owner: int, gradients: Gradients) -> list[Work]:
+        """Send which replicas of the parameters of `owner` have a gradient, and those that they have."""
+        gradients.stop()
+        held = [
+            spec for bundle in self._replicas if bundle.owner == owner and bundle.trainable for spec in bundle.specs
+        ]
+        flags = [spec.name in gradients.touched for spec in held]
+        works = [self._send(torch.tensor(flags, dtype=torch.uint8, device=self._channel.device), owner, "which")]
+        views = [gradients.view(spec.name) for spec, flag in zip(held, flags, strict=True) if flag]
+        for _, alike in groupby(views, key=lambda view: view.dtype):
+            works.append(self._send(_flat(list(alike)), owner, "gradients"))
+        return works
+
+    def _take(self, user: int, own: Gradients) -> Iterator[tuple[str, torch.Tensor]]:
+        """Receive what the rank `user` has for this rank's parameters."""
+        held = [spec for bundle in self._owned if bundle.user == user and bundle.trainable for spec in bundle.specs]
+        flags = torch.empty(len(held), dtype=torch.uint8, device=self._channel.device)
+        self._receive(flags, user, "which")
+        touched = [spec for spec, flag in zip(held, flags.tolist(), strict=True) if flag]
+        for dtype, group in groupby(touched, key=lambda spec: own.view(spec.name).dtype):
+            alike = list(group)
+            lengths = [spec.num_elements for spec in alike]
+            flat = torch.empty(sum(lengths), dtype=dtype, device=self._channel.device)
+            self._receive(flat, user, "gradients")
+            for spec, part in zip(alike, flat.split(lengths), strict=True):
+                yield spec.name, part.view(spec.shape)
+
+    def _publish(self, bundles: Sequence[_Bundle], *, only_trainable: bool) -> None:
+        works = []
+        for bundle in bundles:
+            values = [self._parameters[spec.name].detach() for spec in bundle.specs]
+            works.append(self._send(_flat(values), bundle.user, "values"))
+        for bundle, working in zip(self._replicas, self._working, strict=True):
+            if bundle.trainable or not only_trainable:
+                self._receive(working, bundle.owner, "values")
+        for work in works:
+            work.wait()
+
+    def _send(self, tensor: torch.Tensor, rank: int, what: str) -> Work:
+        return self._channel.send(tensor, rank, purpose=f"{what} of parameters of several stages")
+
+    def _receive(self, tensor: torch.Tensor, rank: int, what: str) -> None:
+        self._channel.receive(tensor, rank, purpose=f"{what} of parameters of several stages").wait()
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All elements in a row; of one tensor without a copy."""
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _bundles(specs: Sequence[Parameter], parameters: StageParameters) -> Iterator[_Bundle]:
+    """All bundles in which the specs are, in an order that all ranks have."""
+    members: dict[tuple[int, int, bool, str], list[Parameter]] = {}
+    for spec in specs:
+        owner = parameters.owner(spec.name)
+        for user in parameters.users(spec.name):
+            if user != owner:
+                members.setdefault((owner, user, spec.trainable, spec.working), []).append(spec)
+    for (owner, user, trainable, dtype), alike in sorted(members.items(), key=lambda each: each[0]):
+        yield _Bundle(owner=owner, user=user, trainable=trainable, dtype=torch_dtype(dtype), specs=tuple(alike))

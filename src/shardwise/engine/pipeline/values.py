@@ -1,0 +1,140 @@
+"""Values that live on one stage: real tensors there, and only their descriptions everywhere else.
+
+StageTensor   what the user's forward holds; one per Python object
+  value       where it lives, its description, on its own stage the tensor
+    memory    shared by a tensor and its views: counts writes
+  family      the copies of this value on other stages; the newest hands it on to the next
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from shardwise.engine.pipeline.flows import Flow
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor without its elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Spec":
+        """The description of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+class Memory:
+    """What a tensor and its views have in common."""
+
+    __slots__ = ("stale", "version")
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Writes in place so far; counted alike on all ranks."""
+        self.stale = ""
+        """Why these elements may not be read any more; empty: they may."""
+
+
+class Value:
+    """A tensor on a stage."""
+
+    __slots__ = ("has_known_shape", "local", "maker", "memory", "spec", "stage")
+
+    def __init__(
+        self,
+        stage: int,
+        spec: Spec,
+        local: torch.Tensor | None,
+        maker: str,
+        *,
+        memory: Memory | None = None,
+        has_known_shape: bool = True,
+    ) -> None:
+        self.stage = stage
+        self.spec = spec
+        """Under every shape but a known one, `shape` and `stride` are an example."""
+        self.local = local
+        """The tensor, on the rank of its stage."""
+        self.maker = maker
+        """The module or operation that made it."""
+        self.memory = Memory() if memory is None else memory
+        self.has_known_shape = has_known_shape
+
+
+class Family:
+    """The copies of one value, by stage."""
+
+    __slots__ = ("copies", "last", "origin", "version")
+
+    def __init__(self, origin: Value) -> None:
+        self.origin = origin
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the copies: the origin was written to."""
+        self.version = self.origin.memory.version
+        self.copies = {self.origin.stage: self.origin}
+        self.last = self.origin
+
+    def add(self, copy: Value) -> None:
+        """Note a copy that was made from `last`."""
+        self.copies[copy.stage] = copy
+        self.last = copy
+
+
+class StageTensor(torch.Tensor):
+    """A value of one stage in the hands of the user's forward. Every operation on it goes through its flow."""
+
+    value: Value
+    family: Family
+    flow: "Flow"
+
+    @staticmethod
+    def __new__(cls, flow: "Flow", value: Value, family: Family | None = None) -> "StageTensor":
+        """A tensor without elements that stands for `value`; `family` where it has copies already."""
+        spec = value.spec
+        made: StageTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            spec.shape,
+            strides=spec.stride,
+            dtype=spec.dtype,
+            device=flow.device,
+            requires_grad=spec.requires_grad,  # so that a custom autograd function over it can be noticed
+        )
+        made.flow = flow
+        made.value = value
+        made.family = Family(value) if family is None else family
+        return made
+
+    def rebind(self, value: Value) -> None:
+        """Be another value from now on: an operation in place has moved it to another stage."""
+        self.value = value
+        self.family = Family(value)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Outside of a forward (in a recomputation, say), where no mode stands before it."""
+        return _flow_in((args, kwargs)).glue.on_call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reached from compiled code that knows nothing of `__torch_function__`."""
+        return _flow_in((args, kwargs)).refuse_compiled_code(func)
+
+
+def _flow_in(nested: Any) -> "Flow":
+    for each in nested.values() if isinstance(nested, dict) else nested:
+        if type(each) is StageTensor:
+            return each.flow
+        if isinstance(each, tuple | list | dict) and (flow := _flow_in(each)) is not None:
+            return flow
+    return None  # type: ignore[return-value]

@@ -1,0 +1,217 @@
+"""Random numbers that depend on what is computed, not on where: every module call draws from a stream of its own.
+
+One microbatch, a model with two dropouts inside one block:
+
+    root = f(seed, step, microbatch)   o--n0--------------------------n1------------->   glue draws here
+                                           \\                          \\
+    child of the call of `block`            o--n0-------n1--->          o-->  the next call
+                                                \\        \\
+    children of the dropouts                     o-->      o-->
+
+A call draws one number from the stream around it, runs in a child stream seeded by that number, and leaves the stream
+around it as it was after that one draw. How much a module draws inside is therefore nobody else's matter: a rank that
+does not run it goes on with the same numbers. A recompute under `torch.utils.checkpoint` starts from the state that the
+stream had at the beginning of its region, and draws the same.
+
+On the CPU torch seeds a generator with the lower 32 bits of a seed: streams may coincide, and no result depends on it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+EVALUATION = -1
+"""The step under which evaluations draw: each draws the same, whenever it is run."""
+
+_States = list[torch.Tensor]
+
+_DRAW_IN_TRAINING = frozenset(
+    {
+        nn.Dropout,
+        nn.Dropout1d,
+        nn.Dropout2d,
+        nn.Dropout3d,
+        nn.AlphaDropout,
+        nn.FeatureAlphaDropout,
+        nn.RReLU,
+    }
+)
+"""Leaves that draw in training mode only."""
+
+_DRAW = _DRAW_IN_TRAINING | frozenset(
+    {
+        nn.RNN,
+        nn.LSTM,
+        nn.GRU,
+        nn.MultiheadAttention,
+        nn.Transformer,
+        nn.TransformerEncoder,
+        nn.TransformerEncoderLayer,
+        nn.TransformerDecoder,
+        nn.TransformerDecoderLayer,
+        nn.FractionalMaxPool2d,
+        nn.FractionalMaxPool3d,
+    }
+)
+
+_DRAW_NOTHING = frozenset(kind for name in nn.modules.__all__ if isinstance(kind := getattr(nn, name), type)) - _DRAW
+"""Classes of torch that draw nothing themselves, by exact type: a subclass may do anything."""
+
+
+class KeyedRandom:
+    """The streams of one engine, and the hooks by which its model's calls split them."""
+
+    def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
+        self.seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._number = torch.empty((), dtype=torch.int64, device="cpu")
+        self._active: Stream | None = None
+        self._is_suspended = False
+        _take_off_hooks(model)
+        # A model that is put under another plan, and a copy of it, keep hooks: they must not keep this object alive.
+        reference = weakref.ref(self)
+        draws: dict[nn.Module, bool] = {}
+        for module in model.modules():
+            if _may_draw(module, draws):
+                _Split(module, reference)
+
+    def stream(self, step: int, microbatch: int) -> "Stream":
+        """The stream of one microbatch, numbered over all data ranks, in one step."""
+        return Stream(self, xxhash.xxh3_64_intdigest(f"{self.seed} {step} {microbatch}".encode()))
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Draw one number from the stream, and run the body in the child stream seeded by it."""
+        around = self._split()
+        try:
+            yield
+        finally:
+            self._install(around)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Module calls in the body split nothing: they compute no values (shape inference)."""
+        before, self._is_suspended = self._is_suspended, True
+        try:
+            yield
+        finally:
+            self._is_suspended = before
+
+    def enter(self, module: nn.Module) -> None:
+        """A module is called."""
+        if (stream := self._active) is not None and not self._is_suspended:
+            stream.frames.append((module, self._split()))
+
+    def leave(self, module: nn.Module) -> None:
+        """The call of a module ends, by whatever way."""
+        stream = self._active
+        if stream is not None and not self._is_suspended and stream.frames and stream.frames[-1][0] is module:
+            self._install(stream.frames.pop()[1])
+
+    def _split(self) -> _States:
+        """Go over to a child stream; the states to come back to."""
+        child = int(self._number.random_(generator=torch.default_generator))
+        around = self._states()
+        self._seed(child)
+        return around
+
+    def _states(self) -> _States:
+        return [generator.get_state() for generator in self._generators]
+
+    def _install(self, states: _States) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def _seed(self, seed: int) -> None:
+        for generator in self._generators:  # not torch.manual_seed, which looks at every kind of device
+            generator.manual_seed(seed)
+
+
+class Stream:
+    """The random numbers of one microbatch: inside, all torch generators draw from them. May be entered again."""
+
+    def __init__(self, random: KeyedRandom, seed: int) -> None:
+        self._random = random
+        self._seed = seed
+        self._inner: _States | None = None
+        self._outer: _States = []
+        self._around: Stream | None = None
+        self._is_entered = False
+        self.frames: list[tuple[nn.Module, _States]] = []
+        """The module calls that have not ended, and the states of the streams around them."""
+
+    def __enter__(self) -> None:
+        assert not self._is_entered, "a stream is entered once at a time"
+        random = self._random
+        self._is_entered = True
+        self._around, random._active = random._active, self
+        self._outer = random._states()
+        if self._inner is None:
+            random._seed(self._seed)
+        else:
+            random._install(self._inner)
+
+    def __exit__(self, *_: object) -> None:
+        random = self._random
+        self._inner = random._states()
+        random._install(self._outer)
+        random._active, self._around = self._around, None
+        self._is_entered = False
+
+
+class _Split:
+    """The hooks of one module. A copy of them, with a copy of the module, does nothing."""
+
+    def __init__(self, module: nn.Module, reference: "weakref.ref[KeyedRandom]") -> None:
+        self._random: Callable[[], KeyedRandom | None] = reference
+        self._in_training_only = type(module) in _DRAW_IN_TRAINING and "forward" not in vars(module)
+        self._handles = [
+            module.register_forward_pre_hook(self, prepend=True),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling() or (self._in_training_only and not module.training):
+            return
+        if (random := self._random()) is not None:
+            random.enter(module)
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        if not torch.compiler.is_compiling() and (random := self._random()) is not None:
+            random.leave(module)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_random": _nothing, "_in_training_only": self._in_training_only, "_handles": self._handles}
+
+
+def _nothing() -> None:
+    """What the hooks of a copy find."""
+
+
+def _take_off_hooks(model: nn.Module) -> None:
+    for module in model.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, _Split):
+                hook.remove()
+
+
+def _may_draw(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
+    """Whether a call of the module may draw a random number: nothing is known of classes that are not torch's."""
+    if module not in known:
+        known[module] = False  # a module that holds itself
+        itself = type(module) not in _DRAW_NOTHING or "forward" in vars(module)
+        known[module] = itself or any(_may_draw(child, known) for child in module.children())
+    return known[module]

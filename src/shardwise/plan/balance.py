@@ -1,0 +1,231 @@
+"""A placement that makes the loads of the stages even: the model is opened as far as that needs, and cut in order."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shardwise.errors import PlanError
+from shardwise.plan.cuts import cut_evenly, least_largest_load
+from shardwise.plan.outlines import Outline, parents
+
+_WORTH_OPENING = 0.75
+"""The largest load must fall below this part of what it was, or a module stays whole: each opened one costs glue."""
+
+_NOT_WORTH_OPENING = 1.05
+"""A module is closed again where the largest load stays within this multiple of what opening it gave."""
+
+_SHOWN_NAMES = 12
+
+Opened = frozenset[str]
+"""Names of the modules that were opened to make loads even."""
+
+
+@dataclass(slots=True)
+class _Unit:
+    """A module that stays whole, with the parameters that go to its stage because their own module was opened."""
+
+    module: Outline
+    load: float
+    parameters: list[str]
+
+
+def balanced_stages(
+    outline: Outline, *, num_stages: int, work: Mapping[str, float] | None = None, order: Sequence[str] | None = None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The stage of every module that stays whole, and of the own parameters of the opened ones.
+
+    Stages are runs of modules in `order`. Raises PlanError where there are more stages than modules to place.
+    """
+    tree = _Tree(outline, work, order)
+    if num_stages == 1 and not tree.units(frozenset()):
+        return {}, dict.fromkeys((name for module in outline.modules() for name, _ in module.own_parameters), 0)
+    opened = _opened_for(tree, num_stages)
+    while (further := _opened_further(tree, opened, num_stages)) is not None:
+        opened = further
+    opened = _without_idle(tree, opened, num_stages)
+    units = tree.units(opened)
+    modules: dict[str, int] = {}
+    parameters: dict[str, int] = {}
+    ends = cut_evenly([unit.load for unit in units], num_stages)
+    for stage, (start, end) in enumerate(pairwise([0, *ends])):
+        for unit in units[start:end]:
+            modules[unit.module.name] = stage
+            parameters.update(dict.fromkeys(unit.parameters, stage))
+    return modules, parameters
+
+
+def _opened_for(tree: "_Tree", num_stages: int) -> Opened:
+    """What has to be opened so that there is a unit for each stage: the heaviest first."""
+    opened: Opened = frozenset()
+    while len(units := tree.units(opened)) < num_stages:
+        openable = [unit for unit in units if unit.module.name in tree.openable]
+        if not openable:
+            names = [unit.module.name for unit in units]
+            shown = ", ".join(names[:_SHOWN_NAMES]) + ", ..." * (len(names) > _SHOWN_NAMES)
+            raise PlanError(
+                f"pipeline: {num_stages} stages asked, but the model has only {len(names)} modules that can be placed"
+                f"{': ' * bool(names)}{shown}; use fewer stages (mesh.pp, pipeline.chunks)"
+            )
+        heaviest = max(openable, key=lambda unit: (not unit.module.own_parameters, unit.load))
+        opened |= {heaviest.module.name}
+    return opened
+
+
+def _opened_further(tree: "_Tree", opened: Opened, num_stages: int) -> Opened | None:
+    """What to open so that the largest load falls far enough to be worth it; None where nothing does."""
+    units = tree.units(opened)
+    loads = [unit.load for unit in units]
+    limit = _WORTH_OPENING * least_largest_load(loads, num_stages)
+    if sum(loads) / num_stages >= limit:
+        return None
+    # Units as heavy as that all have to be opened, and what is in them where it is as heavy again.
+    while heavy := {unit.module.name for unit in units if unit.load >= limit}:
+        if not heavy <= tree.openable:
+            return None
+        opened |= heavy
+        if tree.largest_load(opened, num_stages) < limit:
+            return opened
+        units = tree.units(opened)
+    return _one_opened(tree, opened, num_stages, limit)
+
+
+def _one_opened(tree: "_Tree", opened: Opened, num_stages: int, limit: float) -> Opened | None:
+    """The one unit of a largest stage to open, so that the largest load falls below `limit`; None where none does."""
+    units = tree.units(opened)
+    runs = [units[start:end] for start, end in pairwise([0, *cut_evenly([unit.load for unit in units], num_stages)])]
+    largest = max(sum(unit.load for unit in run) for run in runs)
+    inside = [
+        unit.module
+        for run in runs
+        if sum(unit.load for unit in run) == largest
+        for unit in run
+        if unit.module.name in tree.openable
+    ]
+    for holds_parameters in (False, True):  # a module with parameters of its own is opened last
+        trials = [opened | {module.name} for module in inside if bool(module.own_parameters) == holds_parameters]
+        best = min(trials, key=lambda trial: tree.largest_load(trial, num_stages), default=None)
+        if best is not None and tree.largest_load(best, num_stages) < limit:
+            return best
+    return None
+
+
+def _without_idle(tree: "_Tree", opened: Opened, num_stages: int) -> Opened:
+    """What was opened on the way to something better, and brings next to nothing itself, is closed again."""
+    limit = _NOT_WORTH_OPENING * tree.largest_load(opened, num_stages)
+    for name in sorted(opened, key=lambda name: (-name.count("."), name)):
+        closed = opened - {name}
+        if len(tree.units(closed)) >= num_stages and tree.largest_load(closed, num_stages) <= limit:
+            opened = closed
+    return opened
+
+
+class _Tree:
+    """A model's modules with their loads, and the units that they make when some are opened."""
+
+    def __init__(self, outline: Outline, work: Mapping[str, float] | None, order: Sequence[str] | None) -> None:
+        self._outline = outline
+        self._work = work
+        self._position = None if order is None else {name: at for at, name in enumerate(order)}
+        self._elements: dict[str, int] = {}
+        self._with_parameters: set[str] = set()
+        self.openable: set[str] = set()
+        """Names of the modules that hold others with parameters."""
+        self._survey(outline)
+        self._always_open = self._torn_modules() | self._uncalled_modules()
+
+    def units(self, opened: Opened) -> list[_Unit]:
+        """The units in order of execution, when these modules are opened."""
+        units: list[_Unit] = []
+        waiting: list[tuple[list[str], float]] = []  # parameters whose own module holds no unit, with their load
+        self._walk(self._outline, opened, units, waiting)
+        for names, load in waiting if units else ():
+            _give(units[-1], names, load)
+        if self._position is None:
+            return units
+        positions = self._positions(units)
+        return [units[at] for at in sorted(range(len(units)), key=positions.__getitem__)]
+
+    def largest_load(self, opened: Opened, num_stages: int) -> float:
+        """The largest load of a stage in the best cut."""
+        return least_largest_load([unit.load for unit in self.units(opened)], num_stages)
+
+    def _survey(self, module: Outline) -> None:
+        for child in module.children:
+            self._survey(child)
+            if child.name in (self.openable if child.is_container else self._with_parameters):
+                self.openable.add(module.name)
+        self._elements[module.name] = sum(num for _, num in module.own_parameters) + sum(
+            self._elements[child.name] for child in module.children
+        )
+        if module.own_parameters or any(child.name in self._with_parameters for child in module.children):
+            self._with_parameters.add(module.name)
+
+    def _torn_modules(self) -> set[str]:
+        """Modules that hold, under some name, a module that also lies outside them: they cannot be placed whole."""
+        module_of = {name: module for module in self._outline.modules() for name in module.names}
+        torn: set[str] = set()
+        for module in self._outline.modules():
+            if module.aliases and module.name in self._with_parameters:
+                around = [{module_of[outer].name for outer in parents(name)} for name in module.names]
+                torn |= around[0].union(*around) - around[0].intersection(*around)
+        return torn
+
+    def _uncalled_modules(self) -> set[str]:
+        """Modules that are not called themselves while one in them is."""
+        if self._position is None:
+            return set()
+        called = {outer for name in self._position for outer in parents(name)}
+        return called - set(self._position)
+
+    def _walk(
+        self, module: Outline, opened: Opened, units: list[_Unit], waiting: list[tuple[list[str], float]]
+    ) -> None:
+        """Append the units in a module; own parameters of an opened one go to the unit that follows them."""
+        if module.name not in self._with_parameters:
+            return
+        if module.name and not module.is_container and module.name not in self._always_open | opened:
+            units.append(_Unit(module, self._load(module), []))
+            for names, load in waiting:
+                _give(units[-1], names, load)
+            waiting.clear()
+            return
+        start = len(units)
+        for child in module.children:
+            self._walk(child, opened, units, waiting)
+        own = [name for name, _ in module.own_parameters]
+        if own and len(units) > start:
+            positions = self._positions(units)
+            _give(units[min(range(start, len(units)), key=positions.__getitem__)], own, self._own_load(module))
+        elif own:
+            waiting.append((own, self._own_load(module)))
+
+    def _positions(self, units: Sequence[_Unit]) -> list[int]:
+        """When each unit is first called; one that never is follows the one registered before it."""
+        if self._position is None:
+            return list(range(len(units)))
+        positions: list[int] = []
+        for unit in units:
+            positions.append(self._position.get(unit.module.name, positions[-1] if positions else -1))
+        return positions
+
+    def _load(self, module: Outline) -> float:
+        return self._elements[module.name] if self._work is None else self._work.get(module.name, 0)
+
+    def _own_load(self, module: Outline) -> float:
+        """The load of an opened module beyond that of the modules in it."""
+        if self._work is None:
+            return sum(num for _, num in module.own_parameters)
+        return max(0, self._load(module) - sum(self._load(each) for each in _called_children(module)))
+
+
+def _called_children(module: Outline) -> Iterator[Outline]:
+    for child in module.children:
+        if child.is_container:
+            yield from _called_children(child)
+        else:
+            yield child
+
+
+def _give(unit: _Unit, parameters: Sequence[str], load: float) -> None:
+    unit.parameters += parameters
+    unit.load += load

@@ -1,0 +1,84 @@
+"""The picture of a pipeline's timeline: a row of bars per rank, a bar per forward and backward."""
+
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import PlanError
+from shardwise.plan.timeline import Span, Timeline
+
+_INK, _MUTED, _IDLE = "#22252b", "#8a8f98", "#eef0f2"
+_COLOURS = {
+    "F": ("#9dc0e8", "#6d9fd6", "#4a80bd", "#2f5d9b"),
+    "B": ("#f2b99a", "#e8946a", "#d9703f", "#b8522a"),
+}
+"""By the chunk of the rank that a stage is: the first one's colour, the second one's, ..."""
+_BAR = 0.8
+_INCHES_PER_DIGIT = 0.065
+
+
+def save_picture(timeline: Timeline, path: Path, *, title: str) -> None:
+    """Write the timeline as a PNG or SVG, by the suffix of `path`. Needs matplotlib (the extra `train`).
+
+    A bar bears the number of its microbatch where that fits. Raises PlanError for any other suffix.
+    """
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise PlanError(f"picture: {str(path)!r} ends neither in .png nor in .svg")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    longest = max(Counter(span.rank for span in timeline.busy_spans()).values(), default=0)
+    width = min(max(12.0, 0.2 * longest), 40.0)
+    figure = Figure(figsize=(width, 1.7 + 0.45 * timeline.num_ranks), dpi=144, layout="constrained")
+    axes = figure.subplots()
+    unit, scale = _unit(timeline.makespan_s)
+    span = timeline.makespan_s * scale or 1.0
+    axes.barh(range(timeline.num_ranks), span, height=_BAR, color=_IDLE, zorder=0)
+    _draw_bars(axes, timeline, scale, inches=(width - 1.2) / span)
+    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)], color=_INK)
+    axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
+    axes.set_xlim(0, span)
+    axes.set_xlabel(unit, color=_MUTED, loc="right")
+    axes.set_title(f"{title}; bubble {timeline.bubble:.1%}", loc="left", color=_INK, fontsize=12)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", colors=_MUTED)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    with rc_context({"svg.hashsalt": "shardwise", "svg.fonttype": "none"}):  # one timeline, one text of an SVG
+        figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def _draw_bars(axes: Any, timeline: Timeline, scale: float, *, inches: float) -> None:
+    """The bars, their numbers, and the legend. `inches`: how wide a unit of time is."""
+
+    def look(span: Span) -> tuple[str, int]:
+        return span.kind, span.stage // timeline.num_ranks
+
+    shown = sorted(timeline.busy_spans(), key=lambda span: (span.kind != "F", span.stage // timeline.num_ranks))
+    many = len({look(span) for span in shown}) > 2
+    for (kind, chunk), group in groupby(shown, key=look):
+        bars = list(group)
+        starts = [(span.start_s - timeline.start_s) * scale for span in bars]
+        widths = [(span.stop_s - span.start_s) * scale for span in bars]
+        colour = _COLOURS[kind][chunk % len(_COLOURS[kind])]
+        first = chunk * timeline.num_ranks
+        stages = f", stages {first} to {first + timeline.num_ranks - 1}" if many else ""
+        axes.barh(
+            [span.rank for span in bars], widths, left=starts, height=_BAR, color=colour, edgecolor="white",
+            linewidth=0.5, label=("forward" if kind == "F" else "backward") + stages,
+        )  # fmt: skip
+        for span, start, width in zip(bars, starts, widths, strict=True):
+            number = str(span.microbatch)
+            if width * inches > _INCHES_PER_DIGIT * len(number):
+                colour = _INK if chunk % len(_COLOURS[kind]) < 2 else "white"
+                axes.text(start + width / 2, span.rank, number, ha="center", va="center", fontsize=8, color=colour)
+    axes.bar(0, 0, color=_IDLE, label="idle")
+    axes.figure.legend(frameon=False, ncols=5, loc="outside lower right", fontsize=9, labelcolor=_INK)
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    """A unit of time for so long a span, and how many of it are in a second."""
+    for unit, per_second in (("s", 1.0), ("ms", 1e3)):
+        if seconds * per_second >= 1:
+            return unit, per_second
+    return "us", 1e6

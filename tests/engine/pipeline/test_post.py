@@ -1,0 +1,90 @@
+"""Messages between stages find their receivers in any order, with shapes, strides and dtypes."""
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import Channel
+from shardwise.engine.pipeline.post import Key, Kind, Post
+from shardwise.errors import MismatchError
+
+CONTENTS = [
+    torch.arange(24.0).view(2, 3, 4),
+    torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+    torch.tensor(3, dtype=torch.int64),
+    torch.zeros(0, 5, dtype=torch.bfloat16),
+    torch.tensor([True, False]),
+    torch.randn(3, 2, dtype=torch.complex64).conj(),
+    torch.ones(1).expand(4, 3),
+    torch.arange(12.0).view(3, 4)[:, ::2],
+]
+
+
+def two_ranks(first: object, second: object) -> list[object]:
+    def body(channel: Channel) -> object:
+        post = Post(channel)
+        answer = (first if channel.rank == 0 else second)(post)  # type: ignore[operator]
+        post.settle()
+        return answer
+
+    return sw.simulate(2, body)
+
+
+def test_messages_are_taken_in_another_order_than_they_were_sent() -> None:
+    def first(post: Post) -> None:
+        for number, content in enumerate(CONTENTS):
+            post.send(1, Key(Kind.GRADIENT, 0, number), content)
+        post.send(1, Key(Kind.GRADIENT, 1, 0), None)
+
+    def second(post: Post) -> list[torch.Tensor | None]:
+        nothing = post.take(0, Key(Kind.GRADIENT, 1, 0)).content
+        order = reversed(range(len(CONTENTS)))
+        return [nothing, *(post.take(0, Key(Kind.GRADIENT, 0, number)).content for number in order)]
+
+    nothing, *taken = two_ranks(first, second)[1]  # type: ignore[misc]
+    assert nothing is None
+    for sent, got in zip(CONTENTS, reversed(taken), strict=True):
+        assert got.dtype == sent.dtype
+        assert torch.equal(got, sent)
+
+
+@pytest.mark.parametrize("content", CONTENTS[:2])
+def test_strides_travel_with_a_value(content: torch.Tensor) -> None:
+    key = Key(Kind.VALUE, 0, 0)
+    _, got = two_ranks(lambda post: post.send(1, key, content), lambda post: post.take(0, key).content)
+    assert got.stride() == content.stride()  # type: ignore[attr-defined]
+
+
+def test_a_value_that_is_written_to_after_it_was_sent_arrives_as_it_was() -> None:
+    key = Key(Kind.VALUE, 0, 0)
+
+    def first(post: Post) -> None:
+        value = torch.ones(3)
+        post.send(1, key, value)
+        value.zero_()
+
+    _, got = two_ranks(first, lambda post: post.take(0, key).content)
+    assert got.tolist() == [1, 1, 1]  # type: ignore[attr-defined]
+
+
+def test_both_may_send_first() -> None:
+    key = Key(Kind.VALUE, 0, 0)
+
+    def swap(own: float, other: int) -> object:
+        def body(post: Post) -> float:
+            post.send(other, key, torch.full((1000,), own))
+            content = post.take(other, key).content
+            assert content is not None
+            return float(content[0])
+
+        return body
+
+    assert two_ranks(swap(1.0, 1), swap(2.0, 0)) == [2.0, 1.0]
+
+
+def test_a_sender_that_went_past_the_wanted_value_is_noticed() -> None:
+    def first(post: Post) -> None:
+        post.send(1, Key(Kind.VALUE, 3, 1), torch.ones(1), maker="block.7")
+
+    with pytest.raises(MismatchError, match=r"microbatch 3 differs between ranks.*transfer 0.*'block\.7'"):
+        two_ranks(first, lambda post: post.take(0, Key(Kind.VALUE, 3, 0)))

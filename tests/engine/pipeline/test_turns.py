@@ -1,0 +1,65 @@
+"""Forwards that take turns."""
+
+import threading
+
+import pytest
+import torch
+
+from shardwise.engine.pipeline.turns import Turn
+
+CPU = torch.device("cpu")
+
+
+def test_forwards_go_on_where_they_parked() -> None:
+    seen: list[str] = []
+    turns: dict[str, Turn] = {}
+
+    def body(name: str) -> None:
+        seen.append(f"{name}0")
+        turns[name].park()
+        seen.append(f"{name}1")
+
+    for name in "ab":
+        turns[name] = Turn(lambda name=name: body(name), CPU)  # type: ignore[misc]
+    for name in "abba":
+        turns[name].advance()
+    assert seen == ["a0", "b0", "b1", "a1"]
+    turns["a"].advance()
+    assert seen == ["a0", "b0", "b1", "a1"], "a forward that has ended stays ended"
+
+
+def test_grad_mode_and_autocast_of_the_caller_hold_in_the_forward() -> None:
+    seen: list[object] = []
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        turn = Turn(lambda: seen.append((torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))), CPU)
+        turn.advance()
+    assert seen == [(False, torch.bfloat16)]
+
+
+def test_what_a_forward_raises_is_raised_where_it_was_advanced() -> None:
+    def body() -> None:
+        raise ValueError("from inside")
+
+    turn = Turn(body, CPU)
+    with pytest.raises(ValueError, match="from inside"):
+        turn.advance()
+    turn.abandon()
+
+
+def test_an_abandoned_forward_unwinds_and_leaves_no_thread() -> None:
+    unwound: list[bool] = []
+    before = threading.active_count()
+
+    def body() -> None:
+        try:
+            turn.park()
+        finally:
+            unwound.append(True)
+
+    turn = Turn(body, CPU)
+    never_begun = Turn(body, CPU)
+    turn.advance()
+    turn.abandon()
+    never_begun.abandon()
+    assert unwound == [True]
+    assert threading.active_count() == before

@@ -1,0 +1,251 @@
+"""Models of transformers with tiny random configs, otherwise as their users have them."""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import nn
+
+from tests.engine.expected import seeded
+from tests.engine.pipeline.oracle import Case
+
+VOCABULARY = 37
+ROWS = 9
+
+DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+
+
+def sentences(seed: int, *, padded: bool = True, length: int = 5) -> dict[str, torch.Tensor]:
+    """[ROWS, length] tokens; every third sentence is padded, so that only some microbatches have padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (ROWS, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[seed % 3 :: 3, -2:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def masked_words(seed: int) -> dict[str, torch.Tensor]:
+    """Every second token is to be guessed."""
+    batch = sentences(seed)
+    labels = batch["labels"].clone()
+    labels[:, ::2] = -100
+    return {**batch, "labels": labels}
+
+
+def images(seed: int) -> dict[str, torch.Tensor]:
+    """[ROWS, 3, 8, 8] pictures of three classes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pixel_values": torch.randn(ROWS, 3, 8, 8, generator=generator),
+        "labels": torch.randint(0, 3, (ROWS,), generator=generator),
+    }
+
+
+def _model(kind: Any, config: Any, **settings: Any) -> Callable[[], nn.Module]:
+    return seeded(lambda: kind(config(**settings)).train())
+
+
+def llama(**settings: Any) -> Callable[[], nn.Module]:
+    return _model(tf.LlamaForCausalLM, tf.LlamaConfig, **DECODER, **settings)
+
+
+def gpt2(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+    return _model(tf.GPT2LMHeadModel, tf.GPT2Config, **sizes, bos_token_id=0, eos_token_id=0, **settings)
+
+
+def gpt2_still(**settings: Any) -> Callable[[], nn.Module]:
+    return gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **settings)
+
+
+def qwen3(**settings: Any) -> Callable[[], nn.Module]:
+    return _model(tf.Qwen3ForCausalLM, tf.Qwen3Config, **DECODER, head_dim=8, **settings)
+
+
+def gemma(**settings: Any) -> Callable[[], nn.Module]:
+    return _model(tf.GemmaForCausalLM, tf.GemmaConfig, **DECODER, head_dim=8, **settings)
+
+
+def gemma3(**settings: Any) -> Callable[[], nn.Module]:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = {**DECODER, "head_dim": 8, "sliding_window": 3}
+    return _model(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, **sizes, layer_types=kinds, **settings)
+
+
+def phi(**settings: Any) -> Callable[[], nn.Module]:
+    return _model(tf.PhiForCausalLM, tf.PhiConfig, **{**DECODER, "num_key_value_heads": 2}, **settings)
+
+
+def mixtral(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {**DECODER, "num_local_experts": 4}
+    return _model(tf.MixtralForCausalLM, tf.MixtralConfig, **sizes, output_router_logits=True, **settings)
+
+
+def qwen3_moe(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {**DECODER, "head_dim": 8, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    return _model(tf.Qwen3MoeForCausalLM, tf.Qwen3MoeConfig, **sizes, output_router_logits=True, **settings)
+
+
+def falcon(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    return _model(tf.FalconForCausalLM, tf.FalconConfig, **sizes, bos_token_id=0, eos_token_id=0, **settings)
+
+
+def bloom(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 4, "n_head": 2}
+    return _model(tf.BloomForCausalLM, tf.BloomConfig, **sizes, **settings)
+
+
+def opt(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "word_embed_proj_dim": 16,
+        "ffn_dim": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    return _model(tf.OPTForCausalLM, tf.OPTConfig, **sizes, dropout=0.0, **settings)
+
+
+def t5(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    return _model(
+        tf.T5ForConditionalGeneration, tf.T5Config, **sizes, decoder_start_token_id=0, dropout_rate=0.0, **settings
+    )
+
+
+def bart(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    return _model(tf.BartForConditionalGeneration, tf.BartConfig, **sizes, dropout=0.0, **settings)
+
+
+def bert(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {name: size for name, size in DECODER.items() if name != "num_key_value_heads"}
+    return _model(tf.BertForMaskedLM, tf.BertConfig, **sizes, **settings)
+
+
+def bert_still(**settings: Any) -> Callable[[], nn.Module]:
+    return bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings)
+
+
+def vit(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+    return _model(
+        tf.ViTForImageClassification, tf.ViTConfig, **sizes, image_size=8, patch_size=4, num_labels=3, **settings
+    )
+
+
+def mamba(**settings: Any) -> Callable[[], nn.Module]:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "state_size": 4}
+    return _model(tf.MambaForCausalLM, tf.MambaConfig, **sizes, **settings)
+
+
+MAKERS: dict[str, Callable[..., Callable[[], nn.Module]]] = {
+    "llama": llama,
+    "gpt2": gpt2_still,
+    "gpt2 with dropout": gpt2,
+    "qwen3": qwen3,
+    "gemma": gemma,
+    "gemma3": gemma3,
+    "phi": phi,
+    "mixtral": mixtral,
+    "qwen3-moe": qwen3_moe,
+    "falcon": falcon,
+    "bloom": bloom,
+    "opt": opt,
+    "t5": t5,
+    "bart": bart,
+    "bert": bert_still,
+    "bert with dropout": bert,
+    "vit": vit,
+    "mamba": mamba,
+}
+
+LLAMA_STAGES = {
+    "model.embed_tokens": 0,
+    "model.layers.0": 0,
+    "model.layers.1": 1,
+    "model.layers.2": 2,
+    "model.layers.3": 3,
+    "model.norm": 3,
+    "lm_head": 3,
+}
+
+T5_STAGES = {
+    "shared": 0,
+    "encoder.embed_tokens": 0,
+    "decoder.embed_tokens": 0,
+    "lm_head": 0,
+    "encoder.block.0": 0,
+    "encoder.block.1": 1,
+    "encoder.final_layer_norm": 1,
+    "decoder.block.0": 2,
+    "decoder.block.1": 3,
+    "decoder.final_layer_norm": 3,
+}
+"""Embeddings and head are one parameter, which lies on stage 0: the last stage's output goes back there."""
+
+BART_STAGES = {
+    "model.shared": 0,
+    "model.encoder.embed_tokens": 0,
+    "model.decoder.embed_tokens": 0,
+    "lm_head": 0,
+    "model.encoder.embed_positions": 0,
+    "model.encoder.layernorm_embedding": 0,
+    "model.encoder.layers.0": 0,
+    "model.encoder.layers.1": 1,
+    "model.decoder.embed_positions": 1,
+    "model.decoder.layernorm_embedding": 1,
+    "model.decoder.layers.0": 2,
+    "model.decoder.layers.1": 3,
+}
+"""As for T5; the decoder's embedding is on stage 0, its positions on stage 1."""
+
+STAGES = {"llama": LLAMA_STAGES, "t5": T5_STAGES, "bart": BART_STAGES}
+_BATCHES: dict[str, Any] = {"vit": images, "bert": masked_words, "bert with dropout": masked_words}
+
+
+@cache
+def case_of(name: str, *, tied: bool | None = None, explicit: bool = False, checkpointing: bool = False) -> Case:
+    """The model `name`; `tied`: whether its head has the embedding's weight, None for the config's own answer.
+
+    explicit: cut by the names in `STAGES`; else balanced.
+    """
+    make = MAKERS[name](**({} if tied is None else {"tie_word_embeddings": tied}))
+
+    def make_checkpointing() -> nn.Module:
+        model: Any = make()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer versions have a second name for it
+            model.gradient_checkpointing_enable()
+        return model  # type: ignore[no-any-return]
+
+    return Case(
+        make=make_checkpointing if checkpointing else make,
+        batches=[_BATCHES.get(name, sentences)(seed) for seed in range(5)],
+        stages=STAGES[name] if explicit else None,
+    )

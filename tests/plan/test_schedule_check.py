@@ -1,0 +1,294 @@
+"""The check of a schedule finds exactly what a plain execution cannot run; an adapted schedule can be run."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import PlanError
+from shardwise.plan.schedule_check import adapt, check
+from shardwise.plan.schedule_walk import chain
+from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
+
+Transfers = list[tuple[int, int]]
+FEEDBACK = [(0, 1), (1, 2), (2, 0), (0, 1), (1, 2), (2, 3)]
+"""Four stages; the third gives the first a value to work on again."""
+
+
+def is_sound(schedule: Schedule) -> bool:
+    """The rules of a schedule, said plainly over all pairs of actions."""
+    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
+    everything = [Action(kind, m, s) for kind in ("F", "B") for m in microbatches for s in stages]
+    if Counter(action for order in schedule.orders for action in order) != Counter(everything):
+        return False
+    for rank, order in enumerate(schedule.orders):
+        for at, first in enumerate(order):
+            if first.stage % schedule.num_ranks != rank:
+                return False
+            for second in order[at + 1 :]:
+                same_stage, same_microbatch = first.stage == second.stage, first.microbatch == second.microbatch
+                if same_stage and first.kind == second.kind and second.microbatch < first.microbatch:
+                    return False
+                if same_microbatch and (first.kind, second.kind) == ("B", "F"):
+                    return False
+                upwards = second.stage > first.stage
+                if same_microbatch and first.kind == second.kind and not same_stage and upwards != (first.kind == "F"):
+                    return False
+    return True
+
+
+def steps(schedule: Schedule, rank: int, transfers: Transfers, happened: set[tuple[str, int, int]]) -> Iterator[None]:
+    """Run a rank's order, one event of the program at a time; yields before each, and while it cannot happen."""
+    program = [
+        (stage, number, is_sent)
+        for number, ends in enumerate(transfers)
+        for stage, is_sent in zip(ends, (True, False), strict=True)
+        if stage % schedule.num_ranks == rank
+    ]
+    at = [0] * schedule.num_microbatches
+    taken: dict[tuple[int, int], list[tuple[str, int, bool]]] = {}
+    for action in schedule.orders[rank]:
+        m = action.microbatch
+        if action.kind == "F":
+            start = at[m]
+            while at[m] < len(program) and program[at[m]][0] <= action.stage:
+                at[m] += 1
+            events = [("value", number, is_sent) for _, number, is_sent in program[start : at[m]]]
+            taken[m, action.stage] = events
+        else:
+            events = [("gradient", number, not is_sent) for _, number, is_sent in reversed(taken[m, action.stage])]
+        for what, number, is_sent in events:
+            yield
+            while not is_sent and (what, m, number) not in happened:
+                yield
+            if is_sent:
+                happened.add((what, m, number))
+
+
+def finishes(schedule: Schedule, transfers: Transfers, random: Random) -> bool:
+    """Execute it: each rank walks through the program of every microbatch, one event at a time, in any order of ranks.
+
+    Every transfer is an event at its source's and one at its destination's rank, those within a rank too. A forward
+    goes on until the program enters a later stage of the rank; a backward takes back what its forward did.
+    """
+    happened: set[tuple[str, int, int]] = set()
+    runs = {rank: steps(schedule, rank, transfers, happened) for rank in range(schedule.num_ranks)}
+    most_events = 4 * len(transfers) * schedule.num_microbatches
+    for _ in range(most_events + 1):  # while any rank can go on, each of these rounds has an event or more
+        for rank in random.sample(sorted(runs), len(runs)):
+            if next(runs[rank], "ended") == "ended":
+                del runs[rank]
+    return not runs
+
+
+def random_order(random: Random, rank: int, num_ranks: int, num_chunks: int, num_microbatches: int) -> list[Action]:
+    """Any sound order of one rank: again and again one of the actions that may come next."""
+    stages = range(rank, num_ranks * num_chunks, num_ranks)
+    waits = {}
+    for m in range(num_microbatches):
+        for s in stages:
+            waits[Action("F", m, s)] = [Action("F", m - 1, s), Action("F", m, s - num_ranks)]
+            waits[Action("B", m, s)] = [Action("B", m - 1, s), Action("B", m, s + num_ranks), Action("F", m, s)]
+    order: list[Action] = []
+    eager = random.choice([0.1, 0.5, 0.9])
+    while left := [action for action in waits if action not in order]:
+        ready = [action for action in left if all(other in order for other in waits[action] if other in waits)]
+        kinds = [action for action in ready if (action.kind == "B") == (random.random() < eager)]
+        order.append(random.choice(kinds or ready))
+    return order
+
+
+def random_transfers(random: Random, num_stages: int) -> Transfers:
+    """A chain with more between it, or pairs without order; feedback and repeated pairs among them."""
+    pairs = chain(num_stages) if random.random() < 0.7 else []
+    for _ in range(random.randrange(4)):
+        pairs.insert(random.randint(0, len(pairs)), (random.randrange(num_stages), random.randrange(num_stages)))
+    return pairs
+
+
+def random_case(random: Random, *, broken: bool) -> tuple[Schedule, Transfers]:
+    num_ranks, num_chunks, num_microbatches = random.randint(1, 3), random.randint(1, 2), random.randint(1, 3)
+    if random.random() < 0.4:
+        name = random.choice(["fthenb", "interleaved"])
+        made = make_schedule(name, num_ranks=num_ranks, num_chunks=num_chunks, num_microbatches=num_microbatches)
+        orders = [list(order) for order in made.orders]
+    else:
+        orders = [random_order(random, rank, num_ranks, num_chunks, num_microbatches) for rank in range(num_ranks)]
+    if broken:
+        order = random.choice(orders)
+        at, to = random.randrange(len(order)), random.randrange(len(order))
+        change = random.randrange(4)
+        if change == 0:
+            order[at], order[to] = order[to], order[at]
+        elif change == 1:
+            del order[at]
+        elif change == 2:
+            order.insert(to, order[at])
+        else:
+            random.choice(orders).insert(0, order.pop(at))
+    schedule = Schedule("random", num_ranks * num_chunks, num_microbatches, tuple(map(tuple, orders)))
+    return schedule, random_transfers(random, schedule.num_stages)
+
+
+randoms = st.randoms(use_true_random=False)
+thorough = settings(deadline=None, max_examples=400)
+
+
+@thorough
+@given(randoms)
+def test_the_check_of_a_sound_schedule_finds_something_exactly_where_the_execution_gets_stuck(random: Random) -> None:
+    schedule, transfers = random_case(random, broken=False)
+    assert is_sound(schedule)
+    assert (check(schedule, transfers) == []) == finishes(schedule, transfers, random)
+
+
+@thorough
+@given(randoms)
+def test_the_check_finds_something_exactly_where_a_rule_is_broken_or_the_execution_gets_stuck(random: Random) -> None:
+    schedule, transfers = random_case(random, broken=True)
+    assert (check(schedule, transfers) == []) == (is_sound(schedule) and finishes(schedule, transfers, random))
+
+
+def test_the_random_cases_are_of_all_sorts() -> None:
+    random = Random(0)
+    sorts: Counter[tuple[bool, bool]] = Counter()
+    for number in range(600):
+        schedule, transfers = random_case(random, broken=number % 2 == 0)
+        sound = is_sound(schedule)
+        sorts[sound, sound and finishes(schedule, transfers, random)] += 1
+    assert set(sorts) == {(True, True), (True, False), (False, False)}
+    assert min(sorts.values()) > 50
+
+
+@thorough
+@given(randoms)
+def test_an_adapted_schedule_can_be_run_and_one_that_can_be_run_is_left_alone(random: Random) -> None:
+    name, num_ranks, k = random.choice(SCHEDULES), random.randint(1, 4), random.randint(1, 5)
+    chunks = 1 if name == "1f1b" else random.randint(1, 3)
+    schedule = make_schedule(name, num_ranks=num_ranks, num_chunks=chunks, num_microbatches=k)
+    transfers = random_transfers(random, schedule.num_stages)
+    adapted = adapt(schedule, transfers)
+    assert is_sound(adapted)
+    assert finishes(adapted, transfers, random)
+    assert (adapted is schedule) == finishes(schedule, transfers, random)
+    assert (adapted is schedule) == (adapted.name == schedule.name)
+
+
+def of(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
+    return make_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=microbatches)
+
+
+def test_a_deadlock_is_told_by_who_waits_in_which_action_for_what_from_whom() -> None:
+    assert check(of("1f1b", 4, 1, 6), FEEDBACK) == [
+        "deadlock: rank 0 in F2.0 (microbatch 2, stage 0) waits for the value of stage 2 from rank 2 (transfer 2: 2>0)",
+        "deadlock: rank 1 in F2.1 (microbatch 2, stage 1) waits for the value of stage 0 from rank 0 (transfer 3: 0>1)",
+        "deadlock: rank 2 in B0.2 (microbatch 0, stage 2) waits for the gradient of stage 0 from rank 0 "
+        "(transfer 2: 2>0)",
+        "deadlock: rank 3 in F2.3 (microbatch 2, stage 3) waits for the value of stage 2 from rank 2 (transfer 5: 2>3)",
+    ]
+
+
+def test_stages_that_feed_each_other_advance_in_step_and_the_others_as_before() -> None:
+    adapted = adapt(of("1f1b", 4, 1, 4), FEEDBACK)
+    assert adapted.text() == (
+        "1f1b, stages 0 to 2 in step: 4 stages, 4 ranks, 4 microbatches\n"
+        "rank 0: F0.0 F1.0 B0.0 F2.0 B1.0 F3.0 B2.0 B3.0\n"
+        "rank 1: F0.1 F1.1 B0.1 F2.1 B1.1 F3.1 B2.1 B3.1\n"
+        "rank 2: F0.2 F1.2 B0.2 F2.2 B1.2 F3.2 B2.2 B3.2\n"
+        "rank 3: F0.3 B0.3 F1.3 B1.3 F2.3 B2.3 F3.3 B3.3\n"
+    )
+    around = [(0, 1), (0, 2), (2, 0), (0, 2), (2, 3)]  # stage 1 may not lag behind stage 0 either
+    assert adapt(of("1f1b", 4, 1, 6), around).name == "1f1b, stages 0 to 2 in step"
+    two = [(0, 1), (1, 0), (0, 1), (1, 2), (2, 3), (3, 2), (2, 3)]
+    assert adapt(of("1f1b", 4, 1, 6), two).name == "1f1b, stages 0 to 1 and 2 to 3 in step"
+
+
+def test_a_chain_with_feedback_to_any_stage_still_overlaps_microbatches() -> None:
+    for stages in range(2, 7):
+        for first in range(stages - 1):
+            for last in range(first + 1, stages):
+                there = [(stage, stage + 1) for stage in range(first, last)]
+                transfers = [*chain(first + 1), *there, (last, first), *there, *chain(stages)[last:]]
+                adapted = adapt(of("1f1b", stages, 1, 8), transfers)
+                assert check(adapted, transfers) == []
+                assert "microbatch by microbatch" not in adapted.name
+
+
+def test_a_schedule_with_chunks_that_deadlocks_becomes_one_microbatch_after_the_other() -> None:
+    adapted = adapt(of("interleaved", 2, 2, 3), [*chain(4), (3, 0), (0, 3)])
+    assert adapted.text() == (
+        "interleaved, as fthenb microbatch by microbatch: 4 stages, 2 ranks, 3 microbatches\n"
+        "rank 0: F0.0 F0.2 F1.0 F1.2 F2.0 F2.2 B0.2 B0.0 B1.2 B1.0 B2.2 B2.0\n"
+        "rank 1: F0.1 F0.3 F1.1 F1.3 F2.1 F2.3 B0.3 B0.1 B1.3 B1.1 B2.3 B2.1\n"
+    )
+
+
+def test_a_schedule_of_the_users_own_is_never_changed() -> None:
+    text = of("1f1b", 4, 1, 6).text()
+    written = make_schedule(text, num_ranks=4, num_chunks=1, num_microbatches=6)
+    assert adapt(written, chain(4)) is written
+    with pytest.raises(PlanError, match="'1f1b as written': deadlock: rank 0 in F2") as raised:
+        adapt(written, FEEDBACK)
+    assert raised.value.problems[-1].endswith(
+        "a schedule of your own is not changed; those named fthenb, 1f1b, interleaved are"
+    )
+
+
+def test_a_transfer_to_a_stage_that_is_not_there_is_told_and_never_adapted_away() -> None:
+    finding = "transfer 1: 1>4 is not between stages 0 to 3"
+    for name in SCHEDULES:
+        schedule = of(name, 4, 1, 2)
+        assert check(schedule, [(0, 1), (1, 4)]) == [finding]
+        with pytest.raises(PlanError, match=re.escape(f"schedule '{name}': {finding}")):
+            adapt(schedule, [(0, 1), (1, 4)])
+
+
+@pytest.mark.parametrize(
+    ("orders", "findings"),
+    [
+        ("F0.0 F1.0 B0.0|F0.1 B0.1 F1.1 B1.1", ["rank 0: backward of stage 0 lacks microbatch 1"]),
+        (
+            "F0.0 F1.0 B0.0 B1.0|",
+            [
+                "rank 1: forward of stage 1 lacks microbatches 0 to 1",
+                "rank 1: backward of stage 1 lacks microbatches 0 to 1",
+            ],
+        ),
+        (
+            "F0.0 F0.0 F1.0 B0.0 B1.0|F0.1 B0.1 F1.1 B1.1",
+            ["rank 0: forward of stage 0 has microbatch 0 more than once"],
+        ),
+        (
+            "F0.0 F1.0 B1.0 B0.0|F0.1 F1.1 B0.1 B1.1",
+            ["rank 0: backward of stage 0 has microbatch 1 before 0; each stage takes them in ascending order"],
+        ),
+        ("B0.0 F0.0 F1.0 B1.0|F0.1 B0.1 F1.1 B1.1", ["F0.0 comes after B0.0, on one rank; it must come before"]),
+        (
+            "F0.0 F1.0 B0.0 B1.0 F1.1|F0.1 B0.1 B1.1",
+            ["rank 0 runs F1.1: stage 1 is on rank 1", "rank 1: forward of stage 1 lacks microbatch 1"],
+        ),
+        (
+            "F0.0 F1.0 B0.0 B1.0|F0.1 B0.1 F1.1 B1.1 F2.1 B0.2",
+            [
+                "rank 1 runs F2.1: there are 2 microbatches and 2 stages, counted from 0",
+                "rank 1 runs B0.2: there are 2 microbatches and 2 stages, counted from 0",
+            ],
+        ),
+    ],
+)
+def test_a_broken_rule_is_told_in_words(orders: str, findings: list[str]) -> None:
+    first, second = orders.split("|")
+    schedule = Schedule.parse(f"own: 2 stages, 2 ranks, 2 microbatches\nrank 0: {first}\nrank 1: {second}\n")
+    assert check(schedule, [(0, 1)]) == findings
+
+
+def test_stages_of_one_rank_are_taken_in_the_order_of_the_program() -> None:
+    schedule = Schedule.parse("own: 2 stages, 1 rank, 1 microbatch\nrank 0: F0.1 F0.0 B0.0 B0.1\n")
+    assert check(schedule, []) == [
+        "F0.0 comes after F0.1, on one rank; it must come before",
+        "B0.1 comes after B0.0, on one rank; it must come before",
+    ]

@@ -1,0 +1,203 @@
+"""Simulated timelines are those of a plain fixed point and of the formulas; drawings show them."""
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import PlanError
+from shardwise.plan.schedule_walk import chain
+from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
+from shardwise.plan.timeline import Span, Timeline, ideal_bubble, simulate_schedule
+from shardwise.plan.timeline_text import draw_timeline, seconds_text
+from tests.plan.strategies import proven
+
+
+def made(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
+    return make_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=microbatches)
+
+
+def equal_stages(schedule: Schedule, forward_s: float = 1.0, backward_s: float = 2.0) -> Timeline:
+    stages = schedule.num_stages
+    times = {"forward_s": [forward_s] * stages, "backward_s": [backward_s] * stages}
+    return simulate_schedule(schedule, chain(stages), forward_s=times["forward_s"], backward_s=times["backward_s"])
+
+
+def plain_stops(
+    schedule: Schedule, forward_s: list[float], backward_s: list[float], transfer_s: float
+) -> dict[Action, float]:
+    """When each action of a chain of stages stops: pushed later until everything fits."""
+    stops = {action: 0.0 for order in schedule.orders for action in order}
+    changed = True
+    while changed:
+        changed = False
+        for order in schedule.orders:
+            free = 0.0
+            for action in order:
+                giver = action.stage + (-1 if action.kind == "F" else 1)
+                other = Action(action.kind, action.microbatch, giver)
+                far = transfer_s if schedule.num_ranks > 1 else 0.0
+                start = max(free, stops[other] + far if other in stops else 0.0)
+                free = start + (forward_s if action.kind == "F" else backward_s)[action.stage]
+                changed |= stops[action] != free
+                stops[action] = free
+    return stops
+
+
+@proven
+@given(st.data())
+def test_a_chain_takes_the_times_of_the_plain_fixed_point(data: st.DataObject) -> None:
+    name, ranks, k = data.draw(st.tuples(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 6)))
+    schedule = made(name, ranks, 1 if name == "1f1b" else data.draw(st.integers(1, 3)), k)
+    stages = schedule.num_stages
+    times = st.lists(st.integers(1, 9).map(float), min_size=stages, max_size=stages)
+    forward_s, backward_s, transfer_s = data.draw(times), data.draw(times), float(data.draw(st.integers(0, 3)))
+    timeline = simulate_schedule(
+        schedule, chain(stages), forward_s=forward_s, backward_s=backward_s, transfer_s=transfer_s
+    )
+    stops = {(span.kind, span.microbatch, span.stage): span.stop_s for span in timeline.spans if span.kind != "wait"}
+    expected = plain_stops(schedule, forward_s, backward_s, transfer_s)
+    assert stops == {(action.kind, action.microbatch, action.stage): stop for action, stop in expected.items()}
+    assert timeline.makespan_s == max(expected.values())
+    for rank in range(ranks):  # the spans of a rank follow each other without a gap, from 0 on
+        mine = [span for span in timeline.spans if span.rank == rank]
+        assert [span.start_s for span in mine] == [0.0, *(span.stop_s for span in mine[:-1])]
+    assert sum(timeline.busy_s) == k * (sum(forward_s) + sum(backward_s))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("times", [(1.0, 1.0), (1.0, 2.0), (3.0, 1.0)])
+def test_with_equal_stages_the_bubble_is_the_formulas_and_never_less(name: str, times: tuple[float, float]) -> None:
+    for ranks in range(1, 7):
+        for chunks in range(1, 5) if name != "1f1b" else [1]:
+            for k in range(1, 15):
+                timeline = equal_stages(made(name, ranks, chunks, k), *times)
+                makespan = Fraction(timeline.makespan_s)
+                exact = 1 - Fraction(sum(timeline.busy_s)) / (ranks * makespan)
+                formula = Fraction(ranks - 1, chunks * k + ranks - 1)
+                assert exact >= formula
+                if k >= ranks or chunks == 1:
+                    assert exact == formula, (name, ranks, chunks, k)
+                assert timeline.bubble == pytest.approx(float(exact), abs=1e-12)
+                ideal = ideal_bubble(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=k)
+                assert ideal == pytest.approx(float(formula), abs=1e-12)
+
+
+def test_a_schedule_without_a_name_has_no_formula() -> None:
+    with pytest.raises(PlanError, match="'own' has no formula for its bubble"):
+        ideal_bubble("own", num_ranks=2, num_chunks=1, num_microbatches=2)
+
+
+def test_the_time_of_an_action_lies_in_equal_parts_between_its_waits() -> None:
+    """Stage 0 computes, sends, waits for it to come back, and computes on: its forward has two parts, stage 1's one."""
+    schedule = made("1f1b", 2, 1, 1)
+    timeline = simulate_schedule(
+        schedule, [(0, 1), (1, 0)], forward_s=[4.0, 3.0], backward_s=[8.0, 5.0], transfer_s=0.5
+    )
+    assert timeline.spans == (
+        Span(0, "F", 0, 0, 0.0, 2.0),
+        Span(0, "wait", 0, 0, 2.0, 6.0),
+        Span(0, "F", 0, 0, 6.0, 8.0),
+        Span(0, "B", 0, 0, 8.0, 12.0),
+        Span(0, "wait", 0, 0, 12.0, 18.0),
+        Span(0, "B", 0, 0, 18.0, 22.0),
+        Span(1, "wait", 0, 1, 0.0, 2.5),
+        Span(1, "F", 0, 1, 2.5, 5.5),
+        Span(1, "wait", 0, 1, 5.5, 12.5),
+        Span(1, "B", 0, 1, 12.5, 17.5),
+    )
+
+
+def test_what_stays_on_a_rank_needs_no_transfer_and_cuts_no_action() -> None:
+    schedule = made("fthenb", 1, 2, 1)
+    timeline = simulate_schedule(
+        schedule, [(0, 1), (1, 0), (0, 1)], forward_s=[1.0, 2.0], backward_s=[3.0, 4.0], transfer_s=9.0
+    )
+    assert [(span.kind, span.stage, span.stop_s) for span in timeline.spans] == [
+        ("F", 0, 1.0),
+        ("F", 1, 3.0),
+        ("B", 1, 7.0),
+        ("B", 0, 10.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        ({"transfers": [(0, 7)]}, "transfer 0: 0>7 is not between stages 0 to 1"),
+        ({"forward_s": [1.0]}, "forward_s: 1 times for 2 stages; one for each is needed"),
+        ({"backward_s": [1.0, -1.0]}, "backward_s: -1.0 is not a time in seconds"),
+        ({"transfer_s": float("nan")}, "transfer_s: nan is not a time in seconds"),
+        ({"forward_s": [1.0, float("inf")]}, "forward_s: inf is not a time in seconds"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(change: dict[str, object], finding: str) -> None:
+    asked = {"transfers": [(0, 1)], "forward_s": [1.0, 1.0], "backward_s": [1.0, 1.0], "transfer_s": 0.0} | change
+    simulate: Callable[..., Timeline] = simulate_schedule
+    with pytest.raises(PlanError, match=finding):
+        simulate(made("1f1b", 2, 1, 2), asked.pop("transfers"), **asked)
+
+
+def test_waits_inside_a_measured_forward_are_not_busy_time() -> None:
+    timeline = Timeline(
+        2,
+        (
+            Span(0, "F", 0, 0, 100.0, 110.0),
+            Span(0, "wait", 0, 0, 99.0, 101.0),
+            Span(0, "send", 0, 0, 109.0, 110.0),
+            Span(0, "wait", 0, 0, 104.0, 106.0),
+            Span(0, "wait", 0, 0, 105.0, 107.0),
+            Span(1, "B", 0, 1, 110.0, 120.0),
+        ),
+    )
+    assert [(span.start_s, span.stop_s) for span in timeline.busy_spans()] == [
+        (101.0, 104.0),
+        (107.0, 110.0),
+        (110.0, 120.0),
+    ]
+    assert (timeline.start_s, timeline.makespan_s, timeline.busy_s) == (99.0, 21.0, (6.0, 10.0))
+    assert timeline.bubble == 1 - 16 / 42
+
+
+def test_a_timeline_without_spans_is_empty() -> None:
+    empty = Timeline(2, ())
+    assert (empty.makespan_s, empty.busy_s, empty.bubble) == (0.0, (0.0, 0.0), 0.0)
+    assert draw_timeline(empty).splitlines()[:2] == ["rank 0  ", "rank 1  "]
+
+
+def test_the_drawing_shows_who_runs_what_when() -> None:
+    assert draw_timeline(equal_stages(made("1f1b", 3, 1, 4), 0.01, 0.02), width=62) == (
+        "rank 0  0--1--2--............0=====3--1=====...2=====...3=====\n"
+        "rank 1  ...0--1--......0=====2--1=====3--2=====...3=====......\n"
+        "rank 2  ......0--0=====1--1=====2--2=====3--3=====............\n"
+        "3- forward, 3= backward of microbatch 3; . idle; 180 ms, bubble 33.3%\n"
+    )
+
+
+def test_the_drawing_names_stages_where_ranks_have_several_and_there_is_room() -> None:
+    timeline = equal_stages(made("interleaved", 2, 2, 2))
+    assert draw_timeline(timeline, width=70) == (
+        "rank 0  0.0-1.0-0.2-1.2-........0.2=====....1.2=====0.0=====1.0=====\n"
+        "rank 1  ....0.1-1.1-0.3-0.3=====1.3-1.3=====0.1=====1.1=====........\n"
+        "3.6- forward, 3.6= backward of microbatch 3, stage 6; . idle; 15 s, bubble 20.0%\n"
+    )
+    assert draw_timeline(timeline, width=40).startswith("rank 0  0-1-0-1-....0===..1===0===1===\n")
+
+
+@pytest.mark.parametrize("width", [30, 60, 100, 250])
+def test_the_drawing_keeps_to_its_width_and_every_row_to_the_same_time(width: int) -> None:
+    for name, ranks, chunks, k in (("1f1b", 4, 1, 64), ("interleaved", 4, 2, 8), ("fthenb", 11, 1, 3)):
+        timeline = equal_stages(made(name, ranks, chunks, k), 0.0013, 0.00271)
+        *rows, _ = draw_timeline(timeline, width=width).splitlines()
+        assert len({len(row) for row in rows}) == 1
+        assert len(rows[0]) <= width
+        assert [row.split()[1] for row in rows] == [str(rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0 s"), (2.5, "2.5 s"), (0.0123456, "12.35 ms"), (3e-6, "3 us"), (0.9996, "999.6 ms")]
+)
+def test_times_are_told_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
