@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,8 @@ def test_what_a_call_draws_does_not_depend_on_what_calls_before_it_drew() -> Non
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
                 block(x)
-            return nn.functional.dropout(self.blocks[2](x), 0.5)
+            out: torch.Tensor = nn.functional.dropout(self.blocks[2](x), 0.5)
+            return out
 
     model = Modes()
     expected = masks(model)
@@ -137,9 +139,11 @@ def test_a_stream_goes_on_where_it_was_left_even_in_the_middle_of_a_call() -> No
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = nn.functional.dropout(x, 0.5)
             self.park()
-            return self.dropout(nn.functional.dropout(x, 0.1))
+            out: torch.Tensor = self.dropout(nn.functional.dropout(x, 0.1))
+            return out
 
-    model = nn.Sequential(Parking(), nn.Dropout(0.1))
+    parking = Parking()
+    model = nn.Sequential(parking, nn.Dropout(0.1))
     expected = [masks(model, microbatch=0), masks(model, microbatch=1)]
     random = KeyedRandom(model, CPU, 1)
     first, second = random.stream(0, 0), random.stream(0, 1)
@@ -152,8 +156,6 @@ def test_a_stream_goes_on_where_it_was_left_even_in_the_middle_of_a_call() -> No
             others.append(model(ONES))
         first.__enter__()
 
-    parking = model[0]
-    assert isinstance(parking, Parking)
     parking.park = park
     with first:
         drawn = model(ONES)
@@ -274,7 +276,7 @@ def test_a_model_with_hooks_can_be_copied_pickled_and_saved_and_the_copy_acts_al
 
 def test_a_compiled_module_is_one_call_whatever_happens_inside() -> None:
     class Outer(nn.Module):
-        def __init__(self, block: nn.Module) -> None:
+        def __init__(self, block: Any) -> None:
             super().__init__()
             self.block = block
 

@@ -74,6 +74,22 @@ def test_a_cut_has_the_least_largest_load_of_all_cuts_and_then_the_most_even(cas
     assert costs[tuple(cut_evenly(loads, num_runs))] == min(costs.values())
 
 
+@proven
+@given(rows, st.sampled_from([0.1, 1 / 3, 1e-7, 1e20]))
+def test_a_cut_of_measured_loads_is_as_good_as_any_to_rounding(case: tuple[list[int], int], unit: float) -> None:
+    loads, num_runs = [load * unit for load in case[0]], case[1]
+    least = min(max(runs) for _, runs in all_cuts(case[0], num_runs)) * unit
+    assert least_largest_load(loads, num_runs) == pytest.approx(least, rel=1e-12)
+    ends = cut_evenly(loads, num_runs)
+    assert len(ends) == num_runs
+    assert max(sum(loads[start:end]) for start, end in pairwise([0, *ends])) == pytest.approx(least, rel=1e-12)
+
+
+def test_a_cut_of_large_numbers_is_exact() -> None:
+    loads = [(1 << 60) + at for at in (0, 3, 1, 2)]
+    assert least_largest_load(loads, 2) == (1 << 61) + 3
+
+
 def test_the_first_and_last_stage_are_the_lighter_ones_where_all_else_is_equal() -> None:
     assert cut_evenly([1, 1, 1, 1, 1, 1], 4) == [1, 3, 5, 6]
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,12 @@ def small_run(folder: Path, *overrides: str, num_processes: int = 1) -> RunConfi
     (folder / "small.toml").write_text(CONFIG)
     output = f"train.output={folder / 'out'}"
     return read_config(folder / "small.toml", overrides=[output, *overrides], num_processes=num_processes)
+
+
+def laid_out(folder: Path, *overrides: str) -> RunConfig:
+    """`small_run` for as many processes as the sizes of the mesh among `overrides` ask for."""
+    sizes = [int(override.partition("=")[2]) for override in overrides if override.startswith("mesh.")]
+    return small_run(folder, *overrides, num_processes=math.prod(sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

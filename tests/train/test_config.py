@@ -205,3 +205,13 @@ def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_wrong_with_stages_whatever_the_model_is_known_before_anything_starts(tmp_path: Path) -> None:
+    trace = MINIMAL + "trace = true\n"
+    assert problems_of(tmp_path, trace, num_processes=2) == [
+        "train.trace: true given, but the model is not cut into stages to measure; give mesh.pp ranks"
+    ]
+    staged = MINIMAL + "global_batch = 8\n[mesh]\npp = 2\n"
+    short = "own: 2 stages, 2 ranks, 2 microbatches\nrank 0: F0.0 F1.0 B0.0 B1.0\nrank 1: F0.1 B0.1"
+    assert problems_of(tmp_path, staged, f"pipeline.schedule={short!r}", num_processes=2) == []

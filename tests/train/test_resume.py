@@ -10,7 +10,7 @@ from shardwise.errors import DivergedError
 from shardwise.train import RunConfig
 from shardwise.train.random_states import RandomStates
 from shardwise.train.references import resolve
-from tests.train.runs import Finished, finished, small_run, without_times
+from tests.train.runs import Finished, finished, laid_out, small_run, without_times
 
 SAVES = ("train.steps=10", "checkpoint.every=2", "model.loss=net.py:stops")
 
@@ -20,7 +20,8 @@ def stopped(config: RunConfig, *, after_updates: float) -> None:
     loss: Any = resolve("net.py:stops", folder=config.folder, key="loss")
     names = loss.__globals__
     names["calls"].clear()
-    names["stop_after"][:] = [int(after_updates * config.train.global_batch / config.train.microbatch)]
+    calls = config.train.global_batch / config.train.microbatch * config.plan.mesh.pp  # all ranks of a pipeline call it
+    names["stop_after"][:] = [int(after_updates * calls)]
     with pytest.raises(names["Stop"]):
         finished(config)
     names["stop_after"].clear()
@@ -48,6 +49,8 @@ def both(folder: Path, *overrides: str, num_processes: int = 1) -> tuple[Finishe
         (2, ["precision.compute=bfloat16", "sharding.stage=0", "checkpoint.background=false"]),
         (2, ["sharding.partition=whole", "checkpoint.layout=whole", "train.microbatch=6"]),
         (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", "sharding.owners=dp_shard"]),
+        (2, ["model.factory=net.py:Noisy", "mesh.pp=2"]),
+        (4, ["model.factory=net.py:Noisy", "mesh.pp=2", "mesh.dp_shard=2", "precision.compute=bfloat16"]),
     ],
 )
 def test_what_a_resumed_run_measures_equals_the_uninterrupted_run_bit_for_bit(
@@ -61,32 +64,70 @@ def test_what_a_resumed_run_measures_equals_the_uninterrupted_run_bit_for_bit(
     assert resumed.printed.splitlines()[-1] == through.printed.splitlines()[-1]
 
 
-def test_without_the_saved_random_numbers_the_resumed_run_would_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+DRAWING = """
+import torch
+
+class Drawing(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        return super().step(closure)
+"""
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_what_an_optimizer_draws_goes_on_because_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restores: bool
 ) -> None:
-    monkeypatch.setattr(RandomStates, "restore", lambda *_, **__: None)
-    through, resumed = both(tmp_path, "model.factory=net.py:Noisy")
-    assert [a == b for a, b in zip(through.curve("loss"), resumed.curve("loss"), strict=True)][-1] is False
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    if not restores:
+        monkeypatch.setattr(RandomStates, "restore", lambda *_, **__: None)
+    through, resumed = both(tmp_path, "train.optimizer=drawing.py:Drawing")
+    assert (without_times(resumed.metrics) == without_times(through.metrics)) is restores
+
+
+def test_what_an_optimizer_draws_begins_anew_under_another_mesh_and_a_line_says_so(tmp_path: Path) -> None:
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    drawing = [*SAVES, "train.optimizer=drawing.py:Drawing", "sharding.partition=whole"]
+    stopped(small_run(tmp_path, *drawing), after_updates=5.5)
+    resumed = finished(small_run(tmp_path, *drawing, "mesh.pp=2", num_processes=2), resume="auto")
+    line = "as by an optimizer, are seeded anew: the run was saved under mesh single on cpu, and goes on under mesh pp=2"
+    assert resumed.printed.count(line) == 1
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "overrides"),
+    ("before", "after"),
     [
-        (1, 3, []),
-        (2, 1, ["sharding.stage=0"]),
-        (2, 4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"]),
-        (3, 2, ["sharding.partition=whole", "train.microbatch=2"]),
+        ([], ["mesh.dp_shard=3"]),
+        (["mesh.dp_shard=2"], ["sharding.stage=0"]),
+        (["mesh.dp_shard=2"], ["mesh.dp_replicate=2", "mesh.dp_shard=2"]),
+        (["mesh.dp_shard=3", "sharding.partition=whole"], ["mesh.dp_shard=2"]),
+        (["mesh.pp=2"], ["mesh.pp=2", "mesh.dp_shard=2"]),
+        (["mesh.pp=2", "mesh.dp_shard=2"], ["mesh.dp_replicate=2"]),
+        (["mesh.dp_shard=2"], ["mesh.pp=3"]),
     ],
 )
-def test_a_run_goes_on_under_another_layout_with_the_same_samples_and_nearly_the_same_losses(
-    tmp_path: Path, before: int, after: int, overrides: list[str]
+def test_a_run_goes_on_under_another_layout_with_nearly_the_same_losses_and_the_same_dropout(
+    tmp_path: Path, before: list[str], after: list[str]
 ) -> None:
-    through = finished(small_run(tmp_path, *SAVES, f"train.output={tmp_path / 'through'}"))
-    stopped(small_run(tmp_path, *SAVES, num_processes=before), after_updates=5.5)
-    resumed = finished(small_run(tmp_path, *SAVES, *overrides, num_processes=after), resume="auto")
+    words = [*SAVES, "model.factory=net.py:Noisy"]
+    through = finished(small_run(tmp_path, *words, f"train.output={tmp_path / 'through'}"))
+    stopped(laid_out(tmp_path, *words, *before), after_updates=5.5)
+    resumed = finished(laid_out(tmp_path, *words, *after), resume="auto")
     for curve in ("loss", "grad_norm", "held_out_loss", "learning_rate"):
         assert resumed.curve(curve) == pytest.approx(through.curve(curve), rel=5e-5)
-    assert resumed.printed.count("random numbers (dropout) are seeded anew: the run was saved under mesh ") == 1
+    assert "seeded anew" not in resumed.printed
+
+
+@pytest.mark.parametrize(("before", "after"), [([], ["mesh.pp=2"]), (["mesh.pp=3"], []), (["mesh.pp=2"], ["mesh.pp=3"])])
+def test_a_run_goes_on_with_other_stages_bit_for_bit(tmp_path: Path, before: list[str], after: list[str]) -> None:
+    words = [*SAVES, "model.factory=net.py:Noisy"]
+    through = finished(small_run(tmp_path, *words, f"train.output={tmp_path / 'through'}"))
+    stopped(laid_out(tmp_path, *words, *before), after_updates=5.5)
+    resumed = finished(laid_out(tmp_path, *words, *after), resume="auto")
+    assert without_times(resumed.metrics) == without_times(through.metrics)
+    assert resumed.printed.splitlines()[-1] == through.printed.splitlines()[-1]
 
 
 def test_a_resume_under_another_mesh_can_be_repeated_bit_for_bit(tmp_path: Path) -> None:

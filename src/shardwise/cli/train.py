@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.verdicts import INTERRUPTED, Verdict, show_traceback, tell, weighed
+from shardwise.cli.verdicts import INTERRUPTED, Verdict, tell, weighed
 
 if TYPE_CHECKING:
     from shardwise.train import RunConfig
@@ -50,9 +50,7 @@ def train(
             click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if debug:
-            show_traceback(error)
-        verdict = Verdict.of(error, rank=rank)
+        verdict = Verdict.of(error, rank=rank, debug=debug)
         if verdicts is not None and rank is not None:
             verdict.leave(verdicts, rank)
             if verdict.is_about_peer:

@@ -23,9 +23,11 @@ class Verdict:
     exit_code: int
     is_about_peer: bool
     """The cause lies with another rank, whose own words are better."""
+    traceback: str = ""
+    """What `--debug` adds: of the one verdict that is told, so that it is seen once, whoever has met its consequences."""
 
     @classmethod
-    def of(cls, error: Exception, *, rank: int | None) -> "Verdict":
+    def of(cls, error: Exception, *, rank: int | None, debug: bool) -> "Verdict":
         """What to say about `error`, met on `rank`; None where there are no ranks yet."""
         words = str(error)
         if not isinstance(error, ShardwiseError):
@@ -37,6 +39,7 @@ class Verdict:
             paragraph=f"Error: {words}",
             exit_code=WRONG_USAGE if asked else FAILED,
             is_about_peer=isinstance(error, PeerError),
+            traceback="".join(traceback.format_exception(error)) if debug else "",
         )
 
     def leave(self, folder: Path, rank: int) -> None:
@@ -53,12 +56,9 @@ def weighed(folder: Path) -> Verdict | None:
 
 def tell(verdict: Verdict) -> None:
     """Say it on stderr."""
+    if verdict.traceback:
+        click.echo(verdict.traceback, err=True)
     click.echo(verdict.paragraph, err=True)
-
-
-def show_traceback(error: BaseException) -> None:
-    """What `--debug` adds."""
-    click.echo("".join(traceback.format_exception(error)), err=True)
 
 
 @contextlib.contextmanager
@@ -72,8 +72,6 @@ def told(*, debug: bool) -> Iterator[None]:
         click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if debug:
-            show_traceback(error)
-        verdict = Verdict.of(error, rank=None)
+        verdict = Verdict.of(error, rank=None, debug=debug)
         tell(verdict)
         sys.exit(verdict.exit_code)

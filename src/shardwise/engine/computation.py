@@ -34,9 +34,9 @@ class Computation:
         self.random = random
         self.step = 0
         """The steps begun so far."""
+        self.runner = runner
         self._model = model
         self._loss = loss
-        self._runner = runner
         self._device = device
         self._rank = rank
         self._data_rank = data_rank
@@ -53,8 +53,8 @@ class Computation:
         self.step += 1
         counted = [at for at, factor in enumerate(factors) if factor]
         losses = [torch.zeros((), device=self._device) for _ in parts]
-        if self._runner is not None:
-            computed = self._runner.train(
+        if self.runner is not None:
+            computed = self.runner.train(
                 [parts[at] for at in counted],
                 [factors[at] for at in counted],
                 self._loss,
@@ -82,8 +82,8 @@ class Computation:
         counted = [at for at, weight in enumerate(weights) if weight]
         losses = [torch.zeros((), device=self._device) for _ in parts]
         with torch.no_grad(), _evaluating(self._model):
-            if self._runner is not None:
-                computed = self._runner.evaluate(
+            if self.runner is not None:
+                computed = self.runner.evaluate(
                     [parts[at] for at in counted], self._loss, streams=[streams[at] for at in counted]
                 )
                 for at, loss in zip(counted, computed, strict=True):
@@ -93,6 +93,15 @@ class Computation:
                 with streams[at]:
                     losses[at] = self._loss(parts[at])
         return losses
+
+    def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+        """What `output_of` makes of the inputs, in evaluation mode, without a graph."""
+        (stream,) = self._streams(EVALUATION, 1, 0)
+        with torch.no_grad(), _evaluating(self._model):
+            if self.runner is not None:
+                return self.runner.predict(inputs, output_of, stream=stream)
+            with stream:
+                return output_of(inputs)
 
     def _train(self, part: Batch, factor: float, before_last_backward: Callable[[], None] | None) -> torch.Tensor:
         loss = self._loss(part)

@@ -11,7 +11,7 @@ One update on one rank (numbers as in docs/life-of-a-parameter.md):
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +38,7 @@ from shardwise.engine.norm import (
     norms_of,
 )
 from shardwise.engine.optimizer_state import KnownOptimizer
+from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
@@ -124,6 +125,11 @@ class Engine:
             raise OptimizerError(f"the model has {len(self.optimizers)} optimizers; use engine.optimizers")
         return self.optimizers[0]
 
+    @property
+    def pipeline(self) -> PipelineRunner | None:
+        """What runs the stages of this rank; None where the model is not cut into stages."""
+        return self._computation.runner
+
     def step(self, batch: Batch, *, microbatches: int | None = None) -> StepReport:
         """Train on this data rank's share of a batch: one update of all parameters.
 
@@ -169,6 +175,17 @@ class Engine:
             self.counters.exchanges += 1
             loss = exchange_sum(self._channels.world, self._share_of_loss(losses, weighting), purpose="loss")
         return EvaluationReport(loss=loss, weight=weighting.total)
+
+    def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+        """What `output_of` makes of the inputs by calling the model, without gradients, in evaluation mode.
+
+        All ranks of a pipeline call it together, with equal inputs (their tensors are moved to the device), and get
+        the same tensor. Whatever else `output_of` does runs on each of them as well.
+        """
+        device = self._channels.everyone.device
+        moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        with self._stopping_peers("a prediction"):
+            return self._computation.predict(moved, output_of)
 
     def state(self) -> dict[Piece, torch.Tensor]:
         """What this rank owns, as views: pieces of parameters, masters and optimizer state; the model's buffers.

@@ -97,6 +97,11 @@ class KeyedRandom:
         finally:
             self._install(around)
 
+    def stream_ends_with_call(self) -> bool:
+        """Whether the stream serves the call of one dropout layer, and nobody draws from it afterwards."""
+        stream = self._active
+        return stream is not None and bool(stream.frames) and type(stream.frames[-1][0]) in _DRAW_IN_TRAINING
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Module calls in the body split nothing: they compute no values (shape inference)."""

@@ -94,12 +94,13 @@ def _one_opened(tree: "_Tree", opened: Opened, num_stages: int, limit: float) ->
     units = tree.units(opened)
     runs = [units[start:end] for start, end in pairwise([0, *cut_evenly([unit.load for unit in units], num_stages)])]
     largest = max(sum(unit.load for unit in run) for run in runs)
+    # A cut inside a unit moved to the end of that unit makes no run heavier than by the unit: a light one cannot help.
     inside = [
         unit.module
         for run in runs
         if sum(unit.load for unit in run) == largest
         for unit in run
-        if unit.module.name in tree.openable
+        if unit.module.name in tree.openable and unit.load >= largest - limit
     ]
     for holds_parameters in (False, True):  # a module with parameters of its own is opened last
         trials = [opened | {module.name} for module in inside if bool(module.own_parameters) == holds_parameters]

@@ -30,11 +30,6 @@ class Outline:
         """Elements of all parameters in it; a tie counts once, where it is met first."""
         return sum(num_elements for module in self.modules() for _, num_elements in module.own_parameters)
 
-    @property
-    def has_parameters(self) -> bool:
-        """Whether it or a module in it holds a parameter."""
-        return any(module.own_parameters for module in self.modules())
-
     def modules(self) -> Iterator["Outline"]:
         """It and every module in it, in the order of registration."""
         yield self

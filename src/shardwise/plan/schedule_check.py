@@ -19,18 +19,22 @@ def check(schedule: Schedule, transfers: Transfers) -> list[str]:
     return _foreign(schedule, transfers) + _structure(schedule) or _deadlocks(schedule, transfers)
 
 
-def adapt(schedule: Schedule, transfers: Transfers) -> Schedule:
+def adapt(schedule: Schedule, transfers: Transfers, *, steps_back: bool = False) -> Schedule:
     """The schedule itself where it can be run with these transfers, else the nearest that can; its name says how.
 
     Stages that feed each other cannot run ahead of each other: under "1f1b" they advance in step. Where that is not
     enough, each microbatch goes through all stages of a rank before the next. Raises PlanError with the findings
     where the schedule has none of the names that `make_schedule` knows, or nothing can be run.
+
+    steps_back: a rank works on one of its stages again after a later one, so that their actions are not apart.
     """
     findings = check(schedule, transfers)
+    if steps_back and schedule.num_chunks > 1:
+        findings.append("a rank works on one of its stages after a later one; such stages go forward and back together")
     if not findings:
         return schedule
     if schedule.name in SCHEDULES and not _foreign(schedule, transfers):
-        candidates = [_in_step(schedule, transfers)] if schedule.name == "1f1b" else []
+        candidates = [_in_step(schedule, transfers)] if schedule.num_chunks == 1 and schedule.name == "1f1b" else []
         for candidate in [*candidates, _one_by_one(schedule)]:
             if not check(candidate, transfers):
                 return candidate

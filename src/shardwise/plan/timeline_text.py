@@ -25,7 +25,7 @@ def draw_timeline(timeline: Timeline, *, width: int = 100) -> str:
         stop = round((cell.stop_s - timeline.start_s) * per_second)
         rows[cell.rank][start:stop] = _FILL[cell.kind] * (stop - start)
         placed.append((cell, start, stop))
-    one_stage = len({cell.stage for cell in cells}) <= timeline.num_ranks
+    one_stage = len({(cell.rank, cell.stage) for cell in cells}) <= timeline.num_ranks
     full = {cell: f"{cell.microbatch}" if one_stage else f"{cell.microbatch}.{cell.stage}" for cell in cells}
     has_stages = not one_stage and all(len(full[cell]) < stop - start for cell, start, stop in placed)
     for cell, start, stop in placed:

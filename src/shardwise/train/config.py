@@ -11,6 +11,8 @@ from pydantic_core import ErrorDetails
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import Merge, Plan
+from shardwise.plan.schedule_check import check
+from shardwise.plan.schedules import make_schedule
 from shardwise.plan.specs import read_strategy, unknown_setting
 from shardwise.space import Mesh
 from shardwise.train.tables import CheckpointTable, DataTable, ModelTable, Table, TrainTable, file_problems
@@ -76,6 +78,8 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     problems += file_problems(model, data, path.parent)
     if train is not None and train.warmup_steps > train.steps:
         problems.append(f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}")
+    if plan is not None and train is not None:
+        problems += _pipeline_problems(plan, train)
     if problems or model is None or data is None or train is None or checkpoint is None or plan is None:
         raise ConfigError(*problems)
     return RunConfig(path=path, model=model, data=data, train=train, checkpoint=checkpoint, plan=plan)
@@ -181,6 +185,23 @@ def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: in
     except PlanError as error:
         problems += [f"train.{each}" if each.startswith("clip_grad_norm") else each for each in error.problems]
         return None
+
+
+def _pipeline_problems(plan: Plan, train: TrainTable) -> list[str]:
+    """What is wrong with the schedule, as far as it does not depend on what the model moves between stages."""
+    if plan.mesh.pp * plan.pipeline.num_chunks == 1:
+        wanted = "train.trace: true given, but the model is not cut into stages to measure; give mesh.pp ranks"
+        return [wanted] if train.trace else []
+    try:
+        schedule = make_schedule(
+            plan.pipeline.schedule,
+            num_ranks=plan.mesh.pp,
+            num_chunks=plan.pipeline.num_chunks,
+            num_microbatches=plan.merge.microbatches,
+        )
+    except PlanError as error:
+        return [f"pipeline.{each}" for each in error.problems]
+    return [f"pipeline.schedule: {each}" for each in check(schedule, ())]
 
 
 def _microbatches(train: TrainTable, num_data_ranks: int, problems: list[str]) -> int | None:

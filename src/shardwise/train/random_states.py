@@ -1,4 +1,8 @@
-"""Random numbers over a save: under the same mesh they go on where they were, under another they are seeded anew."""
+"""Random numbers over a save: under the same mesh they go on where they were, under another they are seeded anew.
+
+Those that forwards draw (dropout) are not among them: the engine derives them from seed, step and microbatch, and saves
+seed and step itself. What is left are those that an optimizer draws.
+"""
 
 import base64
 import hashlib
@@ -24,20 +28,22 @@ class RandomStates(BaseModel):
     @classmethod
     def gathered(cls, channel: Channel, mesh: str) -> "RandomStates":
         """Those of all ranks, which call this together."""
-        states = {"cpu": torch.get_rng_state()}
-        if channel.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(channel.device)
-        mine = {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
-        texts = channel.exchange(json.dumps(mine).encode(), purpose="random states of a save")
+        texts = channel.exchange(json.dumps(_states_here(channel)).encode(), purpose="random states of a save")
         return cls(mesh=mesh, device=channel.device.type, ranks=[json.loads(text) for text in texts])
 
-    def restore(self, channel: Channel, mesh: str, *, seed: int, step: int, data_rank: int) -> str | None:
-        """Go on from these states. Under another mesh or device seed anew, and return words that say so."""
+    def restore(self, channel: Channel, mesh: str, *, seed: int, step: int) -> str | None:
+        """Go on from these states. Under another mesh or device seed anew, and return words that say so.
+
+        States that are those of this rank now, from which nothing was drawn since the model was built, stay.
+        """
         if (mesh, channel.device.type, channel.size) != (self.mesh, self.device, len(self.ranks)):
-            torch.manual_seed(derived_seed(seed, step, data_rank))
+            now = _states_here(channel)
+            if all(states == now for states in self.ranks):
+                return None
+            torch.manual_seed(derived_seed(seed, step))
             return (
-                f"random numbers (dropout) are seeded anew: the run was saved under mesh {self.mesh} on {self.device}, "
-                f"and goes on under mesh {mesh} on {channel.device.type}"
+                "random numbers that are drawn outside of the model, as by an optimizer, are seeded anew: the run was "
+                f"saved under mesh {self.mesh} on {self.device}, and goes on under mesh {mesh} on {channel.device.type}"
             )
         for name, text in self.ranks[channel.rank].items():
             state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
@@ -48,7 +54,14 @@ class RandomStates(BaseModel):
         return None
 
 
-def derived_seed(seed: int, step: int, data_rank: int) -> int:
-    """A seed of its own for each data rank and step of a run."""
-    digest = hashlib.sha256(f"{seed} {step} {data_rank}".encode()).digest()
+def derived_seed(seed: int, step: int) -> int:
+    """A seed of its own for each step of a run, the same on all ranks: replicas have to draw alike."""
+    digest = hashlib.sha256(f"{seed} {step}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _states_here(channel: Channel) -> dict[str, str]:
+    states = {"cpu": torch.get_rng_state()}
+    if channel.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(channel.device)
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}

@@ -6,28 +6,30 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from rich.console import Console
 from rich.text import Text
 from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
-from shardwise.engine import parallelize
+from shardwise.engine import Engine, parallelize
 from shardwise.errors import ShardwiseError
+from shardwise.train.announcement import announcement, sizes_of
 from shardwise.train.audience import Audience
 from shardwise.train.build import build_loss, build_model, optimizer_factory
 from shardwise.train.config import RunConfig
 from shardwise.train.continuation import continued
 from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, read_corpus
 from shardwise.train.keeping import RunKeeper
-from shardwise.train.loop import BEGINNING, Place, fit
+from shardwise.train.loop import BEGINNING, Place, as_batch, fit
 from shardwise.train.progress import count
 from shardwise.train.resuming import find_start, settings_of, take_up
 from shardwise.train.run_state import Samples
+from shardwise.train.sampling import rank_samples
+from shardwise.train.tracing import Tracer, leave
 
 Built = TypeVar("Built")
-_PROMPT_TOKENS, _SAMPLE_TOKENS = 64, 160
+_SHOWN_TOKENS, _SAMPLE_TOKENS = 64, 160
 
 
 def run(config: RunConfig, channel: Channel, console: Console, *, resume: str | None = None) -> None:
@@ -38,31 +40,26 @@ def run(config: RunConfig, channel: Channel, console: Console, *, resume: str | 
     """
     start = find_start(config, resume, channel)
     model, corpus, held_out = _on_all(channel, "building the run", lambda: _built(config))
-    engine = parallelize(
-        model, config.plan, optimizer=optimizer_factory(config), loss=build_loss(config), channel=channel
-    )
+    sizes = sizes_of(model)
     place = _place(config, channel.rank)
+    engine = _parallelized(model, config, corpus, place, channel)
     samples, settings = Samples.of(config, corpus), settings_of(engine)
     begin, words = BEGINNING, [start.words] if start.words else []
-    if start.is_fresh:
-        # From here on ranks draw apart: other rows want other dropout.
-        torch.manual_seed(config.train.seed + 1 + place.data_rank)
-    else:
-        begin, words = take_up(
-            start, config, engine, channel, samples=samples, fresh=settings, data_rank=place.data_rank
-        )
+    if not start.is_fresh:
+        begin, words = take_up(start, config, engine, channel, samples=samples, fresh=settings)
     baseline = frequency_loss(corpus.training, held_out, corpus.vocabulary_size)
+    title = f"{config.name}: {count(sum(sizes.values()))} parameters, {channel.size} ranks"
+    tracer = Tracer(engine) if config.train.trace else None
     with Audience() as audience:
         if channel.rank == 0:
-            _announce(console, config, model, corpus, held_out)
-            _say(console, *words)
-            title = f"{config.name}: {count(_num_parameters(model))} parameters, {channel.size} ranks"
+            placement = None if engine.pipeline is None else engine.pipeline.placement
+            _say(console, *announcement(config, model, sizes, corpus, held_out, placement=placement), *words)
             audience.open(config, console, begin, title=title, baseline=baseline)
         with RunKeeper(
             config, engine, channel, samples=samples, settings=settings, on_commit=audience.on_commit
         ) as keeper:
             loss = fit(
-                engine,
+                tracer or engine,
                 config.train,
                 corpus,
                 held_out,
@@ -71,10 +68,14 @@ def run(config: RunConfig, channel: Channel, console: Console, *, resume: str | 
                 begin=begin,
                 keeper=keeper,
             )
-    sample = _sample(config, model, corpus, held_out, channel.device)
+    trace = None if tracer is None else tracer.gathered(channel)
+    row = held_out[0].tolist()
+    goes_on = continued(engine, model, row, num_tokens=_SAMPLE_TOKENS, seed=config.train.seed)
     if channel.rank == 0:
+        if trace is not None:
+            _say(console, *leave(trace, config.output, title=title, width=console.width))
         _say(console, *audience.last_words(config))
-        _show_sample(console, corpus, *sample)
+        _show_sample(console, corpus, row, goes_on)
         _say(console, f"held-out loss {loss:.4f}, {config.data.unit}-frequency loss {baseline:.4f}")
 
 
@@ -105,25 +106,22 @@ def _place(config: RunConfig, rank: int) -> Place:
     )
 
 
-def _num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _announce(
-    console: Console, config: RunConfig, model: nn.Module, corpus: Corpus, held_out: npt.NDArray[np.int64]
-) -> None:
-    plan, train = config.plan, config.train
-    num_data_ranks = plan.mesh.dp_replicate * plan.mesh.dp_shard
-    lines = [
-        f"{config.name}: {type(model).__name__}, {count(_num_parameters(model))} parameters, mesh {plan.mesh}, "
-        f"stage {plan.sharding.stage}, compute {plan.precision.compute or 'as the model is'}",
-        f"an update: {train.global_batch} rows of {corpus.sequence_length} tokens, as {num_data_ranks} (data ranks) x "
-        f"{plan.merge.microbatches} (microbatches) x {train.microbatch} (rows)",
-        f"text: {count(len(corpus.training))} tokens to train on, of which {train.steps} updates read "
-        f"{count(train.steps * train.global_batch * corpus.sequence_length)}; {count(corpus.held_out.size)} held out, "
-        f"of which an evaluation reads {count(held_out.size)}",
-    ]
-    _say(console, *lines)
+def _parallelized(model: nn.Module, config: RunConfig, corpus: Corpus, place: Place, channel: Channel) -> Engine:
+    first = rank_samples(
+        update=0,
+        global_batch=config.train.global_batch,
+        data_rank=place.data_rank,
+        num_data_ranks=place.num_data_ranks,
+    )
+    return parallelize(
+        model,
+        config.plan,
+        optimizer=optimizer_factory(config),
+        loss=build_loss(config),
+        channel=channel,
+        seed=config.train.seed,
+        sample=as_batch(corpus.rows(first, seed=config.train.seed)),
+    )
 
 
 def _say(console: Console, *lines: str) -> None:
@@ -131,21 +129,13 @@ def _say(console: Console, *lines: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _sample(
-    config: RunConfig, model: nn.Module, corpus: Corpus, held_out: npt.NDArray[np.int64], device: torch.device
-) -> tuple[list[int], list[int] | None]:
-    """The beginning of a held-out row, and how the model goes on; the same on all ranks."""
-    prompt = held_out[0, : min(_PROMPT_TOKENS, corpus.sequence_length // 2)].tolist()
-    length = corpus.sequence_length
-    goes_on = continued(model, prompt, num_tokens=_SAMPLE_TOKENS, context=length, device=device, seed=config.train.seed)
-    return prompt, goes_on
-
-
-def _show_sample(console: Console, corpus: Corpus, prompt: Sequence[int], sample: Sequence[int] | None) -> None:
+def _show_sample(console: Console, corpus: Corpus, row: Sequence[int], sample: Sequence[int] | None) -> None:
+    """The end of a held-out row, and how the model goes on."""
     if sample is None:
         console.print("no sample: the model called on tokens gives no finite logits [rows, tokens, vocabulary]")
         return
-    for title, tokens, style in (("held-out text:", prompt, "dim"), ("the model goes on:", sample, "bold")):
+    end = row[-_SHOWN_TOKENS:]
+    for title, tokens, style in (("held-out text:", end, "dim"), ("the model goes on:", sample, "bold")):
         console.print(title)
         shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in corpus.text(list(tokens)))
         console.print(Text(textwrap.indent(shown, "    "), style=style), soft_wrap=True)

@@ -72,7 +72,6 @@ def take_up(
     *,
     samples: Samples,
     fresh: Settings,
-    data_rank: int,
 ) -> tuple[Position, list[str]]:
     """Make the engine and the random numbers what they were at the save; returns the position, and words about it.
 
@@ -91,9 +90,7 @@ def take_up(
     except CheckpointError as error:
         raise _with_way_out(error, start.older) from error
     words = [start.words, *_settle_settings(engine, state.settings, fresh)]
-    reseeded = state.random.restore(
-        channel, str(config.plan.mesh), seed=config.train.seed, step=state.step, data_rank=data_rank
-    )
+    reseeded = state.random.restore(channel, str(config.plan.mesh), seed=config.train.seed, step=state.step)
     if state.step >= config.train.steps:
         words.append(
             f"nothing is left to do: the save is of step {state.step}, and train.steps is {config.train.steps}"

@@ -84,6 +84,9 @@ class TrainTable(Table):
     output: str | None = None
     """Folder of metrics and pictures, relative to where the command runs; they are replaced by the next run, unless it
     resumes this one. Left out: "runs/<name of the config>"."""
+    trace: bool = False
+    """Measure what each stage of the pipeline does and when; a picture of the last update, and a trace of the last 20
+    for Perfetto or Chrome, are left in `output`."""
     timeout_seconds: float = Field(default=120.0, gt=0)
     """How long a rank waits for another before it gives up."""
 

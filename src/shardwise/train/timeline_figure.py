@@ -51,18 +51,23 @@ def save_picture(timeline: Timeline, path: Path, *, title: str) -> None:
 def _draw_bars(axes: Any, timeline: Timeline, scale: float, *, inches: float) -> None:
     """The bars, their numbers, and the legend. `inches`: how wide a unit of time is."""
 
-    def look(span: Span) -> tuple[str, int]:
-        return span.kind, span.stage // timeline.num_ranks
+    spans = timeline.busy_spans()
+    stages_of: dict[int, list[int]] = {
+        rank: sorted({span.stage for span in group}) for rank, group in groupby(spans, key=lambda span: span.rank)
+    }
 
-    shown = sorted(timeline.busy_spans(), key=lambda span: (span.kind != "F", span.stage // timeline.num_ranks))
+    def look(span: Span) -> tuple[str, int]:
+        return span.kind, stages_of[span.rank].index(span.stage)
+
+    shown = sorted(spans, key=lambda span: (span.kind != "F", look(span)[1]))
     many = len({look(span) for span in shown}) > 2
     for (kind, chunk), group in groupby(shown, key=look):
         bars = list(group)
         starts = [(span.start_s - timeline.start_s) * scale for span in bars]
         widths = [(span.stop_s - span.start_s) * scale for span in bars]
         colour = _COLOURS[kind][chunk % len(_COLOURS[kind])]
-        first = chunk * timeline.num_ranks
-        stages = f", stages {first} to {first + timeline.num_ranks - 1}" if many else ""
+        its_stages = [span.stage for span in bars]
+        stages = f", stages {min(its_stages)} to {max(its_stages)}" if many else ""
         axes.barh(
             [span.rank for span in bars], widths, left=starts, height=_BAR, color=colour, edgecolor="white",
             linewidth=0.5, label=("forward" if kind == "F" else "backward") + stages,

@@ -170,7 +170,7 @@ class Hooked(Chain):
 
 
 class Checkpointed(Chain):
-    """Activations are computed again in backward: of a module, and of glue around one."""
+    """Activations are computed again in backward: of a module, and of glue that follows one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
@@ -178,7 +178,21 @@ class Checkpointed(Chain):
             if at % 2:
                 h = checkpoint(block, h, use_reentrant=False)
             else:
-                h = checkpoint(lambda v, block=block: torch.tanh(v + block(v * 2)), h, use_reentrant=False)
+                h = checkpoint(lambda v, block=block: torch.tanh(v + block(v)) * 2, h, use_reentrant=False)
+        out: torch.Tensor = self.last(h)
+        return out
+
+
+class CheckpointedOverStages(Chain):
+    """Regions that are computed again as a whole, over two blocks of one stage or of two, and glue on either side."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def two(first: nn.Module, second: nn.Module, v: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = second(torch.tanh(first(v * 2) + v)) - v
+            return out
+
+        h = checkpoint(two, self.blocks[0], self.blocks[1], self.first(x), use_reentrant=False)
+        h = checkpoint(two, self.blocks[2], self.blocks[3], h, use_reentrant=False)
         out: torch.Tensor = self.last(h)
         return out
 
@@ -206,6 +220,7 @@ CASES: dict[str, Case] = {
     "flags": case(Flags, CHAIN, batches=FLAGS),
     "hooked": case(Hooked, CHAIN),
     "checkpointed": case(Checkpointed, CHAIN),
+    "checkpointed over stages": case(CheckpointedOverStages, CHAIN),
     "compiled in place": case(lambda: compiled(in_place=True), CHAIN),
     "compiled": case(lambda: compiled(in_place=False), CHAIN),
 }

@@ -85,6 +85,10 @@ class Chain(nn.Module):
 CHAIN = {"first": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 2, "blocks.3": 3, "last": 3}
 
 
+ONE_BY_ONE = {"first": 0, "blocks.0": 1, "blocks.1": 2, "blocks.2": 3, "blocks.3": 4, "last": 4}
+"""For five stages: every block gets its input from another one."""
+
+
 class MultiLoss(Chain):
     """Every layer adds to the loss, which the model computes itself and returns among other things."""
 
@@ -155,165 +159,34 @@ class UNet(nn.Module):
 UNET = {"enter": 0, "down.0": 0, "down.1": 1, "middle": 1, "up.0": 2, "up.1": 3, "leave": 3}
 
 
-class Recurrent(nn.Module):
-    """Two cells called once per word. With `returns` the upper one's state goes down again: the stages take turns."""
+class Collecting(Chain):
+    """The loss has a term for every layer's input, which is also the skip past the layer."""
 
-    def __init__(self, *, returns: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(NUM_WORDS, 5)
-        self.lower = nn.GRUCell(5, 5)
-        self.upper = nn.GRUCell(5, 5)
-        self.out = nn.Linear(5, NUM_WORDS)
-        self.returns = returns
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        embedded = self.embed(words)
-        low = high = torch.zeros(len(words), 5)
-        outputs = []
-        for at in range(words.shape[1]):
-            low = self.lower(embedded[:, at], high if self.returns else low)
-            high = self.upper(low, high)
-            outputs.append(high)
-        out: torch.Tensor = self.out(torch.stack(outputs, 1))
-        return out
-
-
-RECURRENT = {"embed": 0, "lower": 1, "upper": 2, "out": 3}
-
-
-class Feedback(nn.Module):
-    """Stages 0 -> 1 -> .. -> last -> 0 -> loss, where stage 0 runs the same module again and one of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.again = nn.Linear(7, 7)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.last = nn.Linear(7, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = start = self.again(torch.tanh(self.first(x)))
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.first(x)
+        hidden = []
         for block in self.blocks:
-            h = block(h)
-        out: torch.Tensor = self.last(torch.tanh(self.again(h) + start))
-        return out
+            hidden.append(h)
+            h = self.crossed(h)
+            h = h + block(h)
+        return self.last(torch.relu(h)), hidden
+
+    def crossed(self, h: torch.Tensor) -> torch.Tensor:
+        """What the next stage gets."""
+        return h
 
 
-FEEDBACK = {"first": 0, "again": 0, "last": 0, "blocks.0": 1, "blocks.1": 2, "blocks.2": 3}
+class CollectingInOrder(Collecting):
+    """`Collecting` with the additions of its stages: the next stage's two gradients of a value come as their sum."""
+
+    def crossed(self, h: torch.Tensor) -> torch.Tensor:
+        return h.view_as(h)
 
 
-class Selecting(nn.Module):
-    """Which rows and elements go on depends on their values, in glue and inside a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.pick = PositiveRows()
-        self.middle = nn.Linear(7, 7)
-        self.late = Block()
-        self.last = nn.Linear(7, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x)
-        positive = torch.masked_select(h, h > 0)
-        large = h[h.abs() > 1]
-        rows = (h.sum(1) > 0).nonzero().squeeze(1)
-        h = h.index_add(0, rows, self.middle(h[rows]))
-        picked, where = self.pick(h)
-        h = h.index_copy(0, where, self.late(picked))
-        out: torch.Tensor = self.last(h) + 0.1 * positive.sum() + 0.1 * large.square().sum()
-        return out
-
-
-class PositiveRows(nn.Module):
-    """Rows with a positive sum, and which they are; sizes that only the values tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((7,), 1.5))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.nonzero((x * self.scale).sum(1) > 0).squeeze(1)
-        return x[rows] * self.scale, rows
-
-
-SELECTING = {"first": 0, "middle": 1, "pick": 1, "late": 2, "last": 3}
-
-
-class Sometimes(nn.Module):
-    """A side branch that some microbatches use, some only look at, and some leave out; and one that none uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.side = Block()
-        self.unused = Block()
-        self.main = Block()
-        self.last = nn.Linear(7, 3)
-
-    def forward(self, x: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
-        h = self.first(x)
-        side = self.side(h)
-        self.unused(side)
-        if bool((use > 1).any()):
-            h = h + side
-        elif bool((use > 0).any()):
-            h = h.detach() + side.detach()
-        out: torch.Tensor = self.last(self.main(h))
-        return out
-
-
-SOMETIMES = {"first": 0, "side": 1, "unused": 2, "main": 2, "last": 3}
-USES = [
-    torch.tensor(use, dtype=torch.float32)
-    for use in ([2] * 10, [0, 0, 0, 2, 2, 2, 1, 1, 0, 0], [0] * 10, [1] * 10, [1, 1, 1, 0, 0, 0, 0, 0, 2, 2])
-]
-
-
-class UnderNoGrad(nn.Module):
-    """A target computed by a stage without a gradient, an input cut off, and gradients switched off by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.teacher = Block()
-        self.student = Block()
-        self.last = nn.Linear(7, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x)
-        with torch.no_grad():
-            target = self.teacher(h)
-        with torch.set_grad_enabled(False):
-            scale = h.abs().mean() + 1
-        out: torch.Tensor = self.last(self.student(h.detach()) / scale + target) + self.last(h * target.mean())
-        return out
-
-
-UNDER_NO_GRAD = {"first": 0, "teacher": 1, "student": 2, "last": 3}
-
-
-class Variable(nn.Module):
-    """Each microbatch is cut to its longest sentence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(NUM_WORDS, 6)
-        self.mixers = nn.ModuleList([nn.LSTM(6, 6, batch_first=True), nn.MultiheadAttention(6, 2, batch_first=True)])
-        self.out = nn.Linear(6, NUM_WORDS)
-
-    def forward(self, words: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        longest = int(lengths.max())
-        words, targets = words[:, :longest], targets[:, :longest]
-        h, (memory, _) = self.mixers[0](self.embed(words))
-        h = h + memory[-1][:, None]
-        padded = torch.arange(longest)[None] >= lengths[:, None]
-        mixed, _ = self.mixers[1](h, h, h, key_padding_mask=padded, need_weights=False)
-        logits = self.out(h + mixed)
-        return F.cross_entropy(logits.flatten(0, 1), targets.masked_fill(padded, -100).flatten())
-
-
-VARIABLE = {"embed": 0, "mixers.0": 1, "mixers.1": 2, "out": 3}
+def loss_of_collected(output: Any, batch: Batch) -> torch.Tensor:
+    """With the terms of all layers."""
+    logits, hidden = output
+    return square(logits, batch) + 0.1 * torch.stack([each.square().mean() for each in hidden]).sum()
 
 
 def frozen(model: Chain, *names: str) -> Chain:
@@ -328,9 +201,9 @@ def case(make: Callable[[], nn.Module], stages: Mapping[str, int], **settings: A
     return Case(make=seeded(make), stages=stages, **{"batches": VECTORS, "loss": square, **settings})
 
 
-def on_words(make: Callable[[], nn.Module], stages: Mapping[str, int]) -> Case:
+def on_words(make: Callable[[], nn.Module], stages: Mapping[str, int], **settings: Any) -> Case:
     """A net that predicts words."""
-    return case(make, stages, batches=SENTENCES, loss=word_entropy)
+    return case(make, stages, batches=SENTENCES, loss=word_entropy, **settings)
 
 
 CASES: dict[str, Case] = {
@@ -343,24 +216,9 @@ CASES: dict[str, Case] = {
     "multi-loss": case(MultiLoss, CHAIN, loss=None),
     "several losses": case(SeveralLosses, CHAIN, loss=several_losses),
     "u-net": case(UNet, UNET, batches=IMAGES),
-    "recurrent": case(lambda: Recurrent(returns=False), RECURRENT, batches=SENTENCES, loss=word_entropy),
-    "recurrent, returning": case(lambda: Recurrent(returns=True), RECURRENT, batches=SENTENCES, loss=word_entropy),
-    "feedback": case(Feedback, FEEDBACK),
-    "feedback over three": case(
-        Feedback,
-        {"first": 0, "again": 0, "last": 0, "blocks.0": 1, "blocks.1": 2, "blocks.2": 2},
-        num_stages=3,
+    "collecting": case(
+        Collecting, ONE_BY_ONE, num_stages=5, loss=loss_of_collected, make_oracle=seeded(CollectingInOrder)
     ),
-    "selecting": case(Selecting, SELECTING),
     "first frozen": case(lambda: frozen(Chain(), "first", "blocks.0"), CHAIN),
     "middle frozen": case(lambda: frozen(Chain(), "blocks.1", "blocks.2"), CHAIN),
-    "sometimes": case(
-        Sometimes,
-        SOMETIMES,
-        batches=[{**batch, "use": use} for batch, use in zip(VECTORS, USES, strict=True)],
-    ),
-    "under no_grad": case(UnderNoGrad, UNDER_NO_GRAD),
-    "variable lengths": case(
-        Variable, VARIABLE, batches=[sentences(seed, 3 + seed % 3) for seed in range(5)], loss=None
-    ),
 }

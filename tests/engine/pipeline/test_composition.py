@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from tests.engine.oracle import Batch, Optimizers
-from tests.engine.pipeline import glue_models, models
+from tests.engine.pipeline import glue_models, models, path_models
 from tests.engine.pipeline.models import Chain, case
 from tests.engine.pipeline.oracle import Case, adamw, microbatches_of
 from tests.engine.pipeline.stages import assert_same, largest_difference, plan_for, share_of, train
@@ -19,6 +19,7 @@ from tests.engine.pipeline.transformers_models import case_of
 
 CASES = {
     **models.CASES,
+    **path_models.CASES,
     **glue_models.CASES,
     "llama": case_of("llama", explicit=True),
     "gpt2": case_of("gpt2", tied=False),
@@ -84,7 +85,7 @@ def test_all_axes_at_once() -> None:
 @pytest.mark.parametrize("mesh", [sw.Mesh(pp=2), sw.Mesh(pp=4), MESHES["sharded"]], ids=str)
 @pytest.mark.parametrize("name", ["chain", "llama"])
 def test_bfloat16_with_kept_parameters(name: str, mesh: sw.Mesh) -> None:
-    keep = ("*norm*",) if name == "llama" else ("blocks.1.inner", "last.bias")
+    keep = ("*norm*",) if name == "llama" else ("last",)
     precision = sw.Precision(compute="bfloat16", keep=keep)
     assert_same_without_stages(CASES[name], mesh, precision=precision, k=2, clip_grad_norm=0.1)
 

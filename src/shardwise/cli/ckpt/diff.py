@@ -6,7 +6,7 @@ import sys
 import click
 
 from shardwise.cli.ckpt.progress import byte_progress
-from shardwise.cli.verdicts import INTERRUPTED, Verdict, show_traceback, tell
+from shardwise.cli.verdicts import INTERRUPTED, Verdict, tell
 
 SAME, DIFFERENT, TROUBLE = 0, 1, 2
 """As diff(1) has them."""
@@ -39,8 +39,6 @@ def diff(a: str, b: str, step_a: int | None, step_b: int | None, model_only: boo
         click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if debug:
-            show_traceback(error)
-        tell(Verdict.of(error, rank=None))
+        tell(Verdict.of(error, rank=None, debug=debug))
         sys.exit(TROUBLE)
     sys.exit(SAME if found.equal else DIFFERENT)

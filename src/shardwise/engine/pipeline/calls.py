@@ -12,11 +12,19 @@ from shardwise.engine.pipeline.fakes import Fakes
 from shardwise.engine.pipeline.nested import is_plain, token_of
 from shardwise.engine.pipeline.values import Spec
 
+_ARITHMETIC = frozenset(
+    f"{side}{name}" for side in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "pow")
+) | {"div", "rsub", "clamp", "where", "masked_fill", "lt", "le", "gt", "ge", "eq", "ne"}
+
 
 class Call(Protocol):
     """Something that is executed on one stage."""
 
     name: str
+    draws: bool
+    """Whether it draws random numbers from the stream of the code around it."""
+    ignores_numbers: bool
+    """Whether Python numbers among the inputs do not change what comes out but for its values."""
 
     def key(self) -> Hashable:
         """Equal for calls that give outputs of equal shapes for inputs of equal shapes."""
@@ -31,9 +39,11 @@ class Call(Protocol):
 class Operation:
     """A torch function between placed modules."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, draws: bool) -> None:
         self.function = function
+        self.draws = draws
         self.name = getattr(function, "__name__", str(function))
+        self.ignores_numbers = self.name.strip("_") in _ARITHMETIC
 
     def key(self) -> Hashable:
         """See `Call`."""
@@ -51,6 +61,9 @@ class Operation:
 class Unit:
     """A placed module."""
 
+    draws = False  # from a stream of its own only
+    ignores_numbers = False
+
     def __init__(self, name: str, module: nn.Module, stage: int, structures: dict[Hashable, int]) -> None:
         self.name = name
         self.module = module
@@ -58,6 +71,8 @@ class Unit:
         self.forward = module.forward
         """What the module ran before it was placed."""
         self.inner = [each for each in module.modules() if each is not module]
+        self._compiled: Callable[..., Any] | None = module._compiled_call_impl
+        """What `module.compile()` made of the whole call; hooks stay outside of it from now on."""
         self._structure = structures.setdefault(_structure_of(module, name), len(structures))
 
     def key(self) -> Hashable:
@@ -67,7 +82,21 @@ class Unit:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Call`."""
         with self._recording() as records:
-            return self.forward(*args, **kwargs), tuple(records)
+            if self._compiled is None:
+                return self.forward(*args, **kwargs), tuple(records)
+            with self._bare():
+                return self._compiled(*args, **kwargs), tuple(records)
+
+    @contextmanager
+    def _bare(self) -> Iterator[None]:
+        """The module as it was compiled: with its own forward. Its hooks have been called already."""
+        attributes = vars(self.module)
+        saved = {key: attributes[key] for key in ("forward", "_forward_hooks", "_forward_pre_hooks")}
+        attributes |= {"forward": self.forward, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
+        try:
+            yield
+        finally:
+            attributes |= saved
 
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Call`. What forward writes into the module itself is taken back."""
@@ -120,9 +149,7 @@ class Unit:
             takes_keywords = number in module._forward_hooks_with_kwargs
             answer = hook(module, args, kwargs, output) if takes_keywords else hook(module, args, output)
             if answer is not None:
-                names: dict[nn.Module, str] = {
-                    each: name for name, each in self.module.named_modules(prefix=self.name)
-                }
+                names: dict[nn.Module, str] = {each: name for name, each in self.module.named_modules(prefix=self.name)}
                 return names[module]
         return ""
 

@@ -50,9 +50,9 @@ class Departure(torch.autograd.Function):
     """The end of the graph where a value leaves."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, flow: "Flow", crossing: Crossing, graph: StageGraph) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, flow: "Flow", crossing: Crossing) -> torch.Tensor:
         """Give the root that stands for the value in the backward of its stage."""
-        ctx.flow, ctx.crossing, ctx.graph = flow, crossing, graph
+        ctx.flow, ctx.crossing = flow, crossing
         return value.new_zeros((), dtype=torch.float32)
 
     @staticmethod
@@ -60,8 +60,8 @@ class Departure(torch.autograd.Function):
         """Hand on the gradient that comes back, or none."""
         crossing = ctx.crossing
         # Arrivals of later in the program have had their turn: what has not come by now has no gradient.
-        ctx.flow.return_nothing(ctx.graph, later_than=crossing.number)
-        return ctx.flow.take_gradient(crossing), None, None, None
+        ctx.flow.return_nothing(later_than=crossing.number)
+        return ctx.flow.take_gradient(crossing), None, None
 
 
 class Arrival(torch.autograd.Function):

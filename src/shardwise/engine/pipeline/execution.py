@@ -30,13 +30,13 @@ def execute(
     kwargs: dict[str, Any],
 ) -> Any:
     """The result of the call, with values of `stage` in it; None: the latest stage among the inputs."""
-    inputs = Inputs(args, kwargs, flow.adopted)
+    inputs = Inputs(call, args, kwargs, flow.adopted)
     staged = {at: each for at, each in enumerate(inputs.tensors) if isinstance(each, StageTensor)}
     if stage is None:
         stage = max(each.value.stage for each in staged.values())
     for each in staged.values():
         _refuse_custom_function(each)
-    flow.note(call.name, stage)
+    flow.enter(call.name, stage)
     moved = {at: flow.to_stage(each, stage) for at, each in staged.items()}
     signature, entry = runner.inference.look_up(call, inputs)
     result: Any = None
@@ -55,6 +55,8 @@ def execute(
     elif entry.tells_numbers:
         entry = flow.tell(stage, _nothing)
     assert entry is not None
+    if call.draws:
+        _draw_alike(runner, flow, call, inputs, is_local=result is not None)
     _write(flow, call, inputs, entry, moved)
     wrapped = _wrap(flow, call, stage, inputs, entry, moved, tensors_in(result) if result is not None else None)
     return _deliver(call, inputs, entry, result, wrapped)
@@ -71,7 +73,6 @@ def _run(
     is_described: bool,
 ) -> tuple[Any, Entry | None]:
     """Execute a call here; its result, and its entry where none is known."""
-    flow.enter(stage)
     versions = [each._version for each in tensors]
     args, kwargs = inputs.filled(tensors, inputs.objects)
     try:
@@ -95,6 +96,22 @@ def _run(
                 tells_numbers=True,
             )
     return result, entry
+
+
+def _draw_alike(runner: "PipelineRunner", flow: Flow, call: Call, inputs: Inputs, *, is_local: bool) -> None:
+    """Draw what the owner draws: what comes next in the program goes on from the same numbers on all ranks."""
+    if runner.random.stream_ends_with_call():
+        return
+    specs = [flow.shape_known(each) if isinstance(each, StageTensor) else None for each in inputs.tensors]
+    if is_local:
+        return
+    zeros = [
+        each if spec is None else torch.zeros(spec.shape, dtype=spec.dtype, device=runner.device)
+        for each, spec in zip(inputs.tensors, specs, strict=True)
+    ]
+    args, kwargs = inputs.filled(zeros, inputs.objects)
+    with torch.no_grad():
+        call.run(args, kwargs)
 
 
 def _nothing() -> Any:
@@ -176,6 +193,7 @@ def _wrap(
 ) -> list[torch.Tensor]:
     """The outputs as values of the stage."""
     known = _all_known(entry, moved)
+    made_of = [moved[at].lineage if at in moved else 0 for at in range(len(inputs.tensors))]
     wrapped: list[torch.Tensor] = []
     for at, output in enumerate(entry.outputs):
         local = None if made is None else made[at]
@@ -186,13 +204,24 @@ def _wrap(
         if output.view_of is not None and output.view_of in moved:
             memory = moved[output.view_of].memory
         has_known_shape = known or not output.spec.shape
-        wrapped.append(
-            StageTensor(
-                flow,
-                Value(stage, output.spec, local, call.name, memory=memory, has_known_shape=has_known_shape),
-            )
+        value = Value(
+            stage,
+            output.spec,
+            local,
+            call.name,
+            memory=memory,
+            has_known_shape=has_known_shape,
+            lineage=flow.lineage_of(f"{call.name} {at}", made_of),
+            module=call.name if isinstance(call, Unit) else _origin(inputs, stage),
         )
+        wrapped.append(StageTensor(flow, value))
     return wrapped
+
+
+def _origin(inputs: Inputs, stage: int) -> str:
+    """The placed module from which the result of an operation comes: that of its first input on the stage."""
+    values = [each.value for each in inputs.tensors if isinstance(each, StageTensor)]
+    return next((each.module for each in values if each.stage == stage), values[0].module)
 
 
 def _same(flow: Flow, tensor: torch.Tensor, value: Value | None, spec: Spec) -> torch.Tensor:
@@ -235,5 +264,6 @@ def _refuse_custom_function(tensor: StageTensor) -> None:
         name = type(node).__name__.removesuffix("Backward")
         raise ModelError(
             f"{user_site()}: the custom autograd function {name} is called on values of a stage, between placed "
-            "modules; call it inside a module, and place that module on a stage"
+            "modules; call it inside a module, and place that module on a stage (if it is an activation checkpoint: "
+            "use_reentrant=False)"
         )

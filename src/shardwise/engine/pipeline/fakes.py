@@ -6,10 +6,15 @@ from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.engine.pipeline.values import Spec
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class Fakes:
@@ -28,7 +33,8 @@ class Fakes:
             True,
         )  # an operation that has no fake kernel is no news for the user
         try:
-            with self._mode:
+            # An activation checkpoint around must not count what is saved here.
+            with saved_tensors_hooks(_same, _same), self._mode:
                 yield
         finally:
             _LOG.disabled = was_disabled

@@ -6,7 +6,8 @@ happens by a checksum that travels with every value, so that ranks whose program
 
 import pickle
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,9 +42,17 @@ class Flow:
         """By local stage."""
         self.park: Callable[[int], None] = lambda stage: None
         """Called before this rank works on a local stage that no action has begun yet."""
+        self.steps_back = False
+        """Whether some rank worked on one of its stages after a later one: then its actions are not apart."""
         self._runner = runner
         self._post = runner.post
-        self._current = -1
+        self._begun = -1
+        self._entered = [-1] * runner.num_ranks
+        self._arrivals: list[Crossing] = []
+        """Of the graphs whose backward runs."""
+        self._num_alike: Counter[int] = Counter()
+        self._recomputable: dict[tuple[int, int], Value] = {}
+        """Copies that a recomputation may ask for again, by (lineage, stage)."""
         self._num_news = 0
         self._held: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         """Parameters and plain tensors that stand for values of a stage in this forward, by id."""
@@ -61,21 +70,33 @@ class Flow:
 
     # The program ----------------------------------------------------------------------------------------------------
 
-    def note(self, name: str, stage: int) -> None:
-        """A call on a stage: every rank counts it, wherever it is executed."""
+    def enter(self, name: str, stage: int) -> None:
+        """A call on a stage: every rank counts it, wherever it is executed; the rank of the stage may park before."""
+        if not self.is_forward:
+            return
+        rank = self._runner.rank_of(stage)
+        if rank == self._runner.rank and stage > self._begun:
+            self.park(stage)
         self.last = name
         self.progress = zlib.crc32(f"{name}@{stage}".encode(), self.progress)
-
-    def enter(self, stage: int) -> StageGraph:
-        """This rank is about to work on one of its stages."""
-        if self.is_forward and stage > self._current:
-            self.park(stage)
-            self._current = max(self._current, stage)
-        return self.graphs.setdefault(self._current, StageGraph())
+        self.steps_back |= stage < self._entered[rank]
+        self._entered[rank] = max(self._entered[rank], stage)
 
     def begin(self, stage: int) -> None:
         """An action for this local stage begins: the forward may go on up to the next one."""
-        self._current = max(self._current, stage)
+        self._begun = max(self._begun, stage)
+
+    def graph(self, stage: int) -> StageGraph:
+        """The graph of a local stage."""
+        return self.graphs.setdefault(stage, StageGraph())
+
+    def take_graphs(self, stage: int) -> list[StageGraph]:
+        """What the backward of a stage covers: its graph, or all, where they are connected on this rank."""
+        self.is_forward = False
+        stages = sorted(self.graphs) if self.steps_back else [stage]
+        graphs = [self.graphs.pop(each) for each in stages if each in self.graphs]
+        self._arrivals = sorted((each for graph in graphs for each in graph.arrivals), key=lambda each: each.number)
+        return graphs
 
     # Values ---------------------------------------------------------------------------------------------------------
 
@@ -94,7 +115,7 @@ class Flow:
         if (place := self._place_of(leaf)) is not None:
             stage, name = place
             local = leaf if self._runner.is_local(stage) else None
-            return self.hold(leaf, Value(stage, Spec.of(leaf), local, name))
+            return self.hold(leaf, Value(stage, Spec.of(leaf), local, name, lineage=zlib.crc32(name.encode())))
         if leaf.is_meta:
             raise ModelError(
                 f"a tensor that belongs to a module of another stage is used outside of it, after {self.last} "
@@ -123,11 +144,7 @@ class Flow:
 
     def _cross(self, value: Value, stage: int) -> Value:
         if not self.is_forward:
-            raise ModelError(
-                f"{value.maker!r} on stage {value.stage} is needed on stage {stage} while activations are recomputed "
-                "in backward, and was not in forward: an activation checkpoint spans several stages; checkpoint each "
-                "placed module by itself, or place all modules of the checkpoint on one stage"
-            )
+            return self._copy_of_forward(value, stage)
         crossing = Crossing(
             number=len(self.transfers),
             source=value.stage,
@@ -141,14 +158,43 @@ class Flow:
             self._depart(value, crossing)
         if self._runner.is_local(stage):
             local = self._arrive(value, crossing)
-        return Value(stage, value.spec, local, value.maker, has_known_shape=value.has_known_shape)
+        copy = Value(
+            stage,
+            value.spec,
+            local,
+            value.maker,
+            has_known_shape=value.has_known_shape,
+            lineage=value.lineage,
+            module=value.module,
+        )
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # inside an activation checkpoint
+            self._recomputable[value.lineage, stage] = copy
+        return copy
+
+    def lineage_of(self, name: str, inputs: Sequence[int]) -> int:
+        """What a value is made of: equal when it is made again by a recomputation."""
+        lineage = zlib.crc32(f"{name} {inputs}".encode())
+        if self.is_forward:
+            self._num_alike[lineage] += 1
+        return lineage
+
+    def _copy_of_forward(self, value: Value, stage: int) -> Value:
+        """The copy that crossed in forward, when activations are recomputed."""
+        copy = self._recomputable.get((value.lineage, stage))
+        if copy is None or self._num_alike[value.lineage] > 1:
+            raise ModelError(
+                f"{value.maker!r} on stage {value.stage} is needed on stage {stage} while activations are recomputed "
+                "in backward, and cannot be told from others that crossed in forward: an activation checkpoint spans "
+                "several stages; checkpoint each placed module by itself, or place all of the checkpoint on one stage"
+            )
+        return copy
 
     def _depart(self, value: Value, crossing: Crossing) -> None:
         assert value.local is not None
-        graph = self.enter(value.stage)
         if crossing.needs_gradient:
             with torch.enable_grad():
-                graph.roots.append(Departure.apply(value.local, self, crossing, graph))  # type: ignore[no-untyped-call]
+                root = Departure.apply(value.local, self, crossing)  # type: ignore[no-untyped-call]
+            self.graph(value.stage).roots.append(root)
         self._post.send(
             self._runner.rank_of(crossing.target),
             Key(Kind.VALUE, self.number, crossing.number),
@@ -159,7 +205,6 @@ class Flow:
         )
 
     def _arrive(self, value: Value, crossing: Crossing) -> torch.Tensor:
-        graph = self.enter(crossing.target)
         with self._runner.waiting(self.number, crossing.target):
             message = self._post.take(
                 self._runner.rank_of(crossing.source),
@@ -182,7 +227,7 @@ class Flow:
             )
         if not crossing.needs_gradient:
             return content
-        graph.arrivals.append(crossing)
+        self.graph(crossing.target).arrivals.append(crossing)
         anchor = torch.empty(0, device=self.device, requires_grad=True)
         with torch.enable_grad():
             arrived: torch.Tensor = Arrival.apply(anchor, [content], self, crossing)  # type: ignore[no-untyped-call]
@@ -254,9 +299,9 @@ class Flow:
             stages=(crossing.target, crossing.source),
         )
 
-    def return_nothing(self, graph: StageGraph, *, later_than: int = -1) -> None:
+    def return_nothing(self, *, later_than: int = -1) -> None:
         """Post that there is no gradient for values that arrived later in the program, and got none."""
-        for crossing in reversed(graph.arrivals):
+        for crossing in reversed(self._arrivals):
             if crossing.number > later_than and not crossing.has_returned:
                 self.return_gradient(crossing, None)
 
@@ -273,6 +318,7 @@ class Flow:
     def close(self) -> None:
         """Let go of everything: values of a forward refer to it, and it to them."""
         self._held.clear()
+        self._recomputable.clear()
         for graph in self.graphs.values():
             graph.clear()
         self.graphs.clear()

@@ -6,7 +6,7 @@ have, are executed by all. What asks for elements is refused on every rank, so t
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.engine.pipeline.calls import Operation
 from shardwise.engine.pipeline.execution import execute
 from shardwise.engine.pipeline.sites import user_site
-from shardwise.engine.pipeline.values import StageTensor
+from shardwise.engine.pipeline.values import StageTensor, Value
 from shardwise.errors import ModelError
 
 if TYPE_CHECKING:
@@ -123,9 +123,7 @@ class Glue(TorchFunctionMode):
             func = _Tensor.requires_grad_ if func == _SET_REQUIRES_GRAD else func
         if func in _READS or func in _GRAPH:
             self._refuse_read(func, args, kwargs)
-        # Drawn alike on all ranks, though one of them executes it.
-        with self._runner.random.call() if func in _RANDOM else nullcontext():
-            return execute(self._runner, flow, Operation(func), None, args, kwargs)
+        return execute(self._runner, flow, Operation(func, draws=func in _RANDOM), None, args, kwargs)
 
     def _describe(
         self, func: Callable[..., Any], tensor: StageTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -169,7 +167,7 @@ class Glue(TorchFunctionMode):
                 "(torch.where instead of `if`); for logging use what step() reports"
             )
         raise ModelError(
-            f"{user_site()}: this {what} that {value.maker!r} made on stage {value.stage}; only the rank of that "
+            f"{user_site()}: this {what} {_provenance(value)} on stage {value.stage}; only the rank of that "
             f"stage has it, and all ranks run this line. {advice[0].upper()}{advice[1:]}"
         )
 
@@ -184,6 +182,12 @@ class Glue(TorchFunctionMode):
             f"{user_site()}: {name} got a value of a stage that came into a placed module inside an object that "
             "shardwise cannot look into; hand it over as an argument, in a tuple, list, dict or dataclass"
         )
+
+
+def _provenance(value: Value) -> str:
+    if value.maker == value.module:
+        return f"that {value.module!r} made"
+    return f"that {value.maker!r} made of {value.module!r}"
 
 
 def _holds_stage_tensor(nested: Any) -> bool:

@@ -67,11 +67,14 @@ class Opaque:
 class Inputs:
     """The arguments of a call, taken apart: tensors and objects by number, and all else."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], adopted: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], adopted: Callable[[Any], Any]
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
         """Stage tensors and plain ones."""
         self.objects: list[Any] = []
         self._tokens: list[Hashable] = []
+        self._call = call
         self._adopted = adopted
         self.skeleton: tuple[tuple[Any, ...], dict[str, Any]] = transform((args, kwargs), self._take_apart)
 
@@ -84,17 +87,18 @@ class Inputs:
             else:
                 self._tokens.append(Spec.of(leaf))
             return Slot(len(self.tensors) - 1)
-        self._tokens.append(token_of(leaf))
+        is_number = isinstance(leaf, float | complex) and self._call.ignores_numbers
+        self._tokens.append((type(leaf),) if is_number else token_of(leaf))
         if is_plain(leaf) or callable(leaf):
             return leaf
         self.objects.append(leaf)
         return ObjectSlot(len(self.objects) - 1)
 
-    def signature(self, call: Call, device: torch.device) -> Hashable:
+    def signature(self, device: torch.device) -> Hashable:
         """Equal where outputs have equal descriptions."""
         kind = device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return (call.key(), torch.is_grad_enabled(), autocast, _structure(self.skeleton), tuple(self._tokens))
+        return (self._call.key(), torch.is_grad_enabled(), autocast, _structure(self.skeleton), tuple(self._tokens))
 
     def filled(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors and objects."""
@@ -122,7 +126,7 @@ class Inference:
 
     def look_up(self, call: Call, inputs: Inputs) -> tuple[Hashable, Entry | None]:
         """The signature and its entry; None where the owner has to announce one."""
-        signature = inputs.signature(call, self.device)
+        signature = inputs.signature(self.device)
         self.num_lookups += 1
         try:
             return signature, self._entries[signature]

@@ -74,9 +74,7 @@ def is_plain(leaf: Any) -> bool:
 
 
 def token_of(leaf: Any) -> Hashable:
-    """What a leaf that is no tensor means to the shapes that come out of a call: a float only that it is one."""
-    if isinstance(leaf, float | complex):
-        return (type(leaf),)
+    """What a leaf that is no tensor means to the shapes that come out of a call."""
     if isinstance(leaf, slice):
         return (slice, token_of(leaf.start), token_of(leaf.stop), token_of(leaf.step))
     if is_plain(leaf):

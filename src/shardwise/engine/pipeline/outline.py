@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -67,7 +66,9 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
 
 def _is_closed(module: nn.Module) -> bool:
     """Whether what is inside the module is not called as modules: it is compiled into one."""
-    return isinstance(module, OptimizedModule | torch.jit.ScriptModule) or module._compiled_call_impl is not None
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules  # module.compile, torch.compile
 
 
 class _Flops(TorchDispatchMode):

@@ -8,6 +8,7 @@ the program and is wanted at another is noticed: both sides count what they do a
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -20,6 +21,9 @@ from shardwise.errors import MismatchError, PeerError
 
 _MAX_DIMS = 16
 _HEADER = struct.Struct(f"<BBBHIIHHI24s48s{2 * _MAX_DIMS}q")
+_HOLES_BYTES = 1 << 16
+"""Tensors of up to this extent keep holes between their elements."""
+
 _PURPOSES = ("values", "gradients", "announcements")
 
 
@@ -76,21 +80,22 @@ class Post:
         maker: str = "",
     ) -> None:
         """Send a message; returns at once."""
-        dense = None if content is None else _dense(content.detach())
-        if dense is not None and key.kind is Kind.VALUE and dense.data_ptr() == content.data_ptr():  # type: ignore[union-attr]
-            dense = dense.clone()  # the sender's forward may write to it before it has been read
-        if dense is not None and dense.dim() > _MAX_DIMS:
-            raise MismatchError(f"a value of {dense.dim()} dims crosses stages; at most {_MAX_DIMS} can")
+        kept = None if content is None else _kept(content.detach())
+        if kept is not None and kept.dim() > _MAX_DIMS:
+            raise MismatchError(f"a value of {kept.dim()} dims crosses stages; at most {_MAX_DIMS} can")
         self.num_values += key.kind is Kind.VALUE
         self.num_gradients += key.kind is Kind.GRADIENT
         purpose = f"{_PURPOSES[key.kind]} of stage {stages[0]} for stage {stages[1]}"
         if rank == self._channel.rank:
-            self._box[rank, key] = _message(key, stages, progress, maker, None if dense is None else dense)
+            self._box[rank, key] = _message(key, stages, progress, maker, None if kept is None else _copied(kept))
             return
-        header = torch.frombuffer(_packed(key, stages, progress, maker, dense), dtype=torch.uint8)
+        flat = None if kept is None else _flat(_compact(kept))
+        if flat is not None and key.kind is Kind.VALUE and flat.data_ptr() == kept.data_ptr():  # type: ignore[union-attr]
+            flat = flat.clone()  # the sender's forward may write to it before it has been read
+        header = torch.frombuffer(_packed(key, stages, progress, maker, kept), dtype=torch.uint8)
         self._sent.append(self._channel.send(header, rank, purpose="headers"))
-        if dense is not None and dense.numel():
-            self._sent.append(self._channel.send(_flat(dense), rank, purpose=purpose))
+        if flat is not None and flat.numel():
+            self._sent.append(self._channel.send(flat, rank, purpose=purpose))
 
     def take(self, rank: int, key: Key, *, stages: tuple[int, int] = (0, 0)) -> Message:
         """Wait for a message. Raises PeerError, and MismatchError where the sender is past it."""
@@ -141,11 +146,37 @@ class Post:
         if has_content:
             shape, stride = sizes[:num_dims], sizes[_MAX_DIMS : _MAX_DIMS + num_dims]
             device = torch.device("cpu") if on_host else self._channel.device
-            content = torch.empty_strided(shape, stride, dtype=torch_dtype(_text(dtype)), device=device)
-            if content.numel():
+            content, flat = _room(shape, stride, torch_dtype(_text(dtype)), device)
+            if flat.numel():
                 purpose = f"{_PURPOSES[key.kind]} of stage {source} for stage {target}"
-                self._channel.receive(_flat(content), rank, purpose=purpose).wait()
+                self._channel.receive(flat, rank, purpose=purpose).wait()
+            content = _filled(content, flat)
         return _message(key, stages, progress, _text(maker), content)
+
+
+def _room(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of this shape and these strides, and flat memory for what `_flat` gives of it: its own where it fits."""
+    room = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    compact = _compact(room)
+    if _is_dense(compact):
+        return room, _flat(compact)
+    return room, torch.empty(compact.numel(), dtype=dtype, device=device)
+
+
+def _copied(kept: torch.Tensor) -> torch.Tensor:
+    room, flat = _room(kept.shape, kept.stride(), kept.dtype, kept.device)
+    flat.copy_(_flat(_compact(kept)))
+    return _filled(room, flat)
+
+
+def _filled(room: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """The tensor once its flat memory has been written."""
+    compact = _compact(room)
+    if not _is_dense(compact):
+        compact.copy_(flat.view(compact.shape))
+    return room
 
 
 def _message(key: Key, stages: tuple[int, int], progress: int, maker: str, content: torch.Tensor | None) -> Message:
@@ -182,16 +213,34 @@ def _text(packed: bytes) -> str:
     return packed.rstrip(b"\0").decode(errors="replace")
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy, without holes or overlaps: in the order of its own strides where it can be kept."""
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a form that can be sent with its strides, else a contiguous copy.
+
+    Strides matter to the last bit: kernels for matrices round differently by them. Holes between elements (a slice of
+    a larger tensor) take memory where they arrive, and are kept where that is little.
+    """
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if _is_dense(tensor) else tensor.contiguous()
+    compact = _compact(tensor)
+    if _is_dense(compact):
+        return tensor
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(compact.shape, compact.stride(), strict=True))
+    is_little = extent <= 2 * compact.numel() or extent * tensor.element_size() <= _HOLES_BYTES
+    return tensor if is_little and _is_apart(compact) else tensor.contiguous()
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without repetitions: dims that it was expanded in have one element."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie without holes and overlaps, in some order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -201,6 +250,19 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _flat(dense: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order in which they lie, as a view."""
-    return dense.as_strided((dense.numel(),), (1,))
+def _is_apart(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share a place."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+    return True
+
+
+def _flat(compact: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order in which they lie, as a view; of another one a copy."""
+    if _is_dense(compact):
+        return compact.as_strided((compact.numel(),), (1,))
+    return compact.contiguous().view(-1)

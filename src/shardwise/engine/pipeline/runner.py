@@ -79,7 +79,8 @@ class PipelineRunner:
         self._channel = channel
         self._pipeline = pipeline
         self._num_chunks = placement.num_stages // placement.num_ranks
-        self._schedules: dict[tuple[int, tuple[tuple[int, int], ...]], Schedule] = {}
+        self._schedules: dict[tuple[int, tuple[tuple[int, int], ...], bool], Schedule] = {}
+        self._steps_back = False
         structures: dict[Any, int] = {}
         self.units = [
             Unit(name, model.get_submodule(name), stage, structures) for name, stage in placement.modules.items()
@@ -93,7 +94,7 @@ class PipelineRunner:
             if buffer is not None
         ]
         for unit in self.units:
-            vars(unit.module)["forward"] = partial(self._forward, unit)
+            vars(unit.module).update(forward=partial(self._forward, unit), _compiled_call_impl=None)
 
     @staticmethod
     def take_off(model: nn.Module) -> None:
@@ -207,9 +208,9 @@ class PipelineRunner:
         if is_first:
             for stage in stages:
                 self._advance(step, 0, stage)
-            self.transfers = tuple(step.flows[0].transfers)
+            self._observe(step.flows[0])
         assert self.transfers is not None
-        key = (len(step.parts), self.transfers)
+        key = (len(step.parts), self.transfers, self._steps_back)
         if key not in self._schedules:
             asked = make_schedule(
                 self._pipeline.schedule,
@@ -217,10 +218,15 @@ class PipelineRunner:
                 num_chunks=self._num_chunks,
                 num_microbatches=len(step.parts),
             )
-            self._schedules[key] = adapt(asked, self.transfers)
+            self._schedules[key] = adapt(asked, self.transfers, steps_back=self._steps_back)
         self.schedule = self._schedules[key]
         order = self.schedule.orders[self.rank]
         return [action for action in order if not (is_first and action.kind == "F" and action.microbatch == 0)]
+
+    def _observe(self, flow: Flow) -> None:
+        """Note which values cross in a forward, for the schedule of the next step."""
+        self.transfers = tuple(flow.transfers)
+        self._steps_back = flow.steps_back
 
     def _advance(self, step: _Train, number: int, stage: int) -> None:
         """The forward of a microbatch up to the end of its work on a stage."""
@@ -264,17 +270,15 @@ class PipelineRunner:
             )
             raise
         if self.is_local(scaled.value.stage):
-            flow.enter(scaled.value.stage).loss = scaled.value.local
+            flow.graph(scaled.value.stage).loss = scaled.value.local
             step.losses[number] = self._detached(loss)
 
     def _back(self, step: _Train, number: int, stage: int) -> None:
         """The backward of a microbatch on a stage."""
         flow = step.flows[number]
-        flow.is_forward = False
-        graph = flow.graphs.pop(stage, None)
-        if graph is None:
-            return
-        roots = [*graph.roots, *([] if graph.loss is None else [graph.loss])]
+        graphs = flow.take_graphs(stage)
+        roots = [root for graph in graphs for root in graph.roots]
+        roots += [graph.loss for graph in graphs if graph.loss is not None]
         with self._noting("B", number, stage), self._current(flow):
             if roots:
                 seeds = [torch.ones_like(root) for root in roots]
@@ -286,18 +290,18 @@ class PipelineRunner:
                         f"(rank {self.rank} of the pipeline)"
                     )
                     raise
-            flow.return_nothing(graph)
+            flow.return_nothing()
         roots.clear()
-        graph.clear()
+        for graph in graphs:
+            graph.clear()
         if not flow.graphs:
             flow.close()
 
     def _end(self, flows: Sequence[Flow]) -> None:
         """Compare what the ranks' programs did."""
         self.post.settle()
-        for flow in flows:
-            if self.is_training:
-                self.transfers = tuple(flow.transfers)
+        for flow in flows if self.is_training else ():
+            self._observe(flow)
         mine = struct.pack(f"<{len(flows)}I", *(flow.progress for flow in flows))
         answers = self._channel.exchange(mine, purpose="what forwards did")
         for rank, answer in enumerate(answers):

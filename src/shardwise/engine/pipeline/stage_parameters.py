@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.engine.inventory import Inventory, named_places
+from shardwise.engine.inventory import Inventory, named_places, torch_dtype
 from shardwise.plan import Placement
 
 
@@ -77,11 +77,12 @@ def drop_foreign(model: nn.Module, inventory: Inventory, parameters: StageParame
     Ties stay ties. Buffers outside of placed modules stay, for the code between modules runs on every rank.
     """
     held = parameters.held_by(coordinate)
+    working = {spec.name: torch_dtype(spec.working) for spec in inventory.specs}
     empty: dict[str, nn.Parameter] = {}
     for module, attribute, name in inventory.places:
         if name not in held:
             if name not in empty:
-                empty[name] = _without_memory(inventory.parameters[name])
+                empty[name] = _without_memory(inventory.parameters[name], working[name])
             setattr(module, attribute, empty[name])  # not register_parameter: recurrent modules keep lists of theirs
     placement = parameters.placement
     foreign: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -106,8 +107,9 @@ def move_to(model: nn.Module, device: torch.device) -> None:
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same description, with what the user noted on it."""
-    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+def _without_memory(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter as the ranks that compute with it have it, with what the user noted on it."""
+    values = torch.empty_like(parameter, device="meta", dtype=dtype)
+    empty = nn.Parameter(values, requires_grad=parameter.requires_grad)
     empty.__dict__.update(parameter.__dict__)
     return empty

@@ -43,7 +43,7 @@ class Memory:
 class Value:
     """A tensor on a stage."""
 
-    __slots__ = ("has_known_shape", "local", "maker", "memory", "spec", "stage")
+    __slots__ = ("has_known_shape", "lineage", "local", "maker", "memory", "module", "spec", "stage")
 
     def __init__(
         self,
@@ -54,6 +54,8 @@ class Value:
         *,
         memory: Memory | None = None,
         has_known_shape: bool = True,
+        lineage: int = 0,
+        module: str = "",
     ) -> None:
         self.stage = stage
         self.spec = spec
@@ -62,8 +64,12 @@ class Value:
         """The tensor, on the rank of its stage."""
         self.maker = maker
         """The module or operation that made it."""
+        self.module = module or maker
+        """The placed module, or the parameter, that it comes from."""
         self.memory = Memory() if memory is None else memory
         self.has_known_shape = has_known_shape
+        self.lineage = lineage
+        """A checksum over how it was made; equal for one that is made again from the same."""
 
 
 class Family:

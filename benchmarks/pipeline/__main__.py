@@ -1,0 +1,96 @@
+"""`python -m benchmarks.pipeline`: run every side in turns, print what was asked for, write it down.
+
+Whole:      python -m benchmarks.pipeline
+Part of it: python -m benchmarks.pipeline --cells computing,sleeping --k 4 --rounds 3
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.pipeline import cells, table
+from benchmarks.pipeline.models import Shape
+from benchmarks.pipeline.outcome import Cell
+
+RESULTS = Path(__file__).parent.parent / "results"
+NUM_RANKS = {"computing": 2, "sleeping": 4}
+CLIPPING_RANKS = (2, 4, 8)
+LAYERS_PER_STAGE = 4
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    arguments = _parser().parse_args()
+    whole = arguments.cells is None and arguments.k is None
+    outcomes = []
+    for cell in plan(arguments.cells or ["computing", "sleeping", "clipping"], arguments.k or [4, 8], arguments.rounds):
+        begun = time.monotonic()
+        print(f"{cell.work}, {cell.kind}: {cell.num_ranks} ranks, k = {cell.num_microbatches}", file=sys.stderr)
+        outcomes.append(cells.run(cell))
+        print(table.asked_table(outcomes[-1:]), file=sys.stderr)  # a later cell may fail
+        print(f"    {time.monotonic() - begun:.0f} s", file=sys.stderr)
+    for text in (table.asked_table(outcomes), table.side_table(outcomes), table.clipping_table(outcomes)):
+        print(text)
+    if results := arguments.write or ("pipeline" if whole else None):
+        table.write(RESULTS, results, outcomes, shlex.join(["python", "-m", "benchmarks.pipeline", *sys.argv[1:]]))
+
+
+def plan(names: Sequence[str], microbatches: Sequence[int], num_rounds: int) -> Iterator[Cell]:
+    """The cells in order."""
+    if "computing" in names:
+        shape = Shape(num_layers=LAYERS_PER_STAGE * NUM_RANKS["computing"], width=512, num_tokens=128)
+        for k in microbatches:
+            yield Cell(
+                work="steps",
+                kind="computing",
+                shape=shape,
+                num_ranks=NUM_RANKS["computing"],
+                num_microbatches=k,
+                num_rounds=num_rounds,
+            )
+    if "sleeping" in names:
+        shape = Shape(num_layers=8, width=512, num_tokens=128, forward_s=0.01)
+        for k in microbatches:
+            yield Cell(
+                work="steps",
+                kind="sleeping",
+                shape=shape,
+                num_ranks=NUM_RANKS["sleeping"],
+                num_microbatches=k,
+                num_rounds=num_rounds,
+            )
+    for num_ranks in CLIPPING_RANKS if "clipping" in names else ():
+        yield Cell(
+            work="clipping",
+            kind="llama",
+            shape=Shape(num_layers=LAYERS_PER_STAGE * num_ranks, width=512, num_tokens=512),
+            num_ranks=num_ranks,
+            num_microbatches=2,
+            num_rounds=3,
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description="Pipelines, against a peer.")
+    parser.add_argument("--cells", type=_names, help="of computing, sleeping, clipping; comma-separated (default all)")
+    parser.add_argument("--k", type=_numbers, help="numbers of microbatches, comma-separated (default 4,8)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of all sides in turns (default 7)")
+    parser.add_argument(
+        "--write", metavar="NAME", help="write benchmarks/results/NAME.md and .json (a whole run: pipeline)"
+    )
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

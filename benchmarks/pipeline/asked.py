@@ -1,0 +1,132 @@
+"""The numbers that were asked for, and whether a measurement meets them."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.pipeline.clipping import PHASES
+from benchmarks.pipeline.ours import SCHEDULES
+from benchmarks.pipeline.outcome import Cell, Clipping, Outcome
+from benchmarks.pipeline.theirs import PEERS
+from shardwise.plan.timeline import ideal_bubble
+
+__all__ = ["Finding", "busy_s", "findings", "formula", "foreign_s", "growth"]
+
+PREDICTION = 1.07
+PEER = 1.0
+CLIPPING = 0.02
+LOOKUPS = 1.0
+OF_PEERS = ("fthenb", "1f1b")
+"""Our schedules whose peers were asked for; interleaved is shown beside them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One number that was asked for, and what was measured: the median counts."""
+
+    cell: Cell
+    what: str
+    limit: float
+    """At most."""
+    values: Sequence[float]
+    unit: str = ""
+
+    @property
+    def median(self) -> float:
+        """What counts."""
+        return statistics.median(self.values)
+
+    @property
+    def met(self) -> bool:
+        """Whether it is met."""
+        return self.median <= self.limit
+
+
+def findings(outcomes: Sequence[Outcome]) -> list[Finding]:
+    """Everything that was asked for and that these outcomes measured."""
+    found = [each for outcome in outcomes for each in (*_times(outcome), *_memory(outcome), *_clipping(outcome))]
+    return [*found, *_growth([each for each in outcomes if each.clipping])]
+
+
+def formula(cell: Cell, schedule: str) -> float:
+    """The bubble of a schedule on this cell's ranks."""
+    num_chunks = 2 if schedule == "interleaved" else 1
+    return ideal_bubble(
+        schedule, num_ranks=cell.num_ranks, num_chunks=num_chunks, num_microbatches=cell.num_microbatches
+    )
+
+
+def _times(outcome: Outcome) -> Iterator[Finding]:
+    cell = outcome.cell
+    for name in SCHEDULES if outcome.updates else ():
+        ours = f"ours {name}"
+        seen = outcome.schedules[ours]
+        ratios = _ratios(outcome.passes[ours], seen.predicted_s)
+        yield Finding(cell=cell, what=f"{name}: forwards and backwards / predicted", limit=PREDICTION, values=ratios)
+        if cell.kind == "sleeping":  # else the stages are not quite equal, as the formula wants them
+            limit = 1 - (1 - formula(cell, name)) / PREDICTION
+            what = f"{name}: bubble (formula {formula(cell, name):.3f}, in a step {PREDICTION} times as long)"
+            yield Finding(cell=cell, what=what, limit=limit, values=seen.bubbles)
+    if outcome.updates:
+        # The work is the same: steps are as long as their bubbles allow.
+        limit = PREDICTION * (1 - formula(cell, "1f1b")) / (1 - formula(cell, "interleaved"))
+        ratios = _ratios(outcome.passes["ours interleaved"], outcome.passes["ours 1f1b"])
+        what = f"interleaved / 1f1b, forwards and backwards (formula {limit / PREDICTION:.3f})"
+        yield Finding(cell=cell, what=what, limit=limit, values=ratios)
+    for name in OF_PEERS if outcome.updates else ():
+        peer = f"torch {PEERS[name]}"
+        for what, seconds in (("update", outcome.updates), ("forwards and backwards", outcome.passes)):
+            ratios = _ratios(seconds[f"ours {name}"], seconds[peer])
+            yield Finding(cell=cell, what=f"{what}: ours {name} / {peer}", limit=PEER, values=ratios)
+
+
+def _ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [mine / its for mine, its in zip(ours, others, strict=True)]
+
+
+def _memory(outcome: Outcome) -> Iterator[Finding]:
+    cell, ranks = outcome.cell, outcome.memory
+    if not ranks:
+        return
+    beyond = [abs(each.resident_bytes - each.stage_bytes) for each in ranks]
+    yield Finding(
+        cell=cell, what="1f1b: parameter bytes other than a stage's", limit=0, values=[max(beyond)], unit=" B"
+    )
+    foreign = [each.foreign_bytes for each in ranks]
+    what = "1f1b: allocated for modules of other stages"
+    yield Finding(cell=cell, what=what, limit=0, values=[max(foreign)], unit=" B")
+    over = [max(each.in_flight, each.counted_in_flight) - each.promised_in_flight for each in ranks]
+    what = "1f1b: microbatches in flight, over min(stages - stage, k)"
+    yield Finding(cell=cell, what=what, limit=0, values=[max(over)])
+
+
+def busy_s(rank: Clipping) -> float:
+    """Processor seconds of a microbatch, but for waiting."""
+    return sum(rank.cpu_s[phase] for phase in PHASES if phase != "waiting")
+
+
+def foreign_s(rank: Clipping) -> float:
+    """Of these, on modules of other stages and on glue."""
+    return rank.cpu_s["foreign"] + rank.cpu_s["glue"]
+
+
+def _clipping(outcome: Outcome) -> Iterator[Finding]:
+    if outcome.clipping:
+        share = max(foreign_s(each) / busy_s(each) for each in outcome.clipping)
+        what = "foreign modules and glue / forwards and backwards, worst rank"
+        yield Finding(cell=outcome.cell, what=what, limit=CLIPPING, values=[share])
+
+
+def growth(few: Outcome, many: Outcome) -> tuple[float, float]:
+    """What one more foreign module costs in a forward: look-ups; and processor seconds, in the middle over ranks."""
+    more = many.clipping[0].num_foreign - few.clipping[0].num_foreign
+    lookups = many.clipping[0].num_lookups - few.clipping[0].num_lookups
+    seconds = [statistics.median(foreign_s(rank) for rank in each.clipping) for each in (few, many)]
+    return lookups / more, (seconds[1] - seconds[0]) / more
+
+
+def _growth(outcomes: Sequence[Outcome]) -> Iterator[Finding]:
+    for few, many in zip(outcomes, outcomes[1:], strict=False):
+        lookups, seconds = growth(few, many)
+        what = f"look-ups per foreign module, beyond {few.cell.num_ranks} ranks ({1e6 * seconds:.0f} us)"
+        yield Finding(cell=many.cell, what=what, limit=LOOKUPS, values=[lookups])

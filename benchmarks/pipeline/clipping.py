@@ -1,0 +1,113 @@
+"""How long a rank is busy with what is not its own: clocks on the calls of modules, on messages, on backward.
+
+Every moment of the forwards and backwards counts for one phase:
+
+    own        modules of this rank's stages, and operations between modules that are executed on them
+    backward   of these
+    foreign    calls of modules of other stages
+    glue       all else: the user's code between modules, what all ranks compute (masks, positions), the engine
+    sending    posting values and gradients
+    waiting    for values and gradients, and taking them over
+
+The clock is the processor time of the rank's thread (ranks may then be more than cores), and the clock on the wall.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import shardwise as sw
+from benchmarks.pipeline.models import Batch
+from benchmarks.pipeline.ours import runner_of
+from benchmarks.pipeline.outcome import Clipping
+from shardwise.engine.pipeline.calls import Operation
+
+__all__ = ["PHASES", "measure_clipping"]
+
+PHASES = ("own", "backward", "foreign", "glue", "sending", "waiting")
+NUM_WARM = 2
+
+
+@dataclass(kw_only=True, slots=True)
+class Clock:
+    """Adds up nested phases, each without those inside it."""
+
+    cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    wall_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    _stack: list[str] = field(default_factory=list)
+    _since: tuple[float, float] = (0.0, 0.0)
+
+    def on(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, charged to `phase`."""
+
+        def clocked(*arguments: Any, **named: Any) -> Any:
+            self._charge()
+            self._stack.append(phase)
+            try:
+                return function(*arguments, **named)
+            finally:
+                self._charge()
+                self._stack.pop()
+
+        return clocked
+
+    def _charge(self) -> None:
+        cpu_s, wall_s = time.thread_time(), time.perf_counter()
+        if self._stack:
+            self.cpu_s[self._stack[-1]] += cpu_s - self._since[0]
+            self.wall_s[self._stack[-1]] += wall_s - self._since[1]
+        self._since = (cpu_s, wall_s)
+
+
+def measure_clipping(engine: sw.Engine, drawn: list[Batch]) -> Clipping:
+    """One update on each batch, after some to warm up on the first."""
+    runner = runner_of(engine)
+    for _ in range(NUM_WARM):
+        engine.step(drawn[0])
+    clock, lookups = Clock(), runner.inference.num_lookups
+    num_forwards = 0
+    with _clocked(engine, clock):
+        for batch in drawn:
+            engine.step(batch)
+            assert runner.schedule is not None
+            num_forwards += runner.schedule.num_microbatches
+    local = [unit for unit in runner.units if runner.is_local(unit.stage)]
+    return Clipping(
+        rank=runner.rank,
+        num_local=len(local),
+        num_foreign=len(runner.units) - len(local),
+        num_lookups=(runner.inference.num_lookups - lookups) // num_forwards,
+        num_tried=runner.inference.num_tried,
+        cpu_s={phase: seconds / num_forwards for phase, seconds in clock.cpu_s.items()},
+        wall_s={phase: seconds / num_forwards for phase, seconds in clock.wall_s.items()},
+    )
+
+
+@contextmanager
+def _clocked(engine: sw.Engine, clock: Clock) -> Iterator[None]:
+    runner = runner_of(engine)
+    with ExitStack() as patches:
+        for unit in runner.units:
+            if runner.is_local(unit.stage):
+                patches.enter_context(patch.object(unit, "forward", clock.on("own", unit.forward)))
+            else:
+                outer = clock.on("foreign", vars(unit.module)["forward"])
+                patches.enter_context(patch.dict(vars(unit.module), {"forward": outer}))
+        patches.enter_context(patch.object(Operation, "run", _method(clock, Operation.run)))
+        patches.enter_context(patch.object(runner.post, "send", clock.on("sending", runner.post.send)))
+        patches.enter_context(patch.object(runner.post, "take", clock.on("waiting", runner.post.take)))
+        backward = clock.on("backward", torch.autograd.backward)
+        patches.enter_context(patch.object(torch.autograd, "backward", backward))
+        train = clock.on("glue", engine._computation.train)
+        patches.enter_context(patch.object(engine._computation, "train", train))
+        yield
+
+
+def _method(clock: Clock, function: Callable[..., Any]) -> Callable[..., Any]:
+    clocked = clock.on("own", function)
+    return lambda *arguments: clocked(*arguments)

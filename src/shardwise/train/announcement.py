@@ -1,0 +1,122 @@
+"""What a run says of itself before its first update."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from shardwise.plan import Placement
+from shardwise.plan.schedules import SCHEDULES, Schedule
+from shardwise.plan.timeline import ideal_bubble
+from shardwise.space import Mesh
+from shardwise.train.config import RunConfig
+from shardwise.train.corpus import Corpus
+from shardwise.train.progress import count
+
+_SHOWN_NAMES = 5
+
+
+def sizes_of(model: nn.Module) -> dict[str, int]:
+    """The elements of every parameter; to be asked before `parallelize`, which drops what belongs to other ranks."""
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def announcement(
+    config: RunConfig,
+    model: nn.Module,
+    sizes: Mapping[str, int],
+    corpus: Corpus,
+    held_out: npt.NDArray[np.int64],
+    *,
+    placement: Placement | None,
+) -> list[str]:
+    """The lines. `sizes`: see `sizes_of`; `placement`: of the stages, where there are any."""
+    plan, train = config.plan, config.train
+    num_data_ranks = plan.mesh.dp_replicate * plan.mesh.dp_shard
+    return [
+        f"{config.name}: {type(model).__name__}, {count(sum(sizes.values()))} parameters, mesh {plan.mesh}, "
+        f"stage {plan.sharding.stage}, compute {plan.precision.compute or 'as the model is'}",
+        *([] if placement is None else _stage_lines(config, sizes, placement)),
+        f"an update: {train.global_batch} rows of {corpus.sequence_length} tokens, as {num_data_ranks} (data ranks) x "
+        f"{plan.merge.microbatches} (microbatches) x {train.microbatch} (rows)",
+        f"text: {count(len(corpus.training))} tokens to train on, of which {train.steps} updates read "
+        f"{count(train.steps * train.global_batch * corpus.sequence_length)}; {count(corpus.held_out.size)} held out, "
+        f"of which an evaluation reads {count(held_out.size)}",
+    ]
+
+
+def abbreviated(names: Iterable[str]) -> str:
+    """Names in one line: neighbours that differ by one in their last number are put together, and many are left out.
+
+    >>> abbreviated(["embed", "layers.0", "layers.1", "layers.2", "norm"])
+    'embed, layers.0-2, norm'
+    >>> abbreviated(["encoder.3.mlp", "encoder.4.mlp", "a", "b", "c", "d", "e"])
+    'encoder.3-4.mlp, a, b, ... (2 more), e'
+    """
+    groups: list[tuple[str, str, int, int]] = []
+    for name in names:
+        found = re.fullmatch(r"(.*?\b)(\d+)((?:\.[^.\d][^.]*)*)", name)
+        head, number, tail = (found[1], int(found[2]), found[3]) if found else (name, -1, "")
+        if groups and number >= 0 and (head, tail, number - 1) == (*groups[-1][:2], groups[-1][3]):
+            groups[-1] = (head, tail, groups[-1][2], number)
+        else:
+            groups.append((head, tail, number, number))
+    words = [
+        f"{head}{'' if first < 0 else first}{f'-{last}' if last > first else ''}{tail}"
+        for head, tail, first, last in groups
+    ]
+    if len(words) > _SHOWN_NAMES:
+        left_out = len(words) - _SHOWN_NAMES + 1
+        words[_SHOWN_NAMES - 2 : -1] = [f"... ({left_out} more)"]
+    return ", ".join(words)
+
+
+def _stage_lines(config: RunConfig, sizes: Mapping[str, int], placement: Placement) -> list[str]:
+    """The schedule, and a line for each stage."""
+    plan = config.plan
+    held = [0] * placement.num_stages
+    for name, size in sizes.items():
+        held[_stage_of(name, placement)] += size
+    whole = sum(held) or 1
+    placed = {**placement.modules, **placement.parameters}
+    lines = [_schedule_line(config, placement)]
+    for stage, size in enumerate(held):
+        names = abbreviated(name for name, its_stage in placed.items() if its_stage == stage)
+        ranks = _ranks_of(plan.mesh, placement.rank_of(stage))
+        lines.append(f"  stage {stage} ({ranks}): {names}: {count(size)} parameters, {size / whole:.0%}")
+    return lines
+
+
+def _schedule_line(config: RunConfig, placement: Placement) -> str:
+    plan = config.plan
+    schedule, num_microbatches = plan.pipeline.schedule, plan.merge.microbatches
+    is_named = schedule in SCHEDULES
+    name = schedule if is_named else Schedule.parse(schedule).name
+    line = f"schedule {name}: {num_microbatches} (microbatches) through {placement.num_stages} stages"
+    if not is_named:
+        return line
+    bubble = ideal_bubble(
+        schedule,
+        num_ranks=placement.num_ranks,
+        num_chunks=placement.num_stages // placement.num_ranks,
+        num_microbatches=num_microbatches,
+    )
+    return f"{line}; a bubble of {bubble:.1%} if all took the same time"
+
+
+def _stage_of(parameter: str, placement: Placement) -> int:
+    """The stage of a parameter: given, or that of the module around it which is placed."""
+    if parameter in placement.parameters:
+        return placement.parameters[parameter]
+    module = parameter
+    while module not in placement.modules:
+        assert module, "a placement has a stage for every parameter"
+        module = module.rpartition(".")[0]
+    return placement.modules[module]
+
+
+def _ranks_of(mesh: Mesh, coordinate: int) -> str:
+    ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank)["pp"] == coordinate]
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"

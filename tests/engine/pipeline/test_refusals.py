@@ -1,0 +1,338 @@
+"""What stages cannot do is said on every rank, with the module, the stage and the user's line; nothing hangs."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.errors import BatchError, MismatchError, PeerError, PlanError
+from tests.engine.expected import seeded
+from tests.engine.oracle import Batch
+from tests.engine.pipeline.models import CASES, Chain, square, vectors
+from tests.engine.pipeline.oracle import adamw
+from tests.engine.pipeline.value_models import cube
+from tests.engine.refusals import same_error_everywhere
+
+STAGES = {"first": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 2, "last": 2}
+PLAN = sw.Plan(mesh=sw.Mesh(pp=3), merge=sw.Merge(microbatches=2), pipeline=sw.Pipeline(stages=STAGES))
+"""Three stages; the second makes what is read."""
+
+
+def engine_of(channel: sw.Channel, model: nn.Module, plan: sw.Plan = PLAN) -> sw.Engine:
+    return sw.parallelize(model, plan, optimizer=adamw, loss=square, channel=channel)
+
+
+def texts_of_step(
+    make: Callable[[int], nn.Module], *, plan: sw.Plan = PLAN, batches: Mapping[int, Batch] = {}
+) -> list[tuple[BaseException, str]]:
+    """What every rank raises in its first step, with the notes."""
+
+    def run(channel: sw.Channel) -> tuple[BaseException, str]:
+        engine = engine_of(channel, make(channel.rank), plan)
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            engine.step(batches.get(channel.rank, vectors(0)))
+        return caught.value, "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+    return sw.simulate(plan.mesh.size, run)
+
+
+class Between(Chain):
+    """Something is done with what the second block gave; the third gets the tensor that comes out of it."""
+
+    def __init__(self, act: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[1](self.blocks[0](self.first(x)))
+        made = self.act(h)
+        h = made if isinstance(made, torch.Tensor) else h
+        out: torch.Tensor = self.last(self.blocks[3](self.blocks[2](h)))
+        return out
+
+
+def between(act: Callable[[torch.Tensor], Any]) -> Callable[[int], nn.Module]:
+    return lambda rank: seeded(lambda: Between(act))()
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda h: h[0, 0].item(),
+    "item of a sum": lambda h: h.sum().item(),
+    "float": lambda h: float(h.mean()),
+    "int": lambda h: int(h[0, 0]),
+    "bool": lambda h: bool(h.mean() > 0),
+    "if": lambda h: 1 if (h > 0).all() else 2,
+    "max of two": lambda h: max(h[0, 0], h[0, 1]),
+    "str": lambda h: str(h),
+    "format": lambda h: f"{h.sum():.3f}",
+    "print": lambda h: print(h),
+    "tolist": lambda h: h.tolist(),
+    "numpy": lambda h: h.detach().numpy(),
+    "array": lambda h: np.asarray(h.detach()),
+    "equal": lambda h: torch.equal(h, h + 1),
+    "allclose": lambda h: torch.allclose(h, h),
+    "index": lambda h: [0, 1][(h > 0).sum()],
+    "contains": lambda h: 1.0 in h,
+    "backward": lambda h: h.sum().backward(),
+    "grad_fn": lambda h: h.grad_fn,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_value_that_is_read_between_modules_is_refused_with_its_module_stage_and_line(name: str) -> None:
+    line = READS[name].__code__.co_firstlineno
+    for error, text in texts_of_step(between(READS[name])):
+        assert isinstance(error, sw.ShardwiseError)
+        assert "blocks.1" in text
+        assert "stage 1" in text
+        assert f"{Path(__file__).name}:{line}" in text
+
+
+def test_a_value_that_all_ranks_have_may_be_read() -> None:
+    """Control: the same reads of what no stage made."""
+    plain = torch.ones(3, 2)
+    harmless = [act for name, act in READS.items() if name not in ("backward", "index")]
+
+    def run(channel: sw.Channel) -> bool:
+        model = seeded(lambda: Between(lambda h: [act(plain) for act in harmless]))()
+        return engine_of(channel, model).step(vectors(0)).skipped
+
+    assert sw.simulate(3, run) == [False] * 3
+
+
+def test_shapes_dtypes_and_devices_of_values_may_be_read() -> None:
+    seen: list[Any] = []
+
+    def look(h: torch.Tensor) -> None:
+        seen.append((h.shape, len(h), h.ndim, h.dtype, h.device.type, h.numel(), h.requires_grad, h.is_contiguous()))
+
+    def run(channel: sw.Channel) -> None:
+        engine_of(channel, between(look)(0)).step(vectors(0))
+
+    sw.simulate(3, run)
+    assert set(seen) == {((5, 7), 5, 2, torch.float32, "cpu", 35, True, True)}
+
+
+class Straying(Chain):
+    """The forward of rank 1 is another."""
+
+    def __init__(self, rank: int, way: str) -> None:
+        super().__init__()
+        self.rank = rank
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        strays = self.rank == 1
+        h = self.blocks[0](self.first(x))
+        if self.way == "leaves out a module" and strays:
+            out: torch.Tensor = self.last(self.blocks[3](self.blocks[1](h)))
+            return out
+        h = self.blocks[1](h)
+        for _ in range(2 if self.way == "calls a module twice" and strays else 1):
+            h = self.blocks[2](h)
+        if self.way == "computes something else" and strays:
+            h = h * 2
+        if self.way == "sends another value" and strays:
+            h = h + self.first(x) * 0
+        out = self.last(self.blocks[3](h))
+        return out  # noqa: RET504
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fthenb"])
+@pytest.mark.parametrize(
+    "way", ["leaves out a module", "calls a module twice", "computes something else", "sends another value"]
+)
+def test_a_forward_that_differs_between_ranks_is_found(way: str, schedule: str) -> None:
+    plan = sw.Plan(
+        mesh=sw.Mesh(pp=3),
+        merge=sw.Merge(microbatches=2),
+        pipeline=sw.Pipeline(stages=STAGES, schedule=schedule),
+    )
+    told = texts_of_step(lambda rank: seeded(lambda: Straying(rank, way))(), plan=plan)
+    assert all(isinstance(error, sw.ShardwiseError) for error, _ in told)
+    if way == "sends another value":  # which nobody sends: the ranks wait for each other, and say for what
+        assert "waiting for the value of microbatch 0 from stage 0" in told[1][1]
+    else:
+        assert any(isinstance(error, MismatchError) and "forward" in text for error, text in told)
+
+
+OTHER_BATCHES: dict[str, Batch] = {
+    "other values": vectors(1),
+    "other rows": vectors(0, rows=8),
+    "other dtype": {**vectors(0), "x": vectors(0)["x"].double()},
+    "another entry": {**vectors(0), "mask": torch.ones(10)},
+    "another flag": {**vectors(0), "flag": 1},
+    "no row": {name: value[:0] for name, value in vectors(0).items()},
+}
+
+
+@pytest.mark.parametrize("way", OTHER_BATCHES)
+def test_stages_that_are_given_different_batches_refuse_them(way: str) -> None:
+    """And go on with the next."""
+
+    def run(channel: sw.Channel) -> None:
+        engine = engine_of(channel, CASES["chain"].make())
+        engine.step(vectors(5))
+        try:
+            engine.step(OTHER_BATCHES[way] if channel.rank == 1 else vectors(0))
+        finally:
+            assert not engine.step(vectors(6)).skipped
+
+    error = same_error_everywhere(3, run)
+    assert isinstance(error, BatchError | MismatchError)
+    assert "rank 1" in str(error)
+
+
+class FailingInside(nn.Linear):
+    """Its third call raises, on the rank that executes it."""
+
+    num_calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == 3 and torch.is_grad_enabled():
+            raise FloatingPointError("the pressure is too high")
+        return super().forward(input)
+
+
+def failing_inside(rank: int) -> nn.Module:
+    model = seeded(Chain)()
+    broken = FailingInside(9, 7)
+    broken.load_state_dict(model.blocks[1].get_submodule("outer").state_dict())
+    model.blocks[1].outer = broken
+    return model
+
+
+@pytest.mark.parametrize("schedule", ["fthenb", "1f1b"])
+def test_an_exception_inside_one_stages_module_is_told_once_and_stops_all(schedule: str) -> None:
+    plan = sw.Plan(
+        mesh=sw.Mesh(pp=3),
+        merge=sw.Merge(microbatches=5),
+        pipeline=sw.Pipeline(stages=STAGES, schedule=schedule),
+    )
+    told = texts_of_step(failing_inside, plan=plan)
+    error, text = told[1]
+    assert type(error) is FloatingPointError
+    assert error.__traceback__ is not None
+    for words in ("rank 1", "stage 1", "blocks.1", "microbatch 2"):
+        assert words in text
+    assert text.count("the pressure is too high") == 1
+    for rank in (0, 2):
+        error, text = told[rank]
+        assert isinstance(error, PeerError)
+        assert error.rank == 1
+        assert "the pressure is too high" in text
+
+
+def test_an_exception_in_one_stages_backward_names_where_it_was() -> None:
+    def make(rank: int) -> nn.Module:
+        model = seeded(Chain)()
+        seen: list[torch.Tensor] = []
+
+        def count(gradient: torch.Tensor) -> None:
+            seen.append(gradient)
+            if len(seen) == 2:
+                raise FloatingPointError("the pressure is too low")
+
+        model.blocks[2].get_submodule("inner").weight.register_hook(count)  # type: ignore[operator]
+        return model
+
+    told = texts_of_step(make)
+    error, text = told[1]
+    assert type(error) is FloatingPointError
+    for words in ("rank 1", "stage 1", "microbatch 1", "backward"):
+        assert words in text
+    assert all(isinstance(told[rank][0], PeerError) and "too low" in told[rank][1] for rank in (0, 2))
+
+
+def test_an_exception_between_modules_is_every_ranks_own() -> None:
+    def act(h: torch.Tensor) -> None:
+        raise KeyError("no such layer")
+
+    for error, text in texts_of_step(between(act)):
+        assert isinstance(error, KeyError | PeerError)
+        assert "no such layer" in text
+
+
+GLUE: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a function with a backward of its own": (cube, "custom autograd function"),
+    "reentrant checkpointing": (lambda h: checkpoint(torch.tanh, h, use_reentrant=True), "use_reentrant=False"),
+}
+
+
+@pytest.mark.parametrize("name", GLUE)
+def test_what_only_works_inside_modules_is_refused_between_them(name: str) -> None:
+    act, words = GLUE[name]
+    for error, text in texts_of_step(between(act)):
+        assert isinstance(error, sw.ShardwiseError)
+        assert words in text
+
+
+PLACEMENTS: dict[str, tuple[Mapping[str, int], list[str]]] = {
+    "nothing matches": ({**STAGES, "layers.*": 1}, ["layers.*"]),
+    "two stages for one module": ({**STAGES, "blocks.*": 1}, ["blocks.0", "blocks.*"]),
+    "a parameter nowhere": ({name: at for name, at in STAGES.items() if name != "last"}, ["last.weight"]),
+    "a stage with nothing": ({name: at if at < 2 else 1 for name, at in STAGES.items()}, ["stage 2"]),
+}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_placement_that_cannot_hold_is_refused_before_anything_is_touched(name: str) -> None:
+    stages, words = PLACEMENTS[name]
+    plan = sw.Plan(mesh=sw.Mesh(pp=3), pipeline=sw.Pipeline(stages=stages))
+    models: dict[int, nn.Module] = {}
+
+    def run(channel: sw.Channel) -> None:
+        models[channel.rank] = CASES["chain"].make()
+        engine_of(channel, models[channel.rank], plan)
+
+    error = same_error_everywhere(3, run)
+    assert isinstance(error, PlanError)
+    assert all(word in str(error) for word in words)
+    for model in models.values():
+        assert model(**{"x": vectors(0)["x"]}).shape == (10, 3)
+
+
+def test_more_stages_than_modules_are_refused() -> None:
+    plan = sw.Plan(mesh=sw.Mesh(pp=3))
+    error = same_error_everywhere(
+        3, lambda channel: engine_of(channel, seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))(), plan)
+    )
+    assert "3" in str(error)
+    assert "stages" in str(error)
+
+
+def test_plans_with_different_stages_are_refused() -> None:
+    other = sw.Plan(mesh=sw.Mesh(pp=3), merge=PLAN.merge, pipeline=sw.Pipeline(stages={**STAGES, "blocks.0": 1}))
+    error = same_error_everywhere(
+        3, lambda channel: engine_of(channel, CASES["chain"].make(), other if channel.rank == 2 else PLAN)
+    )
+    assert isinstance(error, MismatchError)
+
+
+def test_a_module_called_outside_of_a_step_says_what_to_call() -> None:
+    def run(channel: sw.Channel) -> None:
+        model = CASES["chain"].make()
+        engine_of(channel, model)
+        model(vectors(0)["x"])
+
+    assert "engine" in str(same_error_everywhere(3, run))
+
+
+def test_a_value_kept_from_a_forward_cannot_be_used_after_it() -> None:
+    kept: dict[int, torch.Tensor] = {}
+
+    def run(channel: sw.Channel) -> None:
+        def keep(h: torch.Tensor) -> None:
+            kept[channel.rank] = h
+
+        engine_of(channel, between(keep)(0)).step(vectors(0))
+        kept[channel.rank] + 1
+
+    assert "forward has ended" in str(same_error_everywhere(3, run))
