@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: setup demo test check fix golden bench bench-checkpoint stress clean
+.PHONY: setup demo test check fix golden bench bench-checkpoint bench-pipeline stress clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,9 @@ bench-checkpoint: setup
 	$(BIN)/pip install --quiet safetensors
 	$(BIN)/pip install --quiet --no-deps "torch_checkpointing==0.1.1"
 	$(BIN)/python -m benchmarks.checkpoint
+
+bench-pipeline: setup
+	$(BIN)/python -m benchmarks.pipeline
 
 stress: setup
 	$(BIN)/python -m pytest -m stress

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from benchmarks.pipeline.clipping import PHASES
 from benchmarks.pipeline.ours import SCHEDULES
@@ -10,7 +11,7 @@ from benchmarks.pipeline.outcome import Cell, Clipping, Outcome
 from benchmarks.pipeline.theirs import PEERS
 from shardwise.plan.timeline import ideal_bubble
 
-__all__ = ["Finding", "busy_s", "findings", "formula", "foreign_s", "growth"]
+__all__ = ["Finding", "busy_s", "findings", "foreign_s", "formula", "growth"]
 
 PREDICTION = 1.07
 PEER = 1.0
@@ -126,7 +127,7 @@ def growth(few: Outcome, many: Outcome) -> tuple[float, float]:
 
 
 def _growth(outcomes: Sequence[Outcome]) -> Iterator[Finding]:
-    for few, many in zip(outcomes, outcomes[1:], strict=False):
+    for few, many in pairwise(outcomes):
         lookups, seconds = growth(few, many)
         what = f"look-ups per foreign module, beyond {few.cell.num_ranks} ranks ({1e6 * seconds:.0f} us)"
         yield Finding(cell=many.cell, what=what, limit=LOOKUPS, values=[lookups])

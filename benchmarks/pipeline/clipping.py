@@ -7,13 +7,14 @@ Every moment of the forwards and backwards counts for one phase:
     foreign    calls of modules of other stages
     glue       all else: the user's code between modules, what all ranks compute (masks, positions), the engine
     sending    posting values and gradients
-    waiting    for values and gradients, and taking them over
+    waiting    for values and gradients, and taking them over; for all ranks, at the end
 
 The clock is the processor time of the rank's thread (ranks may then be more than cores), and the clock on the wall.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,23 +70,28 @@ def measure_clipping(engine: sw.Engine, drawn: list[Batch]) -> Clipping:
     runner = runner_of(engine)
     for _ in range(NUM_WARM):
         engine.step(drawn[0])
-    clock, lookups = Clock(), runner.inference.num_lookups
-    num_forwards = 0
-    with _clocked(engine, clock):
-        for batch in drawn:
+    assert runner.schedule is not None
+    num_microbatches = runner.schedule.num_microbatches
+    lookups = runner.inference.num_lookups
+    clocks = []
+    for batch in drawn:
+        clocks.append(Clock())
+        with _clocked(engine, clocks[-1]):
             engine.step(batch)
-            assert runner.schedule is not None
-            num_forwards += runner.schedule.num_microbatches
     local = [unit for unit in runner.units if runner.is_local(unit.stage)]
     return Clipping(
         rank=runner.rank,
         num_local=len(local),
         num_foreign=len(runner.units) - len(local),
-        num_lookups=(runner.inference.num_lookups - lookups) // num_forwards,
+        num_lookups=(runner.inference.num_lookups - lookups) // (len(drawn) * num_microbatches),
         num_tried=runner.inference.num_tried,
-        cpu_s={phase: seconds / num_forwards for phase, seconds in clock.cpu_s.items()},
-        wall_s={phase: seconds / num_forwards for phase, seconds in clock.wall_s.items()},
+        cpu_s=_medians([clock.cpu_s for clock in clocks], num_microbatches),
+        wall_s=_medians([clock.wall_s for clock in clocks], num_microbatches),
     )
+
+
+def _medians(updates: Sequence[Mapping[str, float]], num_microbatches: int) -> dict[str, float]:
+    return {phase: statistics.median(each[phase] for each in updates) / num_microbatches for phase in PHASES}
 
 
 @contextmanager
@@ -101,6 +107,7 @@ def _clocked(engine: sw.Engine, clock: Clock) -> Iterator[None]:
         patches.enter_context(patch.object(Operation, "run", _method(clock, Operation.run)))
         patches.enter_context(patch.object(runner.post, "send", clock.on("sending", runner.post.send)))
         patches.enter_context(patch.object(runner.post, "take", clock.on("waiting", runner.post.take)))
+        patches.enter_context(patch.object(runner, "_end", clock.on("waiting", runner._end)))
         backward = clock.on("backward", torch.autograd.backward)
         patches.enter_context(patch.object(torch.autograd, "backward", backward))
         train = clock.on("glue", engine._computation.train)

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -89,7 +88,8 @@ def _allocated(seen: profile) -> tuple[int, int]:
     """The calls of foreign modules, and the bytes allocated in them other than to send what is this rank's own."""
     marks: dict[str, list[tuple[int, int]]] = {FOREIGN: [], SENDING: []}
     allocations = []
-    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
+    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in events:
         if event.name() in marks:
             marks[event.name()].append((event.start_ns(), event.start_ns() + event.duration_ns()))
         elif event.name() == "[memory]" and event.nbytes() > 0:

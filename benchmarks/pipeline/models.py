@@ -97,7 +97,9 @@ class Sleeper(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Any shape -> the same."""
-        slept: torch.Tensor = _Sleep.apply(values * self.scale, self.forward_s, self.backward_s)
+        slept: torch.Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
+            values * self.scale, self.forward_s, self.backward_s
+        )
         return slept
 
 

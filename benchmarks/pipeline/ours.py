@@ -12,6 +12,7 @@ from benchmarks.pipeline.models import ADAMW, Batch, Kind, Shape, loss_of, net
 from benchmarks.pipeline.step import Taken
 from shardwise.comm import Channel
 from shardwise.engine.pipeline.runner import PipelineRunner
+from shardwise.plan.timeline import Span
 
 __all__ = ["SCHEDULES", "Ours", "engine_of", "num_stages_of", "runner_of"]
 
@@ -69,7 +70,8 @@ class Ours:
 
     def do(self, batch: Batch) -> Taken:
         """One update."""
-        self.runner.spans = spans = []
+        spans: list[Span] = []
+        self.runner.spans = spans
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         report = self.engine.step(batch)
         stop_s = time.perf_counter()

@@ -58,7 +58,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clipping:
-    """Where one rank's time went, per forward and backward of a microbatch."""
+    """Where one rank's time went, per forward and backward of a microbatch: medians over updates."""
 
     rank: int
     num_local: int

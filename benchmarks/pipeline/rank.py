@@ -1,4 +1,4 @@
-"""What one process of a cell does: prove that all sides train alike, let them update in turns, look at what they did."""
+"""What one process of a cell does: prove that all sides train alike, let them update in turns, and look."""
 
 import json
 import logging

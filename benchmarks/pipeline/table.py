@@ -138,35 +138,35 @@ first rank's start to the last rank's end, and so do its forwards and backwards 
 rounds of the ratio within a round. Before anything is timed, all sides have given the same losses over three updates on
 one batch (to 1e-5; they add gradients up in different orders).
 
-Models. Plain blocks: embedding, pre-norm transformer blocks (fused qkv, causal scaled_dot_product_attention, GELU MLP),
-head; one sequence per microbatch, so many tokens as its shape says. Stages that sleep: a block multiplies by a parameter
-and sleeps a known time, twice as long in backward; 4 ranks then need no 4 cores. The peer has the same pieces in an
-`nn.Sequential` per stage, cut by hand; we get them as one model. Llama: transformers' own, unmodified.
+Models. Plain blocks: embedding, pre-norm transformer blocks (fused qkv, causal scaled_dot_product_attention, GELU
+MLP), head; one sequence per microbatch. Stages that sleep: a block multiplies by a parameter and sleeps a known time,
+twice as long in backward; 4 ranks then need no 4 cores. The peer has the same pieces in an `nn.Sequential` per stage,
+cut by hand; we get them as one model. Llama: transformers' own, unmodified.
 
 `torch`: torch.distributed.pipelining over gloo (`PipelineStage`; `ScheduleGPipe`, `Schedule1F1B`,
 `ScheduleInterleaved1F1B`, `return_outputs=False`), then AdamW and `zero_grad` on each rank. Its update includes no norm
 and no exchange of losses; ours includes the agreement on weights, losses and the norm of the gradient, and publishing
-the weights. Ours runs over shared memory, random numbers keyed to microbatches and calls on, and records spans while it
-is timed. The same fused AdamW on both sides, 1 thread per rank. Interleaved has 2 stages on each rank, and is beside the
-question that was asked.
+the weights. Ours runs over shared memory, draws random numbers by microbatch and call, and records spans while it is
+timed. The same fused AdamW on both sides, 1 thread per rank. Interleaved has 2 stages on each rank; against the peer it
+was not asked for.
 
 Predicted: `simulate_schedule` with the transfers that the model has. Stages that compute: the median over the
 microbatches of one round of what a stage's forwards and backwards took in that round, less the waits in them; stages
 that sleep: what they are told to sleep, so that everything else counts against us. A transfer: half of a round trip of
 one activation between ranks 0 and 1, measured apart, while nobody computes. The bubble of stages that compute is the
-share of time in which ranks were in no forward or backward, or waited in one; of stages that sleep, in which they did not
-sleep. `cpu ms`: processor time of an update, of all threads of all ranks.
+share of time in which ranks were in no forward or backward, or waited in one; of stages that sleep, in which they did
+not sleep. `cpu ms`: processor time of an update, of all threads of all ranks.
 
 Memory: parameters are the storages behind all parameters not on the meta device, against the same modules of a model
 that nobody cut. Foreign bytes: what torch's allocator gave out during calls of modules of other stages in one update,
 except to send what is the rank's own. In flight: forwards begun and backwards not ended, from the spans.
 
-Clipping: processor time of the rank's thread per microbatch, in its forwards and backwards, by phase. `own`: modules of
-its stage, and operations between modules that are executed on it (a norm, the loss); `foreign`: modules of other
-stages; `glue`: all else, the user's code between modules and what all ranks compute (masks, position tables) included;
-`waiting`: for messages, and taking them over. The share is that of foreign and glue in all but waiting: bubble and
-optimizer are not in it, which would make it smaller. `of the wall`: of a step's forwards and backwards with waits. With
-more ranks than cores only processor time means anything. 1F1B, 4 layers per stage."""
+Clipping: processor time of the rank's thread per microbatch, in its forwards and backwards, by phase; medians. `own`:
+modules of its stage, and operations between modules that are executed on it (a norm, the loss); `foreign`: modules of
+other stages; `glue`: all else, the user's code between modules and what all ranks compute (masks, position tables)
+included; `waiting`: for messages, taking them over, and the exchange at the end. The share is that of foreign and glue
+in all but waiting: bubble and optimizer are not in it, which would make it smaller. `of the wall`: of a step's forwards
+and backwards with waits. With more ranks than cores only processor time means anything. 1F1B, 4 layers per stage."""
 
 
 def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) -> None:

@@ -213,5 +213,11 @@ def test_what_is_wrong_with_stages_whatever_the_model_is_known_before_anything_s
         "train.trace: true given, but the model is not cut into stages to measure; give mesh.pp ranks"
     ]
     staged = MINIMAL + "global_batch = 8\n[mesh]\npp = 2\n"
-    short = "own: 2 stages, 2 ranks, 2 microbatches\nrank 0: F0.0 F1.0 B0.0 B1.0\nrank 1: F0.1 B0.1"
-    assert problems_of(tmp_path, staged, f"pipeline.schedule={short!r}", num_processes=2) == []
+    short = "own: 2 stages, 2 ranks, 2 microbatches\\nrank 0: F0.0 F1.0 B0.0 B1.0\\nrank 1: F0.1 B0.1"
+    assert problems_of(tmp_path, staged, f'pipeline.schedule="{short}"', num_processes=2) == [
+        "pipeline.schedule: rank 1: forward of stage 1 lacks microbatch 1",
+        "pipeline.schedule: rank 1: backward of stage 1 lacks microbatch 1",
+    ]
+    assert problems_of(tmp_path, staged, f'pipeline.schedule="{short}"', "train.global_batch=12", num_processes=2) == [
+        "pipeline.schedule: 'own' is written for k (microbatches) = 2, the batch gives 3; change one of them"
+    ]

@@ -4,7 +4,9 @@ import dataclasses
 import io
 import json
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -20,7 +22,6 @@ from shardwise.train.loop import Position
 from shardwise.train.metrics import MetricsFile, StepMetrics, TensorBoard
 from shardwise.train.progress import LiveLine, PlainLines, clock, count, progress, size
 
-CPU = torch.device("cpu")
 STEP = StepMetrics(
     step=1,
     loss=3.25,
@@ -181,23 +182,29 @@ class Counting(nn.Module):
         return 1e4 * nn.functional.one_hot((input_ids + 1) % 10, 10).float()
 
 
+class Whole:
+    """An engine that has the whole model."""
+
+    def predict(
+        self, inputs: Mapping[str, Any], output_of: Callable[[Mapping[str, Any]], torch.Tensor]
+    ) -> torch.Tensor:
+        return output_of(inputs)
+
+
 def test_a_continuation_draws_from_what_the_model_says() -> None:
-    model = Counting()
-    drawn = continued(model, [3, 4], num_tokens=7, context=99, device=CPU, seed=0)
-    assert drawn == [5, 6, 7, 8, 9, 0, 1]
-    assert model.training
+    assert continued(Whole(), Counting(), [3, 4], num_tokens=7, seed=0) == [5, 6, 7, 8, 9, 0, 1]
 
 
-def test_a_continuation_shows_the_model_no_more_than_it_was_trained_on() -> None:
-    lengths = []
+def test_a_continuation_shows_the_model_as_many_tokens_as_it_was_trained_on() -> None:
+    seen = []
 
     class Noting(Counting):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            lengths.append(input_ids.shape[1])
+            seen.append(input_ids.tolist())
             return super().forward(input_ids)
 
-    assert continued(Noting(), [3, 4], num_tokens=5, context=4, device=CPU, seed=0) == [5, 6, 7, 8, 9]
-    assert lengths == [2, 3, 4, 4, 4]
+    assert continued(Whole(), Noting(), [2, 3, 4], num_tokens=3, seed=0) == [5, 6, 7]
+    assert seen == [[[2, 3, 4]], [[3, 4, 5]], [[4, 5, 6]]]
 
 
 def test_a_continuation_is_decided_by_its_seed() -> None:
@@ -205,5 +212,5 @@ def test_a_continuation_is_decided_by_its_seed() -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return torch.zeros(*input_ids.shape, 50)
 
-    drawn = [continued(Undecided(), [1], num_tokens=20, context=9, device=CPU, seed=seed) for seed in (1, 1, 2)]
+    drawn = [continued(Whole(), Undecided(), [1], num_tokens=20, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]

@@ -92,7 +92,9 @@ def test_what_an_optimizer_draws_begins_anew_under_another_mesh_and_a_line_says_
     drawing = [*SAVES, "train.optimizer=drawing.py:Drawing", "sharding.partition=whole"]
     stopped(small_run(tmp_path, *drawing), after_updates=5.5)
     resumed = finished(small_run(tmp_path, *drawing, "mesh.pp=2", num_processes=2), resume="auto")
-    line = "as by an optimizer, are seeded anew: the run was saved under mesh single on cpu, and goes on under mesh pp=2"
+    line = (
+        "as by an optimizer, are seeded anew: the run was saved under mesh single on cpu, and goes on under mesh pp=2"
+    )
     assert resumed.printed.count(line) == 1
 
 
@@ -120,7 +122,9 @@ def test_a_run_goes_on_under_another_layout_with_nearly_the_same_losses_and_the_
     assert "seeded anew" not in resumed.printed
 
 
-@pytest.mark.parametrize(("before", "after"), [([], ["mesh.pp=2"]), (["mesh.pp=3"], []), (["mesh.pp=2"], ["mesh.pp=3"])])
+@pytest.mark.parametrize(
+    ("before", "after"), [([], ["mesh.pp=2"]), (["mesh.pp=3"], []), (["mesh.pp=2"], ["mesh.pp=3"])]
+)
 def test_a_run_goes_on_with_other_stages_bit_for_bit(tmp_path: Path, before: list[str], after: list[str]) -> None:
     words = [*SAVES, "model.factory=net.py:Noisy"]
     through = finished(small_run(tmp_path, *words, f"train.output={tmp_path / 'through'}"))

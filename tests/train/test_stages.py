@@ -39,8 +39,8 @@ def test_the_first_lines_name_the_schedule_and_what_each_stage_has(tmp_path: Pat
     assert lines[0].startswith("small: Net, 4.4 k parameters, mesh pp=2,dp_shard=2, ")
     assert lines[1:4] == [
         "schedule 1f1b: 2 (microbatches) through 2 stages; a bubble of 33.3% if all took the same time",
-        "  stage 0 (ranks 0-1): embedding: 2.0 k parameters, 47%",
-        "  stage 1 (ranks 2-3): norm, head: 2.3 k parameters, 53%",
+        "  stage 0 (ranks 0-1): embedding, norm: 2.1 k parameters, 47%",
+        "  stage 1 (ranks 2-3): head: 2.3 k parameters, 53%",
     ]
 
 

@@ -24,7 +24,7 @@ class Verdict:
     is_about_peer: bool
     """The cause lies with another rank, whose own words are better."""
     traceback: str = ""
-    """What `--debug` adds: of the one verdict that is told, so that it is seen once, whoever has met its consequences."""
+    """What `--debug` adds. It is told with the words, and so once, however many ranks have met the consequences."""
 
     @classmethod
     def of(cls, error: Exception, *, rank: int | None, debug: bool) -> "Verdict":

@@ -21,7 +21,7 @@ from shardwise.engine.optimizers import OptimizerSource, build, check_coverage, 
 from shardwise.engine.pipeline.placing import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_parameters import assign_parameters, drop_foreign, move_to
-from shardwise.engine.pipeline.ties import StageTies
+from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.precision import let_inputs_follow
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
@@ -118,7 +118,13 @@ def _parallelize(
     runner = None
     if placement.num_stages > 1:
         runner = PipelineRunner(
-            model=model, placement=placement, pipeline=plan.pipeline, channel=channels.pipeline, random=random
+            model=model,
+            placement=placement,
+            pipeline=plan.pipeline,
+            channel=channels.pipeline,
+            random=random,
+            ties=ties,
+            chains=chains_of(inventory.specs, stages),
         )
     return Engine(
         model=model,

@@ -21,7 +21,7 @@ CASES = {
     **models.CASES,
     **path_models.CASES,
     **glue_models.CASES,
-    "llama": case_of("llama", explicit=True),
+    "llama": case_of("llama", cut="llama"),
     "gpt2": case_of("gpt2", tied=False),
 }
 

@@ -225,15 +225,22 @@ BART_STAGES = {
 }
 """As for T5; the decoder's embedding is on stage 0, its positions on stage 1."""
 
-STAGES = {"llama": LLAMA_STAGES, "t5": T5_STAGES, "bart": BART_STAGES}
+STAGES = {
+    "llama": LLAMA_STAGES,
+    "t5": T5_STAGES,
+    "t5 apart": {**T5_STAGES, "decoder.embed_tokens": 2, "lm_head": 3},
+    "bart": BART_STAGES,
+}
+"""`t5 apart`: each use of its one embedding is on a stage of its own."""
+
 _BATCHES: dict[str, Any] = {"vit": images, "bert": masked_words, "bert with dropout": masked_words}
 
 
 @cache
-def case_of(name: str, *, tied: bool | None = None, explicit: bool = False, checkpointing: bool = False) -> Case:
+def case_of(name: str, *, tied: bool | None = None, cut: str = "", checkpointing: bool = False) -> Case:
     """The model `name`; `tied`: whether its head has the embedding's weight, None for the config's own answer.
 
-    explicit: cut by the names in `STAGES`; else balanced.
+    cut: by which names in `STAGES`; else balanced.
     """
     make = MAKERS[name](**({} if tied is None else {"tie_word_embeddings": tied}))
 
@@ -247,5 +254,5 @@ def case_of(name: str, *, tied: bool | None = None, explicit: bool = False, chec
     return Case(
         make=make_checkpointing if checkpointing else make,
         batches=[_BATCHES.get(name, sentences)(seed) for seed in range(5)],
-        stages=STAGES[name] if explicit else None,
+        stages=STAGES[cut] if cut else None,
     )

@@ -30,6 +30,14 @@ class Crossing:
     """Of an arrival: whether its gradient, or that there is none, was posted."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A parameter of several stages whose gradient goes down from `crossing.target` to `crossing.source`."""
+
+    name: str
+    crossing: Crossing
+
+
 @dataclass(slots=True)
 class StageGraph:
     """What the backward of one microbatch on one stage starts from and ends in."""
@@ -37,12 +45,15 @@ class StageGraph:
     roots: list[torch.Tensor] = field(default_factory=list)
     """One empty tensor for every departure."""
     arrivals: list[Crossing] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    """Gradients of parameters that are handed down once the backward is done."""
     loss: torch.Tensor | None = None
 
     def clear(self) -> None:
         """Let go of the graph, which refers to this by its departures."""
         self.roots.clear()
         self.arrivals.clear()
+        self.links.clear()
         self.loss = None
 
 

@@ -8,14 +8,16 @@ import pickle
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, StageGraph
+from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, Link, StageGraph
 from shardwise.engine.pipeline.post import Key, Kind
 from shardwise.engine.pipeline.sites import user_site
+from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.values import Spec, StageTensor, Value
 from shardwise.engine.randomness import Stream
 from shardwise.errors import MismatchError, ModelError
@@ -170,6 +172,24 @@ class Flow:
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # inside an activation checkpoint
             self._recomputable[value.lineage, stage] = copy
         return copy
+
+    def link(self, ties: StageTies, chain: Chain) -> None:
+        """Let the gradient of a parameter of several stages go down from the last one, before each adds its own.
+
+        The root is the last thing that the forward makes, so that backward begins with it: what later stages have
+        comes first, as in one process. Not where values go back to earlier stages, which would wait for each other.
+        """
+        if any(target < source for source, target in self.transfers):
+            return
+        for target, source in pairwise(chain.stages):
+            crossing = Crossing(number=len(self.transfers), source=source, target=target, needs_gradient=True)
+            self.transfers.append((source, target))
+            if self._runner.is_local(source):
+                with torch.enable_grad():
+                    root = Departure.apply(ties.parameter(chain.name), self, crossing)  # type: ignore[no-untyped-call]
+                self.graph(source).roots.append(root)
+            if self._runner.is_local(target):
+                self.graph(target).links.append(Link(name=chain.name, crossing=crossing))
 
     def lineage_of(self, name: str, inputs: Sequence[int]) -> int:
         """What a value is made of: equal when it is made again by a recomputation."""

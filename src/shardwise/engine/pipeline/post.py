@@ -20,7 +20,10 @@ from shardwise.engine.inventory import dtype_name, torch_dtype
 from shardwise.errors import MismatchError, PeerError
 
 _MAX_DIMS = 16
-_HEADER = struct.Struct(f"<BBBHIIHHI24s48s{2 * _MAX_DIMS}q")
+_HEADER = struct.Struct(f"<BBBBHIIHHI24s48s{2 * _MAX_DIMS}q")
+_ALIGNMENT_BYTES = 64
+"""At multiples of this torch allocates, on every device."""
+
 _HOLES_BYTES = 1 << 16
 """Tensors of up to this extent keep holes between their elements."""
 
@@ -138,15 +141,27 @@ class Post:
     def _receive(self, rank: int) -> Message:
         packed = torch.empty(_HEADER.size, dtype=torch.uint8)
         self._channel.receive(packed, rank, purpose="headers").wait()
-        (kind, has_content, on_host, num_dims, microbatch, number, source, target, progress, dtype, maker, *sizes) = (
-            _HEADER.unpack(packed.numpy().tobytes())
-        )
+        (
+            kind,
+            has_content,
+            on_host,
+            lead,
+            num_dims,
+            microbatch,
+            number,
+            source,
+            target,
+            progress,
+            dtype,
+            maker,
+            *sizes,
+        ) = _HEADER.unpack(packed.numpy().tobytes())
         key, stages = Key(Kind(kind), microbatch, number), (source, target)
         content = None
         if has_content:
             shape, stride = sizes[:num_dims], sizes[_MAX_DIMS : _MAX_DIMS + num_dims]
             device = torch.device("cpu") if on_host else self._channel.device
-            content, flat = _room(shape, stride, torch_dtype(_text(dtype)), device)
+            content, flat = _room(shape, stride, lead, torch_dtype(_text(dtype)), device)
             if flat.numel():
                 purpose = f"{_PURPOSES[key.kind]} of stage {source} for stage {target}"
                 self._channel.receive(flat, rank, purpose=purpose).wait()
@@ -155,10 +170,16 @@ class Post:
 
 
 def _room(
-    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    shape: Sequence[int], stride: Sequence[int], lead: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of this shape and these strides, and flat memory for what `_flat` gives of it: its own where it fits."""
-    room = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    """A tensor of this shape and these strides, and flat memory for what `_flat` gives of it: its own where it fits.
+
+    It begins `lead` elements behind an aligned address, as the one that was sent.
+    """
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    memory = torch.empty(lead + extent, dtype=dtype, device=device)
+    room = torch.empty(0, dtype=dtype, device=device)
+    room.set_(memory.untyped_storage(), lead, tuple(shape), tuple(stride))  # no view of `memory`, so it can be written
     compact = _compact(room)
     if _is_dense(compact):
         return room, _flat(compact)
@@ -166,7 +187,7 @@ def _room(
 
 
 def _copied(kept: torch.Tensor) -> torch.Tensor:
-    room, flat = _room(kept.shape, kept.stride(), kept.dtype, kept.device)
+    room, flat = _room(kept.shape, kept.stride(), _lead(kept), kept.dtype, kept.device)
     flat.copy_(_flat(_compact(kept)))
     return _filled(room, flat)
 
@@ -198,6 +219,7 @@ def _packed(key: Key, stages: tuple[int, int], progress: int, maker: str, conten
         key.kind,
         content is not None,
         on_host,
+        0 if content is None else _lead(content),
         num_dims,
         key.microbatch,
         key.number,
@@ -216,8 +238,8 @@ def _text(packed: bytes) -> str:
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a form that can be sent with its strides, else a contiguous copy.
 
-    Strides matter to the last bit: kernels for matrices round differently by them. Holes between elements (a slice of
-    a larger tensor) take memory where they arrive, and are kept where that is little.
+    Strides and alignment matter to the last bit: kernels for matrices round differently by them. Holes between
+    elements (a slice of a larger tensor) take memory where they arrive, and are kept where that is little.
     """
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -229,6 +251,11 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(compact.shape, compact.stride(), strict=True))
     is_little = extent <= 2 * compact.numel() or extent * tensor.element_size() <= _HOLES_BYTES
     return tensor if is_little and _is_apart(compact) else tensor.contiguous()
+
+
+def _lead(tensor: torch.Tensor) -> int:
+    """Elements between the last aligned address and the first element."""
+    return tensor.data_ptr() % _ALIGNMENT_BYTES // tensor.element_size()
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

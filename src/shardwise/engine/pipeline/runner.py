@@ -19,6 +19,7 @@ from shardwise.engine.pipeline.flows import Flow
 from shardwise.engine.pipeline.glue import Glue
 from shardwise.engine.pipeline.inference import Inference
 from shardwise.engine.pipeline.post import Post
+from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.turns import Turn
 from shardwise.engine.pipeline.values import StageTensor
 from shardwise.engine.randomness import KeyedRandom, Stream
@@ -56,6 +57,8 @@ class PipelineRunner:
         pipeline: Pipeline,
         channel: Channel,
         random: KeyedRandom,
+        ties: StageTies,
+        chains: Sequence[Chain],
     ) -> None:
         self.placement = placement
         self.random = random
@@ -76,6 +79,8 @@ class PipelineRunner:
         """(source stage, target stage) of every value that crosses in one forward, as last seen."""
         self.peak_in_flight = 0
         """Most microbatches whose activations this rank held at a time."""
+        self._ties = ties
+        self._chains = chains
         self._channel = channel
         self._pipeline = pipeline
         self._num_chunks = placement.num_stages // placement.num_ranks
@@ -269,6 +274,9 @@ class PipelineRunner:
                 f"shardwise: in the forward of microbatch {number} of {len(step.parts)}, after {flow.last!r}"
             )
             raise
+        if len(step.parts) == 1 and self._num_chunks == 1:
+            for chain in self._chains:
+                flow.link(self._ties, chain)
         if self.is_local(scaled.value.stage):
             flow.graph(scaled.value.stage).loss = scaled.value.local
             step.losses[number] = self._detached(loss)
@@ -291,6 +299,8 @@ class PipelineRunner:
                     )
                     raise
             flow.return_nothing()
+            for link in [link for graph in graphs for link in graph.links]:
+                flow.return_gradient(link.crossing, self._ties.hand_down(link.name))
         roots.clear()
         for graph in graphs:
             graph.clear()

@@ -6,7 +6,8 @@ One update of an embedding (stage 0) that is also the head (stage 3):
     rank of stage 0   backward .. backward --[1]--> sum over its microbatches <--[2]-- + --[3]--> owner -> update +
 
 [1] as every gradient is (see gradients.py)
-[2] to the owner, which adds up from the last stage to the first, as one backward through all stages does
+[2] to the owner, which adds up from the last stage to the first. With a single microbatch the sum goes down from stage
+    to stage within the backward, so that uses are added in the very order of one process (`Chain`)
 [3] reduction, norm, optimizer and checkpoint know the owner's only
 [4] the updated working copy to the replicas
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.engine.counters import Counters
@@ -47,6 +49,26 @@ class _Bundle:
             yield spec.name, part.view(spec.shape)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """A trained parameter of several ranks, whose gradient can go down from stage to stage to its owner."""
+
+    name: str
+    stages: tuple[int, ...]
+    """Of each rank the stage that uses it, from the last to the first, which is the owner's."""
+
+
+def chains_of(specs: Sequence[Parameter], parameters: StageParameters) -> tuple[Chain, ...]:
+    """The chains of a model, alike on all ranks. `specs`: of the whole model."""
+    chains = []
+    for spec in specs:
+        users = parameters.users(spec.name)
+        stages = tuple(sorted(users.values(), reverse=True))
+        if spec.trainable and len(stages) > 1 and stages[-1] == users.get(parameters.owner(spec.name)):
+            chains.append(Chain(name=spec.name, stages=stages))
+    return tuple(chains)
+
+
 class StageTies:
     """The parameters of several ranks of one pipeline, as one of these ranks sees them."""
 
@@ -68,6 +90,7 @@ class StageTies:
         alone = pipeline.over([pipeline.rank]) if self._replicas else pipeline
         self._gradients: dict[int, Gradients] = {}
         """By owner: what this rank has for parameters of that rank."""
+        self._handed_down: set[str] = set()
         self._layouts: dict[int, Ownership] = {}
         for owner in sorted({bundle.owner for bundle in self._replicas if bundle.trainable}):
             specs = [spec for each in self._replicas if each.trainable and each.owner == owner for spec in each.specs]
@@ -91,8 +114,19 @@ class StageTies:
 
     def begin(self, num_microbatches: int) -> None:
         """Forget the gradients of the last update."""
+        self._handed_down.clear()
         for gradients in self._gradients.values():
             gradients.begin(num_microbatches)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The object with which this rank computes."""
+        return self._parameters[name]
+
+    def hand_down(self, name: str) -> torch.Tensor | None:
+        """The gradient of a replica, to which nothing is added any more; `collect` leaves it out."""
+        self._handed_down.add(name)
+        gradients = self._gradients[self._stages.owner(name)]
+        return gradients.view(name) if name in gradients.touched else None
 
     @torch.no_grad()
     def collect(self, own: Gradients) -> None:
@@ -167,7 +201,7 @@ class StageTies:
         held = [
             spec for bundle in self._replicas if bundle.owner == owner and bundle.trainable for spec in bundle.specs
         ]
-        flags = [spec.name in gradients.touched for spec in held]
+        flags = [spec.name in gradients.touched and spec.name not in self._handed_down for spec in held]
         works = [self._send(torch.tensor(flags, dtype=torch.uint8, device=self._channel.device), owner, "which")]
         views = [gradients.view(spec.name) for spec, flag in zip(held, flags, strict=True) if flag]
         for _, alike in groupby(views, key=lambda view: view.dtype):

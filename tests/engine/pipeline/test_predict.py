@@ -1,0 +1,67 @@
+"""What an engine says of inputs: the same on all ranks, without a trace in the model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.comm import Channel, simulate
+from shardwise.engine import parallelize
+from shardwise.plan import Merge, Pipeline, Plan
+from shardwise.space import Mesh
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.drop = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.drop(torch.relu(layer(x)))
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+def built() -> Net:
+    torch.manual_seed(2)
+    net = Net()
+    net.drop.eval()  # a mode of its own, which is to stay
+    return net
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(),
+        Plan(mesh=Mesh(pp=2), merge=Merge(microbatches=2)),
+        Plan(mesh=Mesh(pp=2, dp_shard=2)),
+        Plan(mesh=Mesh(pp=2), pipeline=Pipeline(schedule="interleaved"), merge=Merge(microbatches=2)),
+    ],
+    ids=lambda plan: f"{plan.mesh} {plan.pipeline.schedule}",
+)
+def test_every_rank_gets_what_the_model_gives_in_evaluation_mode(plan: Plan) -> None:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    expected = built().eval()(x)[2:].detach()
+
+    def on_rank(channel: Channel) -> tuple[torch.Tensor, torch.Tensor, list[bool], Any]:
+        net = built()
+        engine = parallelize(net, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), channel=channel, loss=square)
+        told = engine.predict({"x": x}, lambda inputs: net(inputs["x"])[2:])
+        nothing = engine.predict({"x": x}, lambda inputs: torch.zeros(0))
+        engine.step({"x": x})
+        return told, nothing, [module.training for module in net.modules()], engine.pipeline
+
+    for told, nothing, modes, pipeline in simulate(plan.mesh.size, on_rank):
+        assert torch.equal(told, expected)
+        assert not told.requires_grad
+        assert nothing.shape == (0,)
+        assert modes == [module.training for module in built().modules()]
+        assert (pipeline is None) == (plan.mesh.pp * plan.pipeline.num_chunks == 1)
+
+
+def square(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output.square().mean()
