@@ -76,9 +76,9 @@ def _times(outcome: Outcome) -> Iterator[Finding]:
         yield Finding(cell=cell, what=what, limit=limit, values=ratios)
     for name in OF_PEERS if outcome.updates else ():
         peer = f"torch {PEERS[name]}"
-        for what, seconds in (("update", outcome.updates), ("forwards and backwards", outcome.passes)):
-            ratios = _ratios(seconds[f"ours {name}"], seconds[peer])
-            yield Finding(cell=cell, what=f"{what}: ours {name} / {peer}", limit=PEER, values=ratios)
+        ratios = _ratios(outcome.passes[f"ours {name}"], outcome.passes[peer])
+        what = f"forwards and backwards: ours {name} / {peer}"
+        yield Finding(cell=cell, what=what, limit=PEER, values=ratios)
 
 
 def _ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:

@@ -82,7 +82,7 @@ class Outcome:
     passes: dict[str, list[float]] = field(default_factory=dict)
     """Seconds of its forwards and backwards."""
     cpu_s: dict[str, list[float]] = field(default_factory=dict)
-    """Processor seconds of an update, of all threads of all ranks together."""
+    """Processor seconds of its forwards and backwards, of all threads of all ranks together."""
     losses: dict[str, list[float]] = field(default_factory=dict)
     """Of the proof steps."""
     schedules: dict[str, Schedules] = field(default_factory=dict)

@@ -20,7 +20,7 @@ class Taken:
     """The last backward has ended, and what has to be agreed on about them."""
     stop_s: float
     cpu_s: float
-    """Processor seconds of the process, all its threads."""
+    """Processor seconds of the process from the first forward to the last backward, all its threads."""
     loss: float
     """The mean of the microbatches, where this rank knows it; else nan."""
     spans: tuple[Span, ...] = ()

@@ -40,7 +40,18 @@ def asked_table(outcomes: Sequence[Outcome]) -> str:
 
 def side_table(outcomes: Sequence[Outcome]) -> str:
     """A row for every side: medians."""
-    header = ("model", "ranks", "k", "side", "update ms", "passes ms", "cpu ms", "predicted ms", "bubble", "formula")
+    header = (
+        "model",
+        "ranks",
+        "k",
+        "side",
+        "update ms",
+        "passes ms",
+        "their cpu ms",
+        "predicted ms",
+        "bubble",
+        "formula",
+    )
     return _markdown(header, [row for outcome in outcomes for row in _side_rows(outcome)])
 
 
@@ -144,9 +155,11 @@ twice as long in backward; 4 ranks then need no 4 cores. The peer has the same p
 cut by hand; we get them as one model. Llama: transformers' own, unmodified.
 
 `torch`: torch.distributed.pipelining over gloo (`PipelineStage`; `ScheduleGPipe`, `Schedule1F1B`,
-`ScheduleInterleaved1F1B`, `return_outputs=False`), then AdamW and `zero_grad` on each rank. Its update includes no norm
-and no exchange of losses; ours includes the agreement on weights, losses and the norm of the gradient, and publishing
-the weights. Ours runs over shared memory, draws random numbers by microbatch and call, and records spans while it is
+`ScheduleInterleaved1F1B`, `return_outputs=False`), then AdamW and `zero_grad` on each rank. Forwards and backwards are
+compared, with all that belongs to them: of ours the comparison of what all ranks' forwards did, of theirs the division
+of gradients by k (`scale_grads`). Whole updates do different things and are shown without a verdict: ours agrees on
+weights, loss and whether gradients are finite, takes the norm of the gradient over all ranks, and publishes the weights;
+theirs does none of that. Ours runs over shared memory, draws random numbers by microbatch and call, and records spans while it is
 timed. The same fused AdamW on both sides, 1 thread per rank. Interleaved has 2 stages on each rank; against the peer it
 was not asked for.
 
@@ -155,7 +168,8 @@ microbatches of one round of what a stage's forwards and backwards took in that 
 that sleep: what they are told to sleep, so that everything else counts against us. A transfer: half of a round trip of
 one activation between ranks 0 and 1, measured apart, while nobody computes. The bubble of stages that compute is the
 share of time in which ranks were in no forward or backward, or waited in one; of stages that sleep, in which they did
-not sleep. `cpu ms`: processor time of an update, of all threads of all ranks.
+not sleep. `their cpu ms`: processor time of forwards and backwards, of all
+threads of all ranks.
 
 Memory: parameters are the storages behind all parameters not on the meta device, against the same modules of a model
 that nobody cut. Foreign bytes: what torch's allocator gave out during calls of modules of other stages in one update,

@@ -52,7 +52,7 @@ class Theirs:
         inputs = (batch["values"],) if self._is_first else ()
         wanted = {"target": batch["target"], "losses": losses} if self._is_last else {}
         self._schedule.step(*inputs, **wanted, return_outputs=False)
-        passes_stop_s = time.perf_counter()
+        passes_stop_s, cpu_s = time.perf_counter(), time.process_time() - start_cpu_s
         self._optimizer.step()
         self._optimizer.zero_grad()
         stop_s = time.perf_counter()
@@ -61,6 +61,6 @@ class Theirs:
             passes_start_s=start_s,
             passes_stop_s=passes_stop_s,
             stop_s=stop_s,
-            cpu_s=time.process_time() - start_cpu_s,
+            cpu_s=cpu_s,
             loss=torch.stack(losses).mean().item() if losses else math.nan,
         )

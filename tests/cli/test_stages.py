@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import done, in_this_process, losses, members_of_group, metrics, started
+from tests.cli.processes import done, losses, members_of_group, metrics, started
 from tests.train.runs import without_times
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.toml"
@@ -144,8 +144,8 @@ def test_ctrl_c_stops_all_stages_and_other_stages_go_on_from_the_newest_save(con
 @pytest.mark.processes
 def test_stages_may_be_others_after_a_resume_and_the_losses_stay_to_the_bit(config: Path) -> None:
     folder = config.parent
-    whole = in_this_process(*words(config, folder / "whole", "--set", "mesh.pp=1"))
-    assert (whole.exit_code, whole.stderr) == (0, ""), whole.stderr
+    whole = done(*words(config, folder / "whole", "--set", "mesh.pp=1"))
+    assert (whole.returncode, whole.stderr) == (0, ""), whole.stderr
     fault = "model.config={fault='kill', at=38}"  # 6 calls make an update
     killed = done(*words(config, folder / "out", "--nproc", "2", *STAGES, "--set", fault))
     assert (killed.returncode, "rank 1 is gone" in killed.stderr) == (1, True), killed.stderr

@@ -15,7 +15,6 @@ from tests.engine.pipeline import models, path_models
 from tests.engine.pipeline.models import CHAIN, Chain, case, vectors
 from tests.engine.pipeline.oracle import Case, Trajectory, adamw, expected
 from tests.engine.pipeline.stages import assert_same, plan_for, put_together, train, train_on
-from tests.engine.pipeline.transformers_models import case_of
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
 
 IMPATIENT = Transport(timeout_seconds=5.0)
@@ -35,6 +34,8 @@ def case_named(name: str) -> Case:
     nets = {**models.CASES, **path_models.CASES}
     if name in nets:
         return nets[name]
+    from tests.engine.pipeline.transformers_models import case_of  # seconds, in every process that has to
+
     return case_of(name, tied=True if name == "llama" else None)
 
 
