@@ -158,10 +158,10 @@ cut by hand; we get them as one model. Llama: transformers' own, unmodified.
 `ScheduleInterleaved1F1B`, `return_outputs=False`), then AdamW and `zero_grad` on each rank. Forwards and backwards are
 compared, with all that belongs to them: of ours the comparison of what all ranks' forwards did, of theirs the division
 of gradients by k (`scale_grads`). Whole updates do different things and are shown without a verdict: ours agrees on
-weights, loss and whether gradients are finite, takes the norm of the gradient over all ranks, and publishes the weights;
-theirs does none of that. Ours runs over shared memory, draws random numbers by microbatch and call, and records spans while it is
-timed. The same fused AdamW on both sides, 1 thread per rank. Interleaved has 2 stages on each rank; against the peer it
-was not asked for.
+weights, loss and whether gradients are finite, takes the norm of the gradient over all ranks, and publishes the
+weights; theirs does none of that. Ours runs over shared memory, draws random numbers by microbatch and call, and
+records spans while it is timed. The same fused AdamW on both sides, 1 thread per rank. Interleaved has 2 stages on each
+rank; against the peer it was not asked for.
 
 Predicted: `simulate_schedule` with the transfers that the model has. Stages that compute: the median over the
 microbatches of one round of what a stage's forwards and backwards took in that round, less the waits in them; stages

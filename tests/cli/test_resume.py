@@ -152,12 +152,12 @@ def test_a_run_goes_on_with_another_number_of_processes(config: Path, uninterrup
     back_at(4, uninterrupted, config)
     run = done(*words(config, "out", "--nproc", "3", "--resume", "auto"))
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
-    assert "the run was saved under mesh dp_shard=2 on cpu, and goes on under mesh dp_shard=3 on cpu" in run.stdout
+    assert "seeded anew" not in run.stdout
     found, expected = metrics(config.parent / "out"), metrics(uninterrupted)
     for same in ("step", "learning_rate"):
         assert [line[same] for line in found] == [line[same] for line in expected]
-    # Dropout draws other masks from there on, and bfloat16 rounds.
-    assert losses(config.parent / "out") == pytest.approx(losses(uninterrupted), rel=2e-2)
+    # Dropout draws the same masks; bfloat16 rounds.
+    assert losses(config.parent / "out") == pytest.approx(losses(uninterrupted), rel=2e-3)
 
 
 @pytest.mark.processes

@@ -77,6 +77,7 @@ def _parallelize(
     sample: Batch | None,
 ) -> Engine:
     inventory, optimizers, agreed_seed = _inspect(model, plan, source, channel, seed)
+    PipelineRunner.take_off(model)
     placement = agree_on_placement(model, plan, loss, sample, channel)
     channels = _channels(plan, channel)
     stages = assign_parameters(model, inventory, placement)

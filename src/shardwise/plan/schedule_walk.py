@@ -9,6 +9,8 @@ program; what it meets at a local stage below the highest that it has entered be
     rank 1, F.1   recv send
 
 A backward is its forward reversed: it waits for the gradient of what was sent, and sends that of what was received.
+(The engine waits for a gradient in the backward of the stage that made the value, which is the same one or a later one
+of the rank: what passes here, passes there.)
 """
 
 from collections import deque

@@ -1,5 +1,6 @@
 """What stages cannot do is said on every rank, with the module, the stage and the user's line; nothing hangs."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,25 @@ def test_a_value_kept_from_a_forward_cannot_be_used_after_it() -> None:
         kept[channel.rank] + 1
 
     assert "forward has ended" in str(same_error_everywhere(3, run))
+
+
+class Remembering(Chain):
+    """A module that all ranks run keeps a mean of what a stage made in its own buffer."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[0](self.first(x))
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        out: torch.Tensor = self.last(self.blocks[3](self.blocks[2](self.blocks[1](h))))
+        return out
+
+
+def test_a_value_of_a_stage_in_a_buffer_of_all_ranks_is_refused() -> None:
+    for error, text in texts_of_step(lambda rank: seeded(Remembering)()):
+        assert isinstance(error, sw.ShardwiseError)
+        assert re.search("buffer 'mean' of the model", text)

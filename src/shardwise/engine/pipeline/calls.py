@@ -70,10 +70,16 @@ class Unit:
         self.stage = stage
         self.forward = module.forward
         """What the module ran before it was placed."""
+        self._own_attributes = {key: vars(module)[key] for key in ("forward",) if key in vars(module)}
         self.inner = [each for each in module.modules() if each is not module]
         self._compiled: Callable[..., Any] | None = module._compiled_call_impl
         """What `module.compile()` made of the whole call; hooks stay outside of it from now on."""
         self._structure = structures.setdefault(_structure_of(module, name), len(structures))
+
+    def give_back(self) -> None:
+        """The module is placed no more."""
+        vars(self.module).pop("forward", None)
+        vars(self.module).update(self._own_attributes, _compiled_call_impl=self._compiled)
 
     def key(self) -> Hashable:
         """See `Call`. Layers that only differ in their number and their values are alike."""

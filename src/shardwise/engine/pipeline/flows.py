@@ -42,7 +42,7 @@ class Flow:
         self.loss: StageTensor | None = None
         self.graphs: dict[int, StageGraph] = {}
         """By local stage."""
-        self.park: Callable[[int], None] = lambda stage: None
+        self.park: Callable[[], None] = lambda: None
         """Called before this rank works on a local stage that no action has begun yet."""
         self.steps_back = False
         """Whether some rank worked on one of its stages after a later one: then its actions are not apart."""
@@ -78,7 +78,7 @@ class Flow:
             return
         rank = self._runner.rank_of(stage)
         if rank == self._runner.rank and stage > self._begun:
-            self.park(stage)
+            self.park()
         self.last = name
         self.progress = zlib.crc32(f"{name}@{stage}".encode(), self.progress)
         self.steps_back |= stage < self._entered[rank]

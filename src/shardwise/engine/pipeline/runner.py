@@ -4,7 +4,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +18,8 @@ from shardwise.engine.pipeline.flows import Flow
 from shardwise.engine.pipeline.glue import Glue
 from shardwise.engine.pipeline.inference import Inference
 from shardwise.engine.pipeline.post import Post
+from shardwise.engine.pipeline.steps import LossOf, TrainingStep
 from shardwise.engine.pipeline.ties import Chain, StageTies
-from shardwise.engine.pipeline.turns import Turn
 from shardwise.engine.pipeline.values import StageTensor
 from shardwise.engine.randomness import KeyedRandom, Stream
 from shardwise.errors import MismatchError, ModelError
@@ -29,21 +28,6 @@ from shardwise.plan.schedule_check import adapt
 from shardwise.plan.schedules import Action, Schedule, make_schedule
 from shardwise.plan.stages import Placement
 from shardwise.plan.timeline import Span
-
-LossOf = Callable[[Batch], torch.Tensor]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Train:
-    """One step of this rank."""
-
-    parts: Sequence[Batch]
-    factors: Sequence[float]
-    loss_of: LossOf
-    streams: Sequence[Stream | None]
-    flows: dict[int, Flow]
-    turns: dict[int, Turn]
-    losses: list[torch.Tensor]
 
 
 class PipelineRunner:
@@ -79,11 +63,11 @@ class PipelineRunner:
         """(source stage, target stage) of every value that crosses in one forward, as last seen."""
         self.peak_in_flight = 0
         """Most microbatches whose activations this rank held at a time."""
-        self._ties = ties
-        self._chains = chains
+        self.ties = ties
+        self.chains = chains
         self._channel = channel
         self._pipeline = pipeline
-        self._num_chunks = placement.num_stages // placement.num_ranks
+        self.num_chunks = placement.num_stages // placement.num_ranks
         self._schedules: dict[tuple[int, tuple[tuple[int, int], ...], bool], Schedule] = {}
         self._steps_back = False
         structures: dict[Any, int] = {}
@@ -98,6 +82,13 @@ class PipelineRunner:
             for key, buffer in each._buffers.items()
             if buffer is not None
         ]
+        placed = {each for unit in self.units for each in unit.module.modules()}
+        self._glue_buffers = [
+            (repr(name) if name else "the model", each, key)
+            for name, each in model.named_modules()
+            for key in each._buffers
+            if each not in placed
+        ]
         for unit in self.units:
             vars(unit.module).update(forward=partial(self._forward, unit), _compiled_call_impl=None)
 
@@ -107,7 +98,7 @@ class PipelineRunner:
         for module in model.modules():
             placed = vars(module).get("forward")
             if isinstance(placed, partial) and isinstance(getattr(placed.func, "__self__", None), PipelineRunner):
-                vars(module)["forward"] = placed.args[0].forward
+                placed.args[0].give_back()
 
     # What flows and glue ask --------------------------------------------------------------------------------------
 
@@ -131,8 +122,18 @@ class PipelineRunner:
     @contextmanager
     def waiting(self, microbatch: int, stage: int) -> Iterator[None]:
         """Note that this rank waits for another one."""
-        with self._noting("wait", microbatch, stage):
+        with self.noting("wait", microbatch, stage):
             yield
+
+    def refuse_kept_values(self) -> None:
+        """Values of a stage must not outlive their forward as buffers of modules that all ranks have."""
+        for name, module, key in self._glue_buffers:
+            if isinstance(buffer := module._buffers.get(key), StageTensor):
+                value = buffer.value
+                raise ModelError(
+                    f"the forward put what {value.maker!r} made on stage {value.stage} into the buffer {key!r} of "
+                    f"{name}, which runs on all ranks; place that module on a stage"
+                )
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -150,15 +151,7 @@ class PipelineRunner:
         factors: what each loss is multiplied by. Raises what a module raises, with notes that say where; ModelError
         for a forward that asks for what only another rank has; MismatchError where ranks run different programs.
         """
-        step = _Train(
-            parts=parts,
-            factors=factors,
-            loss_of=loss_of,
-            streams=streams,
-            flows={},
-            turns={},
-            losses=[torch.zeros((), device=self.device) for _ in parts],
-        )
+        step = TrainingStep(self, parts, factors, loss_of, streams)
         self.is_training = True
         try:
             order = self._begin(step)
@@ -166,17 +159,20 @@ class PipelineRunner:
             for at, action in enumerate(order):
                 if at == last:
                     before_last_backward()
-                (self._advance if action.kind == "F" else self._back)(step, action.microbatch, action.stage)
+                (step.forward if action.kind == "F" else step.backward)(action.microbatch, action.stage)
             self._end(list(step.flows.values()))
         finally:
-            self._leave(step)
+            self.is_training = False
+            self.flow = None
+            step.close()
+            self.post.forget()
         return step.losses
 
     def predict(self, inputs: Batch, output_of: LossOf, *, stream: Stream | None) -> torch.Tensor:
         """What `output_of` makes of the inputs (a tensor, without a graph), given to every rank of the pipeline."""
         flow = Flow(self, 0, stream)
         try:
-            with self._current(flow):
+            with self.current(flow):
                 with self.glue:
                     output = output_of(inputs)
                 if isinstance(output, StageTensor):
@@ -197,31 +193,32 @@ class PipelineRunner:
             for number, (part, stream) in enumerate(zip(parts, streams, strict=True)):
                 flow = Flow(self, number, stream)
                 flows.append(flow)
-                with self._current(flow), self.glue:
+                with self.current(flow), self.glue:
                     loss = loss_of(part)
-                losses.append(self._detached(loss))
+                self.refuse_kept_values()
+                losses.append(self.detached(loss))
                 flow.close()
             self._end(flows)
         finally:
             self.post.forget()
         return losses
 
-    def _begin(self, step: _Train) -> list[Action]:
+    def _begin(self, step: TrainingStep) -> list[Action]:
         """What is left to do, once it is known which values cross: the first forward of all shows it."""
         stages = range(self.rank, self.placement.num_stages, self.num_ranks)
         is_first = self.transfers is None
         if is_first:
             for stage in stages:
-                self._advance(step, 0, stage)
+                step.forward(0, stage)
             self._observe(step.flows[0])
         assert self.transfers is not None
-        key = (len(step.parts), self.transfers, self._steps_back)
+        key = (len(step.losses), self.transfers, self._steps_back)
         if key not in self._schedules:
             asked = make_schedule(
                 self._pipeline.schedule,
                 num_ranks=self.num_ranks,
-                num_chunks=self._num_chunks,
-                num_microbatches=len(step.parts),
+                num_chunks=self.num_chunks,
+                num_microbatches=len(step.losses),
             )
             self._schedules[key] = adapt(asked, self.transfers, steps_back=self._steps_back)
         self.schedule = self._schedules[key]
@@ -232,80 +229,6 @@ class PipelineRunner:
         """Note which values cross in a forward, for the schedule of the next step."""
         self.transfers = tuple(flow.transfers)
         self._steps_back = flow.steps_back
-
-    def _advance(self, step: _Train, number: int, stage: int) -> None:
-        """The forward of a microbatch up to the end of its work on a stage."""
-        with self._noting("F", number, stage):
-            if number not in step.flows:
-                step.flows[number] = Flow(self, number, step.streams[number])
-                if self._num_chunks > 1:
-                    step.turns[number] = turn = Turn(partial(self._run, step, number), self.device)
-                    step.flows[number].park = lambda _: self._park(turn)
-                self.peak_in_flight = max(
-                    self.peak_in_flight, sum(bool(each.graphs) for each in step.flows.values()) + 1
-                )
-            flow = step.flows[number]
-            flow.begin(stage)
-            with self._current(flow):
-                if self._num_chunks > 1:
-                    step.turns[number].advance()
-                else:
-                    self._run(step, number)
-
-    @staticmethod
-    def _park(turn: Turn) -> None:
-        turn.park()
-
-    def _run(self, step: _Train, number: int) -> None:
-        """The user's forward, from its beginning to its loss."""
-        flow = step.flows[number]
-        try:
-            with self.glue:
-                loss = step.loss_of(step.parts[number])
-                if not isinstance(loss, StageTensor) or not loss.requires_grad:
-                    raise ModelError(
-                        "the loss depends on no trainable parameter; nothing can be learnt from this batch"
-                    )
-                factor = step.factors[number]
-                scaled = loss if factor == 1.0 else loss * factor
-                assert isinstance(scaled, StageTensor)
-        except Exception as error:
-            error.add_note(
-                f"shardwise: in the forward of microbatch {number} of {len(step.parts)}, after {flow.last!r}"
-            )
-            raise
-        if len(step.parts) == 1 and self._num_chunks == 1:
-            for chain in self._chains:
-                flow.link(self._ties, chain)
-        if self.is_local(scaled.value.stage):
-            flow.graph(scaled.value.stage).loss = scaled.value.local
-            step.losses[number] = self._detached(loss)
-
-    def _back(self, step: _Train, number: int, stage: int) -> None:
-        """The backward of a microbatch on a stage."""
-        flow = step.flows[number]
-        graphs = flow.take_graphs(stage)
-        roots = [root for graph in graphs for root in graph.roots]
-        roots += [graph.loss for graph in graphs if graph.loss is not None]
-        with self._noting("B", number, stage), self._current(flow):
-            if roots:
-                seeds = [torch.ones_like(root) for root in roots]
-                try:
-                    torch.autograd.backward(roots, seeds)
-                except Exception as error:
-                    error.add_note(
-                        f"shardwise: in the backward of microbatch {number} of {len(step.parts)} on stage {stage} "
-                        f"(rank {self.rank} of the pipeline)"
-                    )
-                    raise
-            flow.return_nothing()
-            for link in [link for graph in graphs for link in graph.links]:
-                flow.return_gradient(link.crossing, self._ties.hand_down(link.name))
-        roots.clear()
-        for graph in graphs:
-            graph.clear()
-        if not flow.graphs:
-            flow.close()
 
     def _end(self, flows: Sequence[Flow]) -> None:
         """Compare what the ranks' programs did."""
@@ -324,17 +247,9 @@ class PipelineRunner:
                     "numbers)"
                 )
 
-    def _leave(self, step: _Train) -> None:
-        self.is_training = False
-        self.flow = None
-        for turn in step.turns.values():
-            turn.abandon()
-        for flow in step.flows.values():
-            flow.close()
-        self.post.forget()
-
     @contextmanager
-    def _current(self, flow: Flow) -> Iterator[None]:
+    def current(self, flow: Flow) -> Iterator[None]:
+        """This rank works on a microbatch, and draws from its stream."""
         outer, self.flow = self.flow, flow
         try:
             with flow.stream or nullcontext():  # in backward too: activations may be recomputed
@@ -342,7 +257,7 @@ class PipelineRunner:
         finally:
             self.flow = outer
 
-    def _detached(self, loss: torch.Tensor) -> torch.Tensor:
+    def detached(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss where this rank has it, else zero."""
         if not isinstance(loss, StageTensor):
             return loss.detach() if self.rank == 0 else torch.zeros((), device=self.device)
@@ -383,7 +298,8 @@ class PipelineRunner:
         return places
 
     @contextmanager
-    def _noting(self, kind: str, microbatch: int, stage: int) -> Iterator[None]:
+    def noting(self, kind: str, microbatch: int, stage: int) -> Iterator[None]:
+        """Record what the body takes, where somebody wants to know."""
         if self.spans is None:
             yield
             return
