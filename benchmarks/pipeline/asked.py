@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from benchmarks.pipeline.clipping import PHASES
 from benchmarks.pipeline.ours import SCHEDULES
@@ -127,7 +126,8 @@ def growth(few: Outcome, many: Outcome) -> tuple[float, float]:
 
 
 def _growth(outcomes: Sequence[Outcome]) -> Iterator[Finding]:
-    for few, many in pairwise(outcomes):
+    for many in outcomes[1:]:
+        few = outcomes[0]
         lookups, seconds = growth(few, many)
         what = f"look-ups per foreign module, beyond {few.cell.num_ranks} ranks ({1e6 * seconds:.0f} us)"
         yield Finding(cell=many.cell, what=what, limit=LOOKUPS, values=[lookups])

@@ -47,6 +47,13 @@ def odd(seed: int = 0) -> Odd:
         return Odd()
 
 
+STAGES = {
+    **{"embedding": 0, "cube": 1, "scale": 1, "gate": 2, "nothing": 3, "unused": 0},
+    **{"frozen": 0, "order": 3, "norm": 2, "head": 3},
+}
+"""Of four; the order of the frozen layer's outputs comes from the last one, back to the first."""
+
+
 def layout(
     dp_replicate: int,
     dp_shard: int,
@@ -57,10 +64,15 @@ def layout(
     owners: Owners = "all",
     compute: str | None = None,
     microbatches: int = 1,
+    pp: int = 1,
+    chunks: int = 1,
 ) -> sw.Plan:
     """A plan in one line."""
+    num_stages = pp * chunks
+    stages = {name: stage * num_stages // 4 for name, stage in STAGES.items()} if num_stages > 1 else None
     return sw.Plan(
-        mesh=sw.Mesh(dp_replicate=dp_replicate, dp_shard=dp_shard),
+        mesh=sw.Mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard),
+        pipeline=sw.Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks, stages=stages),
         sharding=sw.Sharding(stage=stage, partition=partition, bucket_bytes=bucket_bytes, owners=owners),
         precision=sw.Precision(compute=compute),
         merge=sw.Merge(microbatches=microbatches),
@@ -82,8 +94,12 @@ LAYOUTS = {
     "four-replicas-whole": layout(2, 2, 1, "whole", 400, owners="dp_shard"),
     "five-slice-bf16": layout(1, 5, 1, "slice", 350, compute="bfloat16"),
     "seven-slice": layout(1, 7, 1, "slice", 1 << 20),
+    "stages-two": layout(1, 1, 1, "slice", 500, pp=2),
+    "stages-four-bf16": layout(1, 1, 0, "slice", 1 << 20, compute="bfloat16", pp=4, microbatches=2),
+    "stages-two-x-two": layout(1, 2, 1, "slice", 300, pp=2, chunks=2),
+    "stages-four-x-two-whole": layout(2, 1, 1, "whole", 400, pp=4),
 }
-"""Meshes, stages, partitions, bucket sizes and compute dtypes."""
+"""Meshes, stages of both kinds, partitions, bucket sizes and compute dtypes."""
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -101,9 +117,10 @@ def engine_of(plan: sw.Plan, channel: sw.Channel, *, seed: int = 0) -> sw.Engine
 def train(engine: sw.Engine, channel: sw.Channel, updates: Iterable[int]) -> list[float]:
     """The losses of these updates; the same rows, dropout by update and rank."""
     losses = []
+    num_data_ranks = channel.size // engine.plan.mesh.pp  # pp is the outermost axis
     for update in updates:
         torch.manual_seed(1000 * update + channel.rank)
-        losses.append(engine.step(share_of(word_batch(update, 28), channel.rank, channel.size)).loss)
+        losses.append(engine.step(share_of(word_batch(update, 28), channel.rank % num_data_ranks, num_data_ranks)).loss)
     return losses
 
 

@@ -54,6 +54,8 @@ def test_every_layout_loads_into_every_other(source: str, target: str, saved: Ma
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), masters[name].reshape(-1).view(torch.uint8)), name
     for _, values in results:  # working copies, on every rank
         for name, value in values.items():
+            if value.is_meta:  # of another stage
+                continue
             master = masters["embedding.weight" if name == "head.weight" else name]
             assert torch.equal(value.reshape(-1), master.to(value.dtype)), name
 

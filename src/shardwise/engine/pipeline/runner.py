@@ -303,7 +303,7 @@ class PipelineRunner:
         if self.spans is None:
             yield
             return
-        start_s = time.perf_counter()
+        start_s = self._now_s()
         yield
         self.spans.append(
             Span(
@@ -312,6 +312,12 @@ class PipelineRunner:
                 microbatch=microbatch,
                 stage=stage,
                 start_s=start_s,
-                stop_s=time.perf_counter(),
+                stop_s=self._now_s(),
             )
         )
+
+    def _now_s(self) -> float:
+        """The time once everything that was issued has been computed."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
