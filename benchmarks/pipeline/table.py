@@ -47,7 +47,7 @@ def side_table(outcomes: Sequence[Outcome]) -> str:
         "side",
         "update ms",
         "passes ms",
-        "their cpu ms",
+        "passes cpu ms",
         "predicted ms",
         "bubble",
         "formula",
@@ -152,7 +152,9 @@ one batch (to 1e-5; they add gradients up in different orders).
 Models. Plain blocks: embedding, pre-norm transformer blocks (fused qkv, causal scaled_dot_product_attention, GELU
 MLP), head; one sequence per microbatch. Stages that sleep: a block multiplies by a parameter and sleeps a known time,
 twice as long in backward; 4 ranks then need no 4 cores. The peer has the same pieces in an `nn.Sequential` per stage,
-cut by hand; we get them as one model. Llama: transformers' own, unmodified.
+cut by hand; we get them as one model. A stage sleeps as long as one of plain blocks computes (40 and 80 ms): what a
+microbatch costs beside that does not depend on it, so that shorter stages come out worse and longer ones better. Llama:
+transformers' own, unmodified.
 
 `torch`: torch.distributed.pipelining over gloo (`PipelineStage`; `ScheduleGPipe`, `Schedule1F1B`,
 `ScheduleInterleaved1F1B`, `return_outputs=False`), then AdamW and `zero_grad` on each rank. Forwards and backwards are
@@ -168,8 +170,7 @@ microbatches of one round of what a stage's forwards and backwards took in that 
 that sleep: what they are told to sleep, so that everything else counts against us. A transfer: half of a round trip of
 one activation between ranks 0 and 1, measured apart, while nobody computes. The bubble of stages that compute is the
 share of time in which ranks were in no forward or backward, or waited in one; of stages that sleep, in which they did
-not sleep. `their cpu ms`: processor time of forwards and backwards, of all
-threads of all ranks.
+not sleep. `passes cpu ms`: processor time of forwards and backwards, of all threads of all ranks.
 
 Memory: parameters are the storages behind all parameters not on the meta device, against the same modules of a model
 that nobody cut. Foreign bytes: what torch's allocator gave out during calls of modules of other stages in one update,

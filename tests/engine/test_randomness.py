@@ -189,21 +189,6 @@ def test_a_call_that_fails_leaves_the_stream_as_one_that_ends() -> None:
     assert torch.equal(masks(model), failed)
 
 
-def test_a_call_by_hand_is_worth_a_call_of_a_module() -> None:
-    def drawn(by_hand: bool) -> torch.Tensor:
-        random = KeyedRandom(model, CPU, 1)
-        with random.stream(0, 0):
-            if by_hand:
-                with random.call():
-                    torch.rand(3)
-            else:
-                model(ONES)
-            return torch.rand(4)
-
-    model = nn.Dropout(0.5)
-    assert torch.equal(drawn(by_hand=True), drawn(by_hand=False))
-
-
 def test_suspended_calls_draw_nothing() -> None:
     model = nn.Sequential(Block(), nn.Dropout(0.5)).eval()
     random = KeyedRandom(model, CPU, 1)

@@ -88,15 +88,6 @@ class KeyedRandom:
         """The stream of one microbatch, numbered over all data ranks, in one step."""
         return Stream(self, xxhash.xxh3_64_intdigest(f"{self.seed} {step} {microbatch}".encode()))
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Draw one number from the stream, and run the body in the child stream seeded by it."""
-        around = self._split()
-        try:
-            yield
-        finally:
-            self._install(around)
-
     def stream_ends_with_call(self) -> bool:
         """Whether the stream serves the call of one dropout layer, and nobody draws from it afterwards."""
         stream = self._active
@@ -124,17 +115,19 @@ class KeyedRandom:
 
     def _split(self) -> _States:
         """Go over to a child stream; the states to come back to."""
-        child = int(self._number.random_(generator=torch.default_generator))
-        around = self._states()
-        self._seed(child)
+        with torch._C.DisableTorchFunction():  # whatever mode looks at the forward around
+            child = int(self._number.random_(generator=torch.default_generator))
+            around = self._states()
+            self._seed(child)
         return around
 
     def _states(self) -> _States:
         return [generator.get_state() for generator in self._generators]
 
     def _install(self, states: _States) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+        with torch._C.DisableTorchFunction():
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
 
     def _seed(self, seed: int) -> None:
         for generator in self._generators:  # not torch.manual_seed, which looks at every kind of device
@@ -218,5 +211,6 @@ def _may_draw(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
     if module not in known:
         known[module] = False  # a module that holds itself
         itself = type(module) not in _DRAW_NOTHING or "forward" in vars(module)
-        known[module] = itself or any(_may_draw(child, known) for child in module.children())
+        takes_hooks = not isinstance(module, torch.jit.ScriptModule)
+        known[module] = (takes_hooks and itself) or any(_may_draw(child, known) for child in module.children())
     return known[module]

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.errors import BatchError, MismatchError, PeerError, PlanError
 from tests.engine.expected import seeded
 from tests.engine.oracle import Batch
-from tests.engine.pipeline.models import CASES, Chain, square, vectors
+from tests.engine.pipeline.models import CASES, Block, Chain, square, vectors
 from tests.engine.pipeline.oracle import adamw
 from tests.engine.pipeline.value_models import cube
 from tests.engine.refusals import same_error_everywhere
@@ -139,6 +139,7 @@ class Straying(Chain):
             h = self.blocks[2](h)
         if self.way == "computes something else" and strays:
             h = h * 2
+        h = h * (0.5 if self.way == "computes with another number" and strays else 0.25)
         if self.way == "sends another value" and strays:
             h = h + self.first(x) * 0
         out = self.last(self.blocks[3](h))
@@ -147,7 +148,11 @@ class Straying(Chain):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fthenb"])
 @pytest.mark.parametrize(
-    "way", ["leaves out a module", "calls a module twice", "computes something else", "sends another value"]
+    "way",
+    [
+        *("leaves out a module", "calls a module twice", "computes something else", "computes with another number"),
+        "sends another value",
+    ],
 )
 def test_a_forward_that_differs_between_ranks_is_found(way: str, schedule: str) -> None:
     plan = sw.Plan(
@@ -359,3 +364,37 @@ def test_a_value_of_a_stage_in_a_buffer_of_all_ranks_is_refused() -> None:
     for error, text in texts_of_step(lambda rank: seeded(Remembering)()):
         assert isinstance(error, sw.ShardwiseError)
         assert re.search("buffer 'mean' of the model", text)
+
+
+class Leaving(Chain):
+    """Every block leaves a penalty in an attribute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        for block in self.blocks:
+            assert isinstance(block, LeavingBlock)
+            out = out + block.penalty
+        return out
+
+
+class LeavingBlock(Block):
+    penalty = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.penalty = x.square().mean()
+        return super().forward(x)
+
+
+def leaving(rank: int) -> nn.Module:
+    def build() -> nn.Module:
+        model = Leaving()
+        model.blocks = nn.ModuleList(LeavingBlock() for _ in range(4))
+        return model
+
+    return seeded(build)()
+
+
+def test_a_tensor_with_a_gradient_that_a_module_left_in_an_attribute_is_refused() -> None:
+    for error, text in texts_of_step(leaving):
+        assert isinstance(error, sw.ShardwiseError)
+        assert "left it behind, in an attribute" in text

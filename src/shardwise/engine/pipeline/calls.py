@@ -205,7 +205,7 @@ def _structure_of(module: nn.Module, name: str) -> Hashable:
         ]
         is_torchs = type(each).__module__.startswith("torch.nn.")
         attributes = [
-            (key, "own number" if held == own_number and type(held) is int and not is_torchs else _attribute(held))
+            (key, "own number" if type(held) is int and held == own_number and not is_torchs else _attribute(held))
             for key, held in sorted(vars(each).items())
             if not key.startswith("_") and key != "training"
         ]

@@ -12,7 +12,7 @@ import torch
 from shardwise.engine.pipeline.calls import Call, Unit
 from shardwise.engine.pipeline.flows import Flow
 from shardwise.engine.pipeline.inference import Entry, Inputs, describe, numbers_in
-from shardwise.engine.pipeline.nested import ObjectSlot, Slot, tensors_in, transform
+from shardwise.engine.pipeline.nested import ObjectSlot, Slot, is_plain, tensors_in, transform
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.values import Family, Memory, Spec, StageTensor, Value
 from shardwise.errors import ModelError
@@ -30,13 +30,13 @@ def execute(
     kwargs: dict[str, Any],
 ) -> Any:
     """The result of the call, with values of `stage` in it; None: the latest stage among the inputs."""
-    inputs = Inputs(call, args, kwargs, flow.adopted)
+    inputs = Inputs(call, args, kwargs, flow.adopted, flow.opaque)
     staged = {at: each for at, each in enumerate(inputs.tensors) if isinstance(each, StageTensor)}
     if stage is None:
         stage = max(each.value.stage for each in staged.values())
     for each in staged.values():
         _refuse_custom_function(each)
-    flow.enter(call.name, stage)
+    flow.enter(call.name, stage, inputs.numbers)
     moved = {at: flow.to_stage(each, stage) for at, each in staged.items()}
     signature, entry = runner.inference.look_up(call, inputs)
     result: Any = None
@@ -59,7 +59,21 @@ def execute(
         _draw_alike(runner, flow, call, inputs, is_local=result is not None)
     _write(flow, call, inputs, entry, moved)
     wrapped = _wrap(flow, call, stage, inputs, entry, moved, tensors_in(result) if result is not None else None)
+    if result is not None:
+        _note_opaque(flow, inputs, result)
     return _deliver(call, inputs, entry, result, wrapped)
+
+
+def _note_opaque(flow: Flow, inputs: Inputs, result: Any) -> None:
+    """Remember objects that were made here: other ranks have nothing that stands for what is in them."""
+    known = {id(each) for each in inputs.objects}
+
+    def note(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) and not is_plain(leaf) and id(leaf) not in known:
+            flow.opaque[id(leaf)] = leaf
+        return leaf
+
+    transform(result[0], note)
 
 
 def _run(

@@ -56,6 +56,8 @@ class Flow:
         self._recomputable: dict[tuple[int, int], Value] = {}
         """Copies that a recomputation may ask for again, by (lineage, stage)."""
         self._num_news = 0
+        self.opaque: dict[int, Any] = {}
+        """Objects that placed modules gave on this rank, and of which other ranks have only that they are there."""
         self._held: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         """Parameters and plain tensors that stand for values of a stage in this forward, by id."""
         self._buffers = {id(buffer): (buffer, stage, name) for buffer, stage, name in runner.placed_buffers()}
@@ -72,15 +74,18 @@ class Flow:
 
     # The program ----------------------------------------------------------------------------------------------------
 
-    def enter(self, name: str, stage: int) -> None:
-        """A call on a stage: every rank counts it, wherever it is executed; the rank of the stage may park before."""
+    def enter(self, name: str, stage: int, numbers: Sequence[float | complex]) -> None:
+        """A call on a stage: every rank counts it, wherever it is executed; the rank of the stage may park before.
+
+        numbers: the Python numbers among its inputs.
+        """
         if not self.is_forward:
             return
         rank = self._runner.rank_of(stage)
         if rank == self._runner.rank and stage > self._begun:
             self.park()
         self.last = name
-        self.progress = zlib.crc32(f"{name}@{stage}".encode(), self.progress)
+        self.progress = zlib.crc32(f"{name}@{stage}{numbers}".encode(), self.progress)
         self.steps_back |= stage < self._entered[rank]
         self._entered[rank] = max(self._entered[rank], stage)
 
@@ -118,6 +123,12 @@ class Flow:
             stage, name = place
             local = leaf if self._runner.is_local(stage) else None
             return self.hold(leaf, Value(stage, Spec.of(leaf), local, name, lineage=zlib.crc32(name.encode())))
+        if leaf.requires_grad and not leaf.is_leaf:
+            raise ModelError(
+                f"{user_site()}: a tensor with a gradient is used between placed modules, and it lives on no known "
+                "stage: a placed module left it behind, in an attribute or a list, on the rank of its stage alone; "
+                "return it from that module, or collect it with a forward hook"
+            )
         if leaf.is_meta:
             raise ModelError(
                 f"a tensor that belongs to a module of another stage is used outside of it, after {self.last} "
@@ -338,6 +349,7 @@ class Flow:
     def close(self) -> None:
         """Let go of everything: values of a forward refer to it, and it to them."""
         self._held.clear()
+        self.opaque.clear()
         self._recomputable.clear()
         for graph in self.graphs.values():
             graph.clear()

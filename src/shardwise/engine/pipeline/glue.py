@@ -156,19 +156,21 @@ class Glue(TorchFunctionMode):
         value = next(
             each.value for each in map(flow.adopted, _tensors((args, kwargs))) if isinstance(each, StageTensor)
         )
-        name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":
+            name = func.__self__.__name__  # type: ignore[attr-defined]
         if func in _GRAPH:
             what = f"asks for the graph of a value ({name})"
-            advice = "step() runs backward; look at gradients in hooks inside a placed module"
+            advice = "Backward is run by step(); put hooks that look at gradients on modules inside a placed one"
         else:
             what = f"reads the elements of a value ({name})"
             advice = (
-                "do it inside a module that is placed on a stage, or with torch operations that give tensors "
+                "Do it inside a module that is placed on a stage, or with torch operations that give tensors "
                 "(torch.where instead of `if`); for logging use what step() reports"
             )
         raise ModelError(
             f"{user_site()}: this {what} {_provenance(value)} on stage {value.stage}; only the rank of that "
-            f"stage has it, and all ranks run this line. {advice[0].upper()}{advice[1:]}"
+            f"stage has it, and all ranks run this line. {advice}"
         )
 
     def _refuse_inside(self, func: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ kernel for fake tensors, shapes that depend on values) all know that the shape o
 
 import copy
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,11 +68,20 @@ class Inputs:
     """The arguments of a call, taken apart: tensors and objects by number, and all else."""
 
     def __init__(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], adopted: Callable[[Any], Any]
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        adopted: Callable[[Any], Any],
+        opaque: Container[int],
     ) -> None:
         self.tensors: list[torch.Tensor] = []
         """Stage tensors and plain ones."""
         self.objects: list[Any] = []
+        self.numbers: list[float | complex] = []
+        self.has_opaque = False
+        """Whether an object among them is known on one rank only, so that none can try the call."""
+        self._opaque = opaque
         self._tokens: list[Hashable] = []
         self._call = call
         self._adopted = adopted
@@ -87,6 +96,13 @@ class Inputs:
             else:
                 self._tokens.append(Spec.of(leaf))
             return Slot(len(self.tensors) - 1)
+        if isinstance(leaf, Opaque) or id(leaf) in self._opaque:
+            self.has_opaque = True
+            self._tokens.append("opaque")
+            self.objects.append(leaf)
+            return ObjectSlot(len(self.objects) - 1)
+        if isinstance(leaf, int | float | complex):
+            self.numbers.append(leaf)
         is_number = isinstance(leaf, float | complex) and self._call.ignores_numbers
         self._tokens.append((type(leaf),) if is_number else token_of(leaf))
         if is_plain(leaf) or callable(leaf):
@@ -135,7 +151,7 @@ class Inference:
         if len(self._entries) >= _MAX_ENTRIES:  # alike on all ranks, which see the same signatures
             self._entries.clear()
         self.num_tried += 1
-        entry = self._try(call, inputs)
+        entry = None if inputs.has_opaque else self._try(call, inputs)
         self._entries[signature] = entry
         return signature, entry
 

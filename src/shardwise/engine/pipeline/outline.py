@@ -30,6 +30,11 @@ def outline_of(model: nn.Module) -> Outline:
         )
     names: dict[nn.Module, list[str]] = {}
     for name, module in _named_modules(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name!r} is a script (torch.jit), whose forward and parameters cannot be replaced, as stages need it; "
+                "give the model the module that it was made from"
+            )
         names.setdefault(module, []).append(name)
     return _outline(model, "", names, set())
 
@@ -66,8 +71,6 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
 
 def _is_closed(module: nn.Module) -> bool:
     """Whether what is inside the module is not called as modules: it is compiled into one."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules  # module.compile, torch.compile
 
 

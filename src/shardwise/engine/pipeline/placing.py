@@ -21,7 +21,9 @@ WHOLE = Placement(num_ranks=1, num_stages=1, modules={"": 0}, parameters={})
 def agree_on_placement(
     model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None, channel: Channel
 ) -> Placement:
-    """Place the modules of `model`; where work decides, by what rank 0 counts or measures on `sample`.
+    """Place the modules of `model`, in the order in which `sample` runs through them where there is one.
+
+    Where work decides, it is what rank 0 counts or measures on the sample.
 
     Raises PlanError, the same on all ranks.
     """
@@ -30,13 +32,13 @@ def agree_on_placement(
     refusal: ShardwiseError | None = None
     measured: Any = [None, None]
     try:
-        if plan.pipeline.balance != "parameters" and plan.pipeline.stages is None:
-            if sample is None:
+        if plan.pipeline.stages is None:
+            if sample is None and plan.pipeline.balance != "parameters":
                 raise PlanError(
                     f"pipeline.balance: {plan.pipeline.balance!r} asked, which runs the model on a batch; give one: "
                     "parallelize(..., sample=batch)"
                 )
-            if channel.rank == 0:
+            if sample is not None and channel.rank == 0:
                 measured = _measure(model, plan, loss, sample)
     except ShardwiseError as error:
         refusal = error
@@ -51,9 +53,12 @@ def agree_on_placement(
     return placement
 
 
-def _measure(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch) -> tuple[dict[str, float], list[str]]:
-    """On one microbatch of the sample, on the device where the model was built."""
+def _measure(
+    model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch
+) -> tuple[dict[str, float] | None, list[str]]:
+    """Work and order of the modules, on one microbatch of the sample, on the device where the model was built."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     part = split_batch(sample, min(plan.merge.microbatches, count_rows(sample)), device)[0]
-    assert plan.pipeline.balance != "parameters"
-    return count_work(model, lambda: loss(part), kind=plan.pipeline.balance)
+    balance = plan.pipeline.balance
+    work, order = count_work(model, lambda: loss(part), kind="flops" if balance == "parameters" else balance)
+    return None if balance == "parameters" else work, order

@@ -96,7 +96,7 @@ class Post:
         if flat is not None and key.kind is Kind.VALUE and flat.data_ptr() == kept.data_ptr():  # type: ignore[union-attr]
             flat = flat.clone()  # the sender's forward may write to it before it has been read
         header = torch.frombuffer(_packed(key, stages, progress, maker, kept), dtype=torch.uint8)
-        self._sent.append(self._channel.send(header, rank, purpose="headers"))
+        self._sent.append(self._channel.send(header, rank, purpose="the next message of the pipeline"))
         if flat is not None and flat.numel():
             self._sent.append(self._channel.send(flat, rank, purpose=purpose))
 
@@ -140,7 +140,7 @@ class Post:
 
     def _receive(self, rank: int) -> Message:
         packed = torch.empty(_HEADER.size, dtype=torch.uint8)
-        self._channel.receive(packed, rank, purpose="headers").wait()
+        self._channel.receive(packed, rank, purpose="the next message of the pipeline").wait()
         (
             kind,
             has_content,

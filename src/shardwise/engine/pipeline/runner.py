@@ -151,6 +151,8 @@ class PipelineRunner:
         factors: what each loss is multiplied by. Raises what a module raises, with notes that say where; ModelError
         for a forward that asks for what only another rank has; MismatchError where ranks run different programs.
         """
+        if not parts:
+            return []
         step = TrainingStep(self, parts, factors, loss_of, streams)
         self.is_training = True
         try:
