@@ -61,6 +61,12 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     Parameter objects that share the whole of one storage are one parameter with several names (a tie); parameters that
     share a part of one raise ModelError, because no plan could update them.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name or 'the model'!r} is a script (torch.jit), whose parameters cannot be moved to flat buffers; "
+                "give the module that it was made from"
+            )
     names: dict[nn.Parameter, list[str]] = {}
     first_of: dict[nn.Parameter, nn.Parameter] = {}
     places: dict[tuple[object, ...], nn.Parameter] = {}

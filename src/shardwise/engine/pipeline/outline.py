@@ -30,11 +30,6 @@ def outline_of(model: nn.Module) -> Outline:
         )
     names: dict[nn.Module, list[str]] = {}
     for name, module in _named_modules(model):
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ModelError(
-                f"{name!r} is a script (torch.jit), whose forward and parameters cannot be replaced, as stages need it; "
-                "give the model the module that it was made from"
-            )
         names.setdefault(module, []).append(name)
     return _outline(model, "", names, set())
 
