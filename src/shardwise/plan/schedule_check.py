@@ -26,11 +26,15 @@ def adapt(schedule: Schedule, transfers: Transfers, *, steps_back: bool = False)
     enough, each microbatch goes through all stages of a rank before the next. Raises PlanError with the findings
     where the schedule has none of the names that `make_schedule` knows, or nothing can be run.
 
-    steps_back: a rank works on one of its stages again after a later one, so that their actions are not apart.
+    steps_back: a rank works on one of its stages again after a later one, or waits in a forward for what other stages
+    tell, so that the actions of its stages are not apart.
     """
     findings = check(schedule, transfers)
     if steps_back and schedule.num_chunks > 1:
-        findings.append("a rank works on one of its stages after a later one; such stages go forward and back together")
+        findings.append(
+            "a rank works on one of its stages after a later one, or waits there for what other stages tell; stages of "
+            "such a rank go forward and back together"
+        )
     if not findings:
         return schedule
     if schedule.name in SCHEDULES and not _foreign(schedule, transfers):

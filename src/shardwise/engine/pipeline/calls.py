@@ -23,6 +23,8 @@ class Call(Protocol):
     name: str
     draws: bool
     """Whether it draws random numbers from the stream of the code around it."""
+    may_write_to_containers: bool
+    """Whether it is code of the user's, which may fill lists and dicts that it is given."""
     ignores_numbers: bool
     """Whether Python numbers among the inputs do not change what comes out but for its values."""
 
@@ -38,6 +40,8 @@ class Call(Protocol):
 
 class Operation:
     """A torch function between placed modules."""
+
+    may_write_to_containers = False
 
     def __init__(self, function: Callable[..., Any], *, draws: bool) -> None:
         self.function = function
@@ -61,6 +65,7 @@ class Operation:
 class Unit:
     """A placed module."""
 
+    may_write_to_containers = True
     draws = False  # from a stream of its own only
     ignores_numbers = False
 
@@ -83,7 +88,8 @@ class Unit:
 
     def key(self) -> Hashable:
         """See `Call`. Layers that only differ in their number and their values are alike."""
-        return (self._structure, self.module.training)
+        hooked = tuple((at, len(each._forward_hooks)) for at, each in self._hooked())
+        return (self._structure, self.module.training, hooked)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Call`."""
@@ -130,7 +136,7 @@ class Unit:
         They would be called on the rank of the stage alone; `tell_hooks` calls them on all ranks.
         """
         records: list[Any] = []
-        hooked = [(at, each) for at, each in enumerate(self.inner) if _foreign_hooks(each)]
+        hooked = self._hooked()
         if not hooked:
             yield records
             return
@@ -146,6 +152,10 @@ class Unit:
         finally:
             for (_, each), hooks in zip(hooked, originals, strict=True):
                 vars(each)["_forward_hooks"] = hooks
+
+    def _hooked(self) -> list[tuple[int, nn.Module]]:
+        """The modules inside that have hooks of others, by position; hooks come and go."""
+        return [(at, each) for at, each in enumerate(self.inner) if each._forward_hooks and _foreign_hooks(each)]
 
     def tell_hooks(self, records: Sequence[Any]) -> str:
         """Call the hooks that were noted, in order; the name of a module whose hook changes the output, or nothing."""

@@ -5,20 +5,42 @@ outputs there are, which of them are inputs or views of inputs, which inputs wer
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.pipeline.calls import Call, Unit
 from shardwise.engine.pipeline.flows import Flow
-from shardwise.engine.pipeline.inference import Entry, Inputs, describe, numbers_in
-from shardwise.engine.pipeline.nested import ObjectSlot, Slot, is_plain, tensors_in, transform
+from shardwise.engine.pipeline.inference import Entry, Inputs, Writes, describe
+from shardwise.engine.pipeline.nested import ObjectSlot, Slot, is_plain, put_into, tensors_in, told_in, transform
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.values import Family, Memory, Spec, StageTensor, Value
 from shardwise.errors import ModelError
 
 if TYPE_CHECKING:
     from shardwise.engine.pipeline.runner import PipelineRunner
+
+_OF_ANOTHER_STAGE = (
+    "{name!r} computes with a parameter or a buffer of a module on another stage, which it was given or keeps in an "
+    "attribute ({site}); place both modules on one stage, or hand it the tensor"
+)
+
+
+class _RefuseForeign(TorchFunctionMode):
+    """Nothing that a module computes may come from another stage's module, which has no values here."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(type(each) is nn.Parameter and each.is_meta for each in (*args, *(kwargs or {}).values())):
+            raise ModelError(_OF_ANOTHER_STAGE.format(name=self._name, site=user_site()))
+        return func(*args, **(kwargs or {}))
 
 
 def execute(
@@ -36,24 +58,28 @@ def execute(
         stage = max(each.value.stage for each in staged.values())
     for each in staged.values():
         _refuse_custom_function(each)
+    if any(runner.stage_of(module) not in (None, stage) for module in inputs.modules):
+        raise ModelError(_OF_ANOTHER_STAGE.format(name=call.name, site=user_site()))
     flow.enter(call.name, stage, inputs.numbers)
     moved = {at: flow.to_stage(each, stage) for at, each in staged.items()}
     signature, entry = runner.inference.look_up(call, inputs)
     result: Any = None
+    told: list[Any] | None = None
+    is_new = entry is None
     if runner.is_local(stage):
-        locals_ = [moved[at].local if at in moved else each for at, each in enumerate(inputs.tensors)]
-        result, fresh = _run(runner, flow, call, stage, inputs, locals_, is_described=entry is not None)  # type: ignore[arg-type]
+        locals_ = [value.local if (value := moved.get(at)) else each for at, each in enumerate(inputs.tensors)]
+        result, fresh = _run(runner, flow, call, stage, inputs, locals_, is_described=not is_new)  # type: ignore[arg-type]
         if entry is None:
             entry = flow.tell(stage, lambda: fresh)
-            runner.inference.learn(signature, entry)
-        elif entry.tells_numbers:
-            flow.tell(stage, lambda: fresh)
+        elif isinstance(call, Unit) and told_in(entry.skeleton):
+            flow.tell(stage, lambda: told_in(result))
         _check(call, entry, tensors_in(result), flow, is_example=not _all_known(entry, moved))
     elif entry is None:
         entry = flow.tell(stage, _nothing)
+    elif isinstance(call, Unit) and told_in(entry.skeleton):
+        told = flow.tell(stage, _nothing)
+    if is_new:
         runner.inference.learn(signature, entry)
-    elif entry.tells_numbers:
-        entry = flow.tell(stage, _nothing)
     assert entry is not None
     if call.draws:
         _draw_alike(runner, flow, call, inputs, is_local=result is not None)
@@ -61,7 +87,7 @@ def execute(
     wrapped = _wrap(flow, call, stage, inputs, entry, moved, tensors_in(result) if result is not None else None)
     if result is not None:
         _note_opaque(flow, inputs, result)
-    return _deliver(call, inputs, entry, result, wrapped)
+    return _deliver(call, inputs, entry if told is None else entry.telling(told), result, wrapped)
 
 
 def _note_opaque(flow: Flow, inputs: Inputs, result: Any) -> None:
@@ -89,27 +115,21 @@ def _run(
     """Execute a call here; its result, and its entry where none is known."""
     versions = [each._version for each in tensors]
     args, kwargs = inputs.filled(tensors, inputs.objects)
+    writes = Writes(call, args, kwargs, inputs.objects)
     try:
-        with runner.glue.aside():
-            result = call.run(args, kwargs)
+        # Where it could be tried, it was seen that it needs nothing of other stages.
+        with runner.glue.aside(), nullcontext() if is_described else _RefuseForeign(call.name):
+            answer, records = call.run(args, kwargs)
+            result = (answer, records, writes.found())
     except Exception as error:
         error.add_note(
             f"shardwise: in {call.name!r} on stage {stage} (rank {runner.rank} of the pipeline), microbatch "
             f"{flow.number}"
         )
         raise
-    entry = None
-    if not is_described or numbers_in(result[0]):
-        entry = describe(result, tensors, versions, inputs.objects, has_known_shapes=False)
-        if numbers_in(result[0]):
-            entry = Entry(
-                skeleton=entry.skeleton,
-                outputs=entry.outputs,
-                written=entry.written,
-                has_known_shapes=False,
-                tells_numbers=True,
-            )
-    return result, entry
+    if is_described:
+        return result, None
+    return result, describe(result, tensors, versions, inputs.objects, has_known_shapes=False)
 
 
 def _draw_alike(runner: "PipelineRunner", flow: Flow, call: Call, inputs: Inputs, *, is_local: bool) -> None:
@@ -138,6 +158,8 @@ def _all_known(entry: Entry, moved: dict[int, Value]) -> bool:
 
 def _check(call: Call, entry: Entry, made: Sequence[torch.Tensor], flow: Flow, *, is_example: bool) -> None:
     """What came out is what all other ranks take it for."""
+    if any(each.is_meta for each in made):
+        raise ModelError(_OF_ANOTHER_STAGE.format(name=call.name, site=user_site()))
     expected = [output.spec for output in entry.outputs]
     actual = [Spec.of(each) for each in made]
     fits = len(expected) == len(actual) and all(
@@ -172,6 +194,11 @@ def _write(flow: Flow, call: Call, inputs: Inputs, entry: Entry, moved: dict[int
             continue
         value = moved[at]
         if tensor.value is not value:
+            if tensor.value.is_kept:
+                raise ModelError(
+                    f"{user_site()}: {call.name} writes values of stage {value.stage} to {tensor.value.maker!r}, which "
+                    f"the model keeps on stage {tensor.value.stage}; place both on one stage"
+                )
             # The tensor was handed on and written to there: from now on it lives there. Its views stayed behind.
             tensor.value.memory.stale = (
                 f"a view of what {tensor.value.maker!r} made on stage {tensor.value.stage} is used, after "
@@ -185,6 +212,11 @@ def _write(flow: Flow, call: Call, inputs: Inputs, entry: Entry, moved: dict[int
 
 def _write_to_plain(flow: Flow, call: Call, tensor: torch.Tensor, moved: dict[int, Value]) -> None:
     """A tensor that all ranks have was written to on one: from now on it stands for a value of that stage."""
+    if flow.is_buffer_of_all(tensor):
+        raise ModelError(
+            f"{user_site()}: {call.name} writes values of a stage to a buffer of a module that runs on all ranks; "
+            "place that module on a stage"
+        )
     if isinstance(call, Unit) or not moved:
         raise ModelError(
             f"{call.name!r} writes in place to a tensor that it was given and that all ranks have, but is executed on "
@@ -194,6 +226,7 @@ def _write_to_plain(flow: Flow, call: Call, tensor: torch.Tensor, moved: dict[in
     local = tensor if any(value.local is not None for value in moved.values()) else None
     spec = Spec.of(tensor)._replace(requires_grad=any(value.spec.requires_grad for value in moved.values()))
     flow.hold(tensor, Value(stage, spec, local, call.name))
+    flow.shade(tensor)
 
 
 def _wrap(
@@ -257,10 +290,14 @@ def _deliver(call: Call, inputs: Inputs, entry: Entry, result: Any, wrapped: Seq
         return inputs.objects[leaf.number] if type(leaf) is ObjectSlot else leaf
 
     if result is None:
-        answer, records = transform(entry.skeleton, put)
+        answer, records, writes = transform(entry.skeleton, put)
     else:
         following = iter(wrapped)
-        answer, records = transform(result, lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf)
+        answer, records, writes = transform(
+            result, lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf
+        )
+    for number, key, value in writes:
+        put_into(inputs.containers[number], key, value)
     if records and isinstance(call, Unit) and (changed := call.tell_hooks(records)):
         raise ModelError(
             f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output; hooks inside "

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, Link, StageGraph
+from shardwise.engine.pipeline.nested import packed
 from shardwise.engine.pipeline.post import Key, Kind
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.ties import Chain, StageTies
@@ -46,6 +47,8 @@ class Flow:
         """Called before this rank works on a local stage that no action has begun yet."""
         self.steps_back = False
         """Whether some rank worked on one of its stages after a later one: then its actions are not apart."""
+        self.has_news = False
+        """Whether ranks waited in this forward for what only the owner of a stage knew."""
         self._runner = runner
         self._post = runner.post
         self._begun = -1
@@ -60,6 +63,8 @@ class Flow:
         """Objects that placed modules gave on this rank, and of which other ranks have only that they are there."""
         self._held: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         """Parameters and plain tensors that stand for values of a stage in this forward, by id."""
+        self._shaded: set[int] = set()
+        """Memories of plain tensors that values of a stage were written to."""
         self._buffers = {id(buffer): (buffer, stage, name) for buffer, stage, name in runner.placed_buffers()}
 
     @property
@@ -122,7 +127,14 @@ class Flow:
         if (place := self._place_of(leaf)) is not None:
             stage, name = place
             local = leaf if self._runner.is_local(stage) else None
-            return self.hold(leaf, Value(stage, Spec.of(leaf), local, name, lineage=zlib.crc32(name.encode())))
+            lineage = zlib.crc32(name.encode())
+            return self.hold(leaf, Value(stage, Spec.of(leaf), local, name, lineage=lineage, is_kept=True))
+        if self._is_shaded(leaf):
+            raise ModelError(
+                f"{user_site()}: a tensor that all ranks have is used after values of a stage were written to its "
+                "memory through another view; write to the tensor itself (t[:, 0] = value, not t[:, 0].copy_(value)), "
+                "and take views afterwards"
+            )
         if leaf.requires_grad and not leaf.is_leaf:
             raise ModelError(
                 f"{user_site()}: a tensor with a gradient is used between placed modules, and it lives on no known "
@@ -138,7 +150,26 @@ class Flow:
 
     def stands_for_value(self, leaf: torch.Tensor) -> bool:
         """Whether `adopted` gives a value of a stage."""
-        return type(leaf) is StageTensor or id(leaf) in self._held or self._place_of(leaf) is not None or leaf.is_meta
+        return (
+            type(leaf) is StageTensor
+            or id(leaf) in self._held
+            or self._place_of(leaf) is not None
+            or leaf.is_meta
+            or self._is_shaded(leaf)
+        )
+
+    def shade(self, tensor: torch.Tensor) -> None:
+        """Values of a stage were written to a plain tensor: views of its memory have what it was on other ranks."""
+        self._shaded.add(tensor.untyped_storage()._cdata)
+
+    def is_buffer_of_all(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a buffer of a module that every rank runs."""
+        return self._runner.is_buffer_of_all(tensor)
+
+    def _is_shaded(self, leaf: torch.Tensor) -> bool:
+        if not self._shaded or leaf.layout is not torch.strided:
+            return False
+        return leaf.untyped_storage()._cdata in self._shaded
 
     def to_stage(self, tensor: StageTensor, stage: int) -> Value:
         """The value on a stage; it crosses when it is first used there."""
@@ -276,12 +307,12 @@ class Flow:
     def tell(self, stage: int, news: Callable[[], Any]) -> Any:
         """Let all ranks know what the rank of `stage` knows; `news` is called there."""
         number, self._num_news = self._num_news, self._num_news + 1
+        self.has_news = True
         key = Key(Kind.NEWS, self.number, number)
         owner = self._runner.rank_of(stage)
         if owner == self._runner.rank:
             # Between ranks of one run, which all run the same code: this is no file that anybody could have changed.
-            packed = pickle.dumps(told := news())
-            content = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+            content = torch.frombuffer(bytearray(packed(told := news())), dtype=torch.uint8)
             for rank in range(self._runner.num_ranks):
                 if rank != owner:
                     self._post.send(rank, key, content, stages=(stage, 0), progress=self.progress, maker=self.last)

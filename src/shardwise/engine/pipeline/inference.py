@@ -7,15 +7,25 @@ kernel for fake tensors, shapes that depend on values) all know that the shape o
 import copy
 import warnings
 from collections.abc import Callable, Container, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.pipeline.calls import Call
 from shardwise.engine.pipeline.fakes import Fakes
-from shardwise.engine.pipeline.nested import ObjectSlot, Slot, is_plain, token_of, transform
+from shardwise.engine.pipeline.nested import (
+    ObjectSlot,
+    Slot,
+    containers_in,
+    contents_of,
+    is_plain,
+    token_of,
+    transform,
+    with_told,
+)
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.values import Spec, StageTensor
 from shardwise.engine.randomness import KeyedRandom
@@ -39,14 +49,53 @@ class Entry:
     """What a call gives for one signature."""
 
     skeleton: Any
-    """The result and the records of inner hooks, with slots in the place of tensors and objects."""
+    """The result, the records of inner hooks and the writes to containers, with slots in the place of tensors and
+    objects."""
     outputs: tuple[Output, ...]
     written: tuple[tuple[int, Spec], ...]
     """Inputs that the call writes to in place, and what they are afterwards."""
     has_known_shapes: bool
     """False: the shapes are an example, and may be others the next time."""
-    tells_numbers: bool = False
-    """The result holds Python numbers that only its owner can know: it tells them with every call."""
+
+    def telling(self, told: Sequence[Any]) -> "Entry":
+        """The entry with the numbers and texts of one call, which only its owner knows."""
+        return replace(self, skeleton=with_told(self.skeleton, told))
+
+
+class Writes:
+    """What a call writes to containers that it was given: lists that it appends to, dicts that it fills."""
+
+    def __init__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], objects: Sequence[Any]) -> None:
+        self._call = call
+        self._containers = containers_in((*args, *kwargs.values())) if call.may_write_to_containers else []
+        self._before = [contents_of(each) for each in self._containers]
+        self._objects = [(each, _tensors_of(each)) for each in objects if call.may_write_to_containers]
+
+    def found(self) -> tuple[tuple[int, Any, Any], ...]:
+        """(number of the container, position or key, value) of everything new. Raises ModelError for what is gone."""
+        found = []
+        for number, (container, before) in enumerate(zip(self._containers, self._before, strict=True)):
+            after = contents_of(container)
+            if len(after) < len(before) or not before.keys() <= after.keys():
+                raise ModelError(
+                    f"{self._call.name!r} takes items out of a {type(container).__name__} that it is given "
+                    f"({user_site()}); other ranks do not run it: take them out between modules"
+                )
+            found += [(number, key, value) for key, value in after.items() if value is not before.get(key, _NOTHING)]
+        for each, before in self._objects:
+            if any(value is not before.get(key) for key, value in _tensors_of(each).items()):
+                raise ModelError(
+                    f"{self._call.name!r} writes a tensor to an attribute of a {type(each).__name__} that it is given "
+                    f"({user_site()}), on the rank of its stage alone; return the tensor, or hand over a dataclass"
+                )
+        return tuple(found)
+
+
+_NOTHING = object()
+
+
+def _tensors_of(value: Any) -> dict[str, torch.Tensor]:
+    return {key: held for key, held in getattr(value, "__dict__", {}).items() if isinstance(held, torch.Tensor)}
 
 
 class Opaque:
@@ -62,6 +111,15 @@ class Opaque:
             f"{attribute!r} of a {self.__name} that a placed module gave is used outside of it ({user_site()}); only "
             "the rank of that module's stage has the object; return its tensors in a tuple, list, dict or dataclass"
         )
+
+    def __iter__(self) -> Any:
+        return self.items_of_it
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.items_of_it
+
+    def __len__(self) -> int:
+        return int(self.items_of_it)
 
 
 class Inputs:
@@ -79,8 +137,11 @@ class Inputs:
         """Stage tensors and plain ones."""
         self.objects: list[Any] = []
         self.numbers: list[float | complex] = []
+        self.modules: list[nn.Module] = []
         self.has_opaque = False
         """Whether an object among them is known on one rank only, so that none can try the call."""
+        self.containers = containers_in((*args, *kwargs.values())) if call.may_write_to_containers else []
+        """Lists, dicts and the like, as the program has them."""
         self._opaque = opaque
         self._tokens: list[Hashable] = []
         self._call = call
@@ -105,6 +166,8 @@ class Inputs:
             self.numbers.append(leaf)
         is_number = isinstance(leaf, float | complex) and self._call.ignores_numbers
         self._tokens.append((type(leaf),) if is_number else token_of(leaf))
+        if isinstance(leaf, nn.Module):
+            self.modules.append(leaf)
         if is_plain(leaf) or callable(leaf):
             return leaf
         self.objects.append(leaf)
@@ -124,7 +187,7 @@ class Inputs:
                 return tensors[leaf.number]
             return objects[leaf.number] if type(leaf) is ObjectSlot else leaf
 
-        args, kwargs = transform(self.skeleton, put)
+        args, kwargs = transform(self.skeleton, put, fresh=self._call.may_write_to_containers)
         return args, kwargs
 
 
@@ -170,7 +233,9 @@ class Inference:
                     objects = [copy.deepcopy(each) for each in inputs.objects]
                 versions = [each._version for each in tensors]
                 args, kwargs = inputs.filled(tensors, objects)
-                result = call.try_on_fakes(self._fakes, args, kwargs)
+                writes = Writes(call, args, kwargs, objects)
+                answer, records = call.try_on_fakes(self._fakes, args, kwargs)
+                result = (answer, records, writes.found())
                 return describe(result, tensors, versions, objects, has_known_shapes=True)
         except Exception:  # whatever a kernel or a module raises on fake tensors: the owner tells
             return None
@@ -220,19 +285,6 @@ def describe(
     skeleton = transform(result, take_apart)
     written = tuple((at, Spec.of(each)) for at, each in enumerate(tensors) if each._version != versions[at])
     return Entry(skeleton=skeleton, outputs=tuple(outputs), written=written, has_known_shapes=has_known_shapes)
-
-
-def numbers_in(result: Any) -> bool:
-    """Whether a result holds Python numbers."""
-    found: list[Any] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, int | float | complex):
-            found.append(leaf)
-        return leaf
-
-    transform(result, note)
-    return bool(found)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable, MutableMapping
+import io
+import pickle
+from collections.abc import Callable, Hashable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -28,31 +30,85 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
+_TOLD = (int, float, complex, str)
 
-def transform(value: Any, fn: Callable[[Any], Any]) -> Any:
+
+def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> Any:
     """`value` with `fn` applied to everything that is no container; the same object where nothing changed.
 
     Containers are tuples (named ones too), lists, dicts and other mutable mappings, and dataclasses.
+    fresh: whoever writes to a container of the result does not write to one of `value`.
     """
     kind = type(value)
     if kind is Slot or kind is ObjectSlot or isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, tuple | list):
-        items = [transform(each, fn) for each in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        items = [transform(each, fn, fresh=fresh) for each in value]
+        is_fresh = fresh and isinstance(value, list)
+        if not is_fresh and all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
+        # A named tuple may look at its items when it is made (packed sequences do).
+        return tuple.__new__(kind, items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, MutableMapping):
-        changed = {key: new for key, old in value.items() if (new := transform(old, fn)) is not old}
-        if not changed:
+        changed = {key: new for key, old in value.items() if (new := transform(old, fn, fresh=fresh)) is not old}
+        if not changed and not fresh:
             return value
         filled = copy.copy(value)
         for key, new in changed.items():
             filled[key] = new
         return filled
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _transform_dataclass(value, fn)
+    if _is_dataclass(value):
+        return _transform_dataclass(value, fn, fresh=fresh)
     return fn(value)
+
+
+def containers_in(values: Iterable[Any]) -> list[Any]:
+    """The containers that can be written to, the outer before the inner ones."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, tuple):
+            found += containers_in(value)
+        elif isinstance(value, list | MutableMapping) or _is_dataclass(value):
+            found += [value, *containers_in(contents_of(value).values())]
+    return found
+
+
+def contents_of(container: Any) -> dict[Any, Any]:
+    """What a container holds, by position, key or field."""
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    if isinstance(container, MutableMapping):
+        return dict(container)
+    return {spec.name: getattr(container, spec.name, None) for spec in dataclasses.fields(container)}
+
+
+def put_into(container: Any, key: Any, value: Any) -> None:
+    """Write what `contents_of` gives under `key`, or add it."""
+    if isinstance(container, list):
+        container[key : key + 1] = [value]
+    elif isinstance(container, MutableMapping):
+        container[key] = value
+    else:
+        object.__setattr__(container, key, value)
+
+
+def told_in(value: Any) -> list[Any]:
+    """The numbers and texts of a nested value, in the order of the walk."""
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, _TOLD):
+            found.append(leaf)
+        return leaf
+
+    transform(value, note)
+    return found
+
+
+def with_told(value: Any, told: Iterable[Any]) -> Any:
+    """The nested value with other numbers and texts."""
+    following = iter(told)
+    return transform(value, lambda leaf: next(following) if isinstance(leaf, _TOLD) else leaf)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -84,13 +140,32 @@ def token_of(leaf: Any) -> Hashable:
     return (type(leaf),)
 
 
-def _transform_dataclass(value: Any, fn: Callable[[Any], Any]) -> Any:
+def packed(value: Any) -> bytes:
+    """A nested value as bytes, for `pickle.loads` on a rank of the same run, which has the same classes."""
+    stream = io.BytesIO()
+    _Packer(stream).dump(value)
+    return stream.getvalue()
+
+
+class _Packer(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        """A named tuple may look at its items when it is made anew, and they may be slots."""
+        if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+            return tuple.__new__, (type(obj), tuple(obj))
+        return NotImplemented
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | Slot | ObjectSlot)
+
+
+def _transform_dataclass(value: Any, fn: Callable[[Any], Any], *, fresh: bool) -> Any:
     changed = {}
     for spec in dataclasses.fields(value):
         old = getattr(value, spec.name, None)
-        if (new := transform(old, fn)) is not old:
+        if (new := transform(old, fn, fresh=fresh)) is not old:
             changed[spec.name] = new
-    if not changed:
+    if not changed and not fresh:
         return value
     filled = copy.copy(value)
     for name, new in changed.items():

@@ -70,10 +70,12 @@ class PipelineRunner:
         self.num_chunks = placement.num_stages // placement.num_ranks
         self._schedules: dict[tuple[int, tuple[tuple[int, int], ...], bool], Schedule] = {}
         self._steps_back = False
+        self._has_news = False
         structures: dict[Any, int] = {}
         self.units = [
             Unit(name, model.get_submodule(name), stage, structures) for name, stage in placement.modules.items()
         ]
+        self._stage_of = {each: unit.stage for unit in self.units for each in unit.module.modules()}
         self._places = self._find_places(model)
         self._buffered = [
             (each, key, unit.stage, f"{unit.name}.{key}")
@@ -82,12 +84,11 @@ class PipelineRunner:
             for key, buffer in each._buffers.items()
             if buffer is not None
         ]
-        placed = {each for unit in self.units for each in unit.module.modules()}
         self._glue_buffers = [
             (repr(name) if name else "the model", each, key)
             for name, each in model.named_modules()
             for key in each._buffers
-            if each not in placed
+            if each not in self._stage_of
         ]
         for unit in self.units:
             vars(unit.module).update(forward=partial(self._forward, unit), _compiled_call_impl=None)
@@ -114,6 +115,10 @@ class PipelineRunner:
         """Stage and name of a parameter; None for one that is not the model's."""
         return self._places.get(id(parameter))
 
+    def stage_of(self, module: nn.Module) -> int | None:
+        """The stage of a module that is placed, or inside a placed one."""
+        return self._stage_of.get(module)
+
     def placed_buffers(self) -> list[tuple[torch.Tensor, int, str]]:
         """The buffers of placed modules, as they are now."""
         found = ((each._buffers.get(key), stage, name) for each, key, stage, name in self._buffered)
@@ -124,6 +129,10 @@ class PipelineRunner:
         """Note that this rank waits for another one."""
         with self.noting("wait", microbatch, stage):
             yield
+
+    def is_buffer_of_all(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a buffer of a module that every rank runs."""
+        return any(module._buffers.get(key) is tensor for _, module, key in self._glue_buffers)
 
     def refuse_kept_values(self) -> None:
         """Values of a stage must not outlive their forward as buffers of modules that all ranks have."""
@@ -230,7 +239,10 @@ class PipelineRunner:
     def _observe(self, flow: Flow) -> None:
         """Note which values cross in a forward, for the schedule of the next step."""
         self.transfers = tuple(flow.transfers)
-        self._steps_back = flow.steps_back
+        # Who waits for news in a forward waits for stages of other ranks, which may come later in their schedules.
+        # Where there was news once, there may be again: for values of a new shape.
+        self._has_news |= flow.has_news
+        self._steps_back = flow.steps_back or self._has_news
 
     def _end(self, flows: Sequence[Flow]) -> None:
         """Compare what the ranks' programs did."""
@@ -288,13 +300,12 @@ class PipelineRunner:
 
     def _find_places(self, model: nn.Module) -> dict[int, tuple[int, str]]:
         """Stage and name of every parameter object, its first place first."""
-        stage_of = {each: unit.stage for unit in self.units for each in unit.module.modules()}
         places: dict[int, tuple[int, str]] = {}
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     name = f"{prefix}.{key}" if prefix else key
-                    stage = stage_of.get(module, self.placement.parameters.get(name))
+                    stage = self._stage_of.get(module, self.placement.parameters.get(name))
                     if stage is not None:
                         places.setdefault(id(parameter), (stage, name))
         return places

@@ -43,7 +43,7 @@ class Memory:
 class Value:
     """A tensor on a stage."""
 
-    __slots__ = ("has_known_shape", "lineage", "local", "maker", "memory", "module", "spec", "stage")
+    __slots__ = ("has_known_shape", "is_kept", "lineage", "local", "maker", "memory", "module", "spec", "stage")
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Value:
         has_known_shape: bool = True,
         lineage: int = 0,
         module: str = "",
+        is_kept: bool = False,
     ) -> None:
         self.stage = stage
         self.spec = spec
@@ -68,6 +69,8 @@ class Value:
         """The placed module, or the parameter, that it comes from."""
         self.memory = Memory() if memory is None else memory
         self.has_known_shape = has_known_shape
+        self.is_kept = is_kept
+        """Whether it is a parameter or a buffer of the model."""
         self.lineage = lineage
         """A checksum over how it was made; equal for one that is made again from the same."""
 
