@@ -29,6 +29,7 @@ def test_with_stages_a_run_with_dropout_is_that_of_one_process_bit_for_bit(tmp_p
     alone = finished(small_run(tmp_path, NOISY, f"train.output={tmp_path / 'alone'}"))
     done = finished(laid_out(tmp_path, NOISY, *layout))
     assert without_times(done.metrics) == without_times(alone.metrics)
+    assert ("schedule run: 1f1b, as fthenb" in done.printed) == ("embedding=1" in layout[-1])
     sample = [text.split("held-out text:")[1] for text in (alone.printed, done.printed)]
     assert sample[0] == sample[1]
 

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first update."""
+"""What a run says of itself: before its first update, and of its schedule afterwards."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
+from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.plan import Placement
 from shardwise.plan.schedules import SCHEDULES, Schedule
 from shardwise.plan.timeline import ideal_bubble
@@ -21,6 +22,17 @@ _SHOWN_NAMES = 5
 def sizes_of(model: nn.Module) -> dict[str, int]:
     """The elements of every parameter; to be asked before `parallelize`, which drops what belongs to other ranks."""
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def changed_schedule(pipeline: PipelineRunner | None) -> list[str]:
+    """A line where the pipeline could not run the schedule that was asked for."""
+    schedule = None if pipeline is None else pipeline.schedule
+    if schedule is None or schedule.name in SCHEDULES or ", " not in schedule.name:
+        return []
+    return [
+        f"schedule run: {schedule.name}; values go back to earlier stages, or ranks wait for what others announce, so "
+        "that stages cannot run ahead of each other (docs/pipeline.md, Feedback)"
+    ]
 
 
 def announcement(

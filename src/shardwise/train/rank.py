@@ -14,7 +14,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.engine import Engine, parallelize
 from shardwise.errors import ShardwiseError
-from shardwise.train.announcement import announcement, sizes_of
+from shardwise.train.announcement import announcement, changed_schedule, sizes_of
 from shardwise.train.audience import Audience
 from shardwise.train.build import build_loss, build_model, optimizer_factory
 from shardwise.train.config import RunConfig
@@ -74,7 +74,7 @@ def run(config: RunConfig, channel: Channel, console: Console, *, resume: str | 
     if channel.rank == 0:
         if trace is not None:
             _say(console, *leave(trace, config.output, title=title, width=console.width))
-        _say(console, *audience.last_words(config))
+        _say(console, *changed_schedule(engine.pipeline), *audience.last_words(config))
         _show_sample(console, corpus, row, goes_on)
         _say(console, f"held-out loss {loss:.4f}, {config.data.unit}-frequency loss {baseline:.4f}")
 
