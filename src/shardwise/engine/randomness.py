@@ -16,6 +16,8 @@ stream had at the beginning of its region, and draws the same.
 On the CPU torch seeds a generator with the lower 32 bits of a seed: streams may coincide, and no result depends on it.
 """
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,14 +77,16 @@ class KeyedRandom:
             self._generators.append(torch.cuda.default_generators[index])
         self._number = torch.empty((), dtype=torch.int64, device="cpu")
         self._active: Stream | None = None
+        self._threads: set[int] = set()
+        """In which calls are this engine's: others of the process may share modules with it (activations, say)."""
         self._is_suspended = False
         _take_off_hooks(model)
         # A model that is put under another plan, and a copy of it, keep hooks: they must not keep this object alive.
-        reference = weakref.ref(self)
+        reference, root = weakref.ref(self), weakref.ref(model)
         draws: dict[nn.Module, bool] = {}
         for module in model.modules():
             if _may_draw(module, draws):
-                _Split(module, reference)
+                _Split(module, reference, root)
 
     def stream(self, step: int, microbatch: int) -> "Stream":
         """The stream of one microbatch, numbered over all data ranks, in one step."""
@@ -102,15 +106,30 @@ class KeyedRandom:
         finally:
             self._is_suspended = before
 
+    @contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Calls of this thread are this engine's."""
+        thread = threading.get_ident()
+        is_new = thread not in self._threads
+        self._threads.add(thread)
+        try:
+            yield
+        finally:
+            if is_new:
+                self._threads.discard(thread)
+
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
-        if (stream := self._active) is not None and not self._is_suspended:
+        stream = self._active
+        if stream is not None and not self._is_suspended and threading.get_ident() in self._threads:
             stream.frames.append((module, self._split()))
 
     def leave(self, module: nn.Module) -> None:
         """The call of a module ends, by whatever way."""
         stream = self._active
-        if stream is not None and not self._is_suspended and stream.frames and stream.frames[-1][0] is module:
+        if stream is None or self._is_suspended or threading.get_ident() not in self._threads:
+            return
+        if stream.frames and stream.frames[-1][0] is module:
             self._install(stream.frames.pop()[1])
 
     def _split(self) -> _States:
@@ -144,6 +163,7 @@ class Stream:
         self._outer: _States = []
         self._around: Stream | None = None
         self._is_entered = False
+        self._thread = contextlib.ExitStack()
         self.frames: list[tuple[nn.Module, _States]] = []
         """The module calls that have not ended, and the states of the streams around them."""
 
@@ -151,6 +171,7 @@ class Stream:
         assert not self._is_entered, "a stream is entered once at a time"
         random = self._random
         self._is_entered = True
+        self._thread.enter_context(random.in_this_thread())
         self._around, random._active = random._active, self
         self._outer = random._states()
         if self._inner is None:
@@ -163,14 +184,19 @@ class Stream:
         self._inner = random._states()
         random._install(self._outer)
         random._active, self._around = self._around, None
+        self._thread.close()
         self._is_entered = False
 
 
 class _Split:
     """The hooks of one module. A copy of them, with a copy of the module, does nothing."""
 
-    def __init__(self, module: nn.Module, reference: "weakref.ref[KeyedRandom]") -> None:
+    def __init__(
+        self, module: nn.Module, reference: "weakref.ref[KeyedRandom]", root: "weakref.ref[nn.Module]"
+    ) -> None:
         self._random: Callable[[], KeyedRandom | None] = reference
+        self.root: Callable[[], nn.Module | None] = root
+        """The model that it was put on for."""
         self._in_training_only = type(module) in _DRAW_IN_TRAINING and "forward" not in vars(module)
         self._handles = [
             module.register_forward_pre_hook(self, prepend=True),
@@ -192,7 +218,12 @@ class _Split:
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_random": _nothing, "_in_training_only": self._in_training_only, "_handles": self._handles}
+        return {
+            "_random": _nothing,
+            "root": _nothing,
+            "_in_training_only": self._in_training_only,
+            "_handles": self._handles,
+        }
 
 
 def _nothing() -> None:
@@ -202,7 +233,7 @@ def _nothing() -> None:
 def _take_off_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for hook in list(module._forward_pre_hooks.values()):
-            if isinstance(hook, _Split):
+            if isinstance(hook, _Split) and hook.root() in (model, None):
                 hook.remove()
 
 

@@ -149,3 +149,41 @@ def test_a_sample_tells_the_order_in_which_modules_are_cut() -> None:
 
     assert sw.simulate(2, lambda channel: run(channel, vectors(1))) == [(1,)] * 2
     assert -1 in sw.simulate(2, lambda channel: run(channel, None))[0], "control: by registration values go back"
+
+
+class Shared(nn.Module):
+    """An activation of which a process has one object, as libraries keep them; nobody knows that it draws nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+ONE_FOR_ALL = Shared()
+
+
+class Sharing(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = ONE_FOR_ALL
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = self.dropout(h + self.activation(block(h)))
+        out: torch.Tensor = self.last(h)
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_ranks_of_one_process_may_share_a_module_object(schedule: str) -> None:
+    def run(channel: sw.Channel) -> list[float]:
+        plan = sw.Plan(
+            mesh=sw.Mesh(pp=channel.size),
+            merge=sw.Merge(microbatches=3),
+            pipeline=sw.Pipeline(schedule=schedule, chunks=1 if channel.size == 1 else None),
+        )
+        engine = sw.parallelize(seeded(Sharing)(), plan, optimizer=adamw, loss=square, channel=channel, seed=3)
+        return [engine.step(batch).loss for batch in BATCHES]
+
+    assert sw.simulate(2, run) == [sw.simulate(1, run)[0]] * 2

@@ -92,8 +92,13 @@ class TrainingStep:
         runner.peak_in_flight = max(runner.peak_in_flight, in_flight)
         self.flows[number] = flow = Flow(runner, number, self._streams[number])
         if runner.num_chunks > 1:
-            self._turns[number] = turn = Turn(partial(self._run, number), runner.device)
+            self._turns[number] = turn = Turn(partial(self._run_apart, number), runner.device)
             flow.park = turn.park
+
+    def _run_apart(self, number: int) -> None:
+        """The forward in a thread of its own."""
+        with self._runner.random.in_this_thread():
+            self._run(number)
 
     def _run(self, number: int) -> None:
         """The user's forward, from its beginning to its loss."""
