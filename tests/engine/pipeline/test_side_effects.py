@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import shardwise as sw
 from tests.engine.expected import seeded
@@ -315,3 +316,29 @@ class Packed(nn.Module):
 
 def test_packed_sequences_cross_stages() -> None:
     assert_equal(Packed, k=2)
+
+
+class Weighing(Block):
+    """Gives a number along, and a shape that depends on values."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        return out[out.sum(1) > -1e9], 0.5
+
+
+class CheckpointedTwo(Two):
+    def __init__(self) -> None:
+        super().__init__(Weighing)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for block in (self.one, self.two):
+            with set_checkpoint_early_stop(False):  # so that a module is computed again to its end
+                given, factor = checkpoint(block, h, use_reentrant=False)
+            h = given * factor
+        out: torch.Tensor = self.last(h)
+        return out
+
+
+def test_a_recomputation_announces_nothing() -> None:
+    assert_equal(CheckpointedTwo)

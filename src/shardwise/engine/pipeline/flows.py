@@ -305,7 +305,17 @@ class Flow:
     # What only the owner knows ------------------------------------------------------------------------------------
 
     def tell(self, stage: int, news: Callable[[], Any]) -> Any:
-        """Let all ranks know what the rank of `stage` knows; `news` is called there."""
+        """Let all ranks know what the rank of `stage` knows; `news` is called there.
+
+        Where activations are recomputed, the others do not listen: each recomputes for itself.
+        """
+        if not self.is_forward:
+            if self._runner.is_local(stage):
+                return news()
+            raise ModelError(
+                f"what {self.last!r} gave on stage {stage} has to be announced while activations are recomputed in "
+                "backward: an activation checkpoint spans several stages; checkpoint each placed module by itself"
+            )
         number, self._num_news = self._num_news, self._num_news + 1
         self.has_news = True
         key = Key(Kind.NEWS, self.number, number)
