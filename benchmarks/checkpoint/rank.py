@@ -1,7 +1,6 @@
 """What one process of a cell does: save with every side in turns, load with every side in turns, and prove it right."""
 
 import json
-import logging
 import os
 import shutil
 import sys
@@ -22,7 +21,7 @@ from benchmarks.checkpoint.memory import CountingStore, peak_memory, read_charac
 from benchmarks.checkpoint.outcome import Cell, Outcome, Reads
 from benchmarks.checkpoint.sides import LOADERS, SAVERS, Loader
 from benchmarks.checkpoint.states import Held, Layout, Specs, World
-from shardwise.comm import processes
+from benchmarks.joined import joined
 
 __all__ = ["Bench", "Turn", "measure"]
 
@@ -180,19 +179,9 @@ def progress(text: str) -> None:
 
 def measure(rank: int, num_ranks: int, folder: str) -> None:
     """Run the cell described in `folder`, in a fresh process; rank 0 leaves the outcome there."""
-    os.dup2(2, 1)  # what libraries print is no part of the table
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    place = Path(folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
-    channel = processes(timeout_seconds=600.0)
-    try:
+    with joined(rank, num_ranks, folder, timeout_seconds=600.0) as (place, channel):
         mesh = init_device_mesh("cpu", (num_ranks,))
         cell = Cell(**json.loads((place / "cell.json").read_text()))
         outcome = measure_cell(cell, place, World(rank=rank, size=num_ranks, mesh=mesh, channel=channel))
         if rank == 0:
             outcome.write(place / "outcome.json")
-        dist.barrier()
-    finally:
-        channel.close()
-        dist.destroy_process_group()

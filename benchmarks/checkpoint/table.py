@@ -15,17 +15,16 @@ from benchmarks.checkpoint import peers
 from benchmarks.checkpoint.asked import MEBIBYTE, Finding, findings
 from benchmarks.checkpoint.outcome import Outcome
 from benchmarks.checkpoint.sides import LOADERS, SAVERS
+from benchmarks.markdown import Row, markdown
 
 __all__ = ["asked_table", "full_table", "write"]
-
-Row = tuple[str, ...]
 
 
 def asked_table(outcomes: Sequence[Outcome]) -> str:
     """A row for every number that was asked for: the median of the rounds' ratios counts."""
     header = ("state", "ranks", "what", "asked", "measured", "min - max", "verdict")
     rows = [_asked_row(outcome, each) for outcome in outcomes for each in findings(outcome)]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def _asked_row(outcome: Outcome, finding: Finding) -> Row:
@@ -54,7 +53,7 @@ def full_table(outcomes: Sequence[Outcome]) -> str:
         "VmHWM MiB",
     )
     rows = [row for outcome in outcomes for job in outcome.seconds for row in _job_rows(outcome, job)]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def _job_rows(outcome: Outcome, job: str) -> Iterable[Row]:
@@ -84,16 +83,6 @@ def _cell(outcome: Outcome) -> tuple[str, str]:
 
 def _mebibytes(peaks: dict[str, dict[str, int]], job: str, name: str) -> str:
     return f"{peaks[job][name] / MEBIBYTE:.1f}" if name in peaks.get(job, {}) else ""
-
-
-def _markdown(header: Row, rows: Sequence[Row]) -> str:
-    widths = [max(len(row[at]) for row in (header, *rows)) for at in range(len(header))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in (header, *rows)
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
 
 
 NOTES = """\

@@ -1,18 +1,14 @@
 """What one process of a cell does: prove that all sides train alike, let them update in turns, and look."""
 
 import json
-import logging
 import math
-import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-import shardwise as sw
+from benchmarks.joined import joined
 from benchmarks.pipeline import timelines
 from benchmarks.pipeline.clipping import measure_clipping
 from benchmarks.pipeline.memory import measure_memory
@@ -132,17 +128,7 @@ def _of_all_ranks(mine: Any) -> list[Any]:
 
 def measure(rank: int, num_ranks: int, folder: str) -> None:
     """Run the cell described in `folder`, in a fresh process; rank 0 leaves the outcome there."""
-    os.dup2(2, 1)  # what libraries print is no part of the table
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    place = Path(folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
-    channel = sw.processes(timeout_seconds=120.0)
-    try:
+    with joined(rank, num_ranks, folder, timeout_seconds=120.0) as (place, channel):
         outcome = measure_cell(cell_of(json.loads((place / "cell.json").read_text())), channel)
         if rank == 0:
             outcome.write(place / "outcome.json")
-        dist.barrier()
-    finally:
-        channel.close()
-        dist.destroy_process_group()

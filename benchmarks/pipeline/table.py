@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.markdown import Row, markdown
 from benchmarks.pipeline.asked import busy_s, findings, foreign_s, formula
 from benchmarks.pipeline.clipping import PHASES
 from benchmarks.pipeline.outcome import Cell, Outcome
 
 __all__ = ["asked_table", "clipping_table", "memory_table", "side_table", "write"]
 
-Row = tuple[str, ...]
 KINDS = {"computing": "plain blocks", "sleeping": "stages that sleep", "llama": "Llama"}
 
 
@@ -35,7 +35,7 @@ def asked_table(outcomes: Sequence[Outcome]) -> str:
         )
         for each in findings(outcomes)
     ]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def side_table(outcomes: Sequence[Outcome]) -> str:
@@ -52,7 +52,7 @@ def side_table(outcomes: Sequence[Outcome]) -> str:
         "bubble",
         "formula",
     )
-    return _markdown(header, [row for outcome in outcomes for row in _side_rows(outcome)])
+    return markdown(header, [row for outcome in outcomes for row in _side_rows(outcome)])
 
 
 def _side_rows(outcome: Outcome) -> Iterator[Row]:
@@ -81,7 +81,7 @@ def stage_table(outcomes: Sequence[Outcome]) -> str:
         for outcome in outcomes
         for name, seen in outcome.schedules.items()
     ]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def memory_table(outcomes: Sequence[Outcome]) -> str:
@@ -100,7 +100,7 @@ def memory_table(outcomes: Sequence[Outcome]) -> str:
         for outcome in outcomes
         for each in outcome.memory
     ]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def clipping_table(outcomes: Sequence[Outcome]) -> str:
@@ -122,7 +122,7 @@ def clipping_table(outcomes: Sequence[Outcome]) -> str:
         for outcome in outcomes
         for each in outcome.clipping
     ]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def _cell(cell: Cell) -> Row:
@@ -131,16 +131,6 @@ def _cell(cell: Cell) -> Row:
 
 def _ms(seconds: Sequence[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.1f}"
-
-
-def _markdown(header: Row, rows: Sequence[Row]) -> str:
-    widths = [max(len(row[at]) for row in (header, *rows)) for at in range(len(header))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in (header, *rows)
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
 
 
 NOTES = """\

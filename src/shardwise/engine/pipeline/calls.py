@@ -23,8 +23,8 @@ class Call(Protocol):
     name: str
     draws: bool
     """Whether it draws random numbers from the stream of the code around it."""
-    may_write_to_containers: bool
-    """Whether it is code of the user's, which may fill lists and dicts that it is given."""
+    is_user_code: bool
+    """Whether it is code of the user's, which may fill lists and dicts that it is given, and give any numbers."""
     ignores_numbers: bool
     """Whether Python numbers among the inputs do not change what comes out but for its values."""
 
@@ -41,7 +41,7 @@ class Call(Protocol):
 class Operation:
     """A torch function between placed modules."""
 
-    may_write_to_containers = False
+    is_user_code = False
 
     def __init__(self, function: Callable[..., Any], *, draws: bool) -> None:
         self.function = function
@@ -65,7 +65,7 @@ class Operation:
 class Unit:
     """A placed module."""
 
-    may_write_to_containers = True
+    is_user_code = True
     draws = False  # from a stream of its own only
     ignores_numbers = False
 

@@ -4,7 +4,7 @@ Whatever the call gives is described alike on all ranks, by the entry that all o
 outputs there are, which of them are inputs or views of inputs, which inputs were written to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.engine.pipeline.calls import Call, Unit
 from shardwise.engine.pipeline.flows import Flow
 from shardwise.engine.pipeline.inference import Entry, Inputs, Writes, describe
-from shardwise.engine.pipeline.nested import ObjectSlot, Slot, is_plain, put_into, tensors_in, told_in, transform
+from shardwise.engine.pipeline.nested import filled, is_plain, put_into, tensors_in, told_in, transform
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.values import Family, Memory, Spec, StageTensor, Value
 from shardwise.errors import ModelError
@@ -67,23 +67,22 @@ def execute(
     told: list[Any] | None = None
     is_new = entry is None
     if runner.is_local(stage):
-        locals_ = [value.local if (value := moved.get(at)) else each for at, each in enumerate(inputs.tensors)]
-        result, fresh = _run(runner, flow, call, stage, inputs, locals_, is_described=not is_new)  # type: ignore[arg-type]
+        result, fresh = _run(runner, flow, call, stage, inputs, moved, is_described=not is_new)
         if entry is None:
             entry = flow.tell(stage, lambda: fresh)
-        elif isinstance(call, Unit) and told_in(entry.skeleton):
+        elif call.is_user_code and entry.tells:
             flow.tell(stage, lambda: told_in(result))
         _check(call, entry, tensors_in(result), flow, is_example=not _all_known(entry, moved))
     elif entry is None:
         entry = flow.tell(stage, _nothing)
-    elif isinstance(call, Unit) and told_in(entry.skeleton):
+    elif call.is_user_code and entry.tells:
         told = flow.tell(stage, _nothing)
     if is_new:
         runner.inference.learn(signature, entry)
     assert entry is not None
     if call.draws:
         _draw_alike(runner, flow, call, inputs, is_local=result is not None)
-    _write(flow, call, inputs, entry, moved)
+    _write(runner, flow, call, inputs, entry, moved)
     wrapped = _wrap(flow, call, stage, inputs, entry, moved, tensors_in(result) if result is not None else None)
     if result is not None:
         _note_opaque(flow, inputs, result)
@@ -108,11 +107,16 @@ def _run(
     call: Call,
     stage: int,
     inputs: Inputs,
-    tensors: Sequence[torch.Tensor],
+    moved: Mapping[int, Value],
     *,
     is_described: bool,
 ) -> tuple[Any, Entry | None]:
     """Execute a call here; its result, and its entry where none is known."""
+    tensors: list[torch.Tensor] = []
+    for at, each in enumerate(inputs.tensors):
+        local = moved[at].local if at in moved else each
+        assert local is not None
+        tensors.append(local)
     versions = [each._version for each in tensors]
     args, kwargs = inputs.filled(tensors, inputs.objects)
     writes = Writes(call, args, kwargs, inputs.objects)
@@ -185,12 +189,14 @@ def _described(specs: Sequence[Spec]) -> str:
     return ", ".join(each) or "no tensors"
 
 
-def _write(flow: Flow, call: Call, inputs: Inputs, entry: Entry, moved: dict[int, Value]) -> None:
+def _write(
+    runner: "PipelineRunner", flow: Flow, call: Call, inputs: Inputs, entry: Entry, moved: dict[int, Value]
+) -> None:
     """Account for inputs that were written to in place."""
     for at, spec in entry.written:
         tensor = inputs.tensors[at]
         if not isinstance(tensor, StageTensor):
-            _write_to_plain(flow, call, tensor, moved)
+            _write_to_plain(runner, flow, call, tensor, moved)
             continue
         value = moved[at]
         if tensor.value is not value:
@@ -210,9 +216,11 @@ def _write(flow: Flow, call: Call, inputs: Inputs, entry: Entry, moved: dict[int
         tensor.family.reset()
 
 
-def _write_to_plain(flow: Flow, call: Call, tensor: torch.Tensor, moved: dict[int, Value]) -> None:
+def _write_to_plain(
+    runner: "PipelineRunner", flow: Flow, call: Call, tensor: torch.Tensor, moved: dict[int, Value]
+) -> None:
     """A tensor that all ranks have was written to on one: from now on it stands for a value of that stage."""
-    if flow.is_buffer_of_all(tensor):
+    if runner.is_buffer_of_all(tensor):
         raise ModelError(
             f"{user_site()}: {call.name} writes values of a stage to a buffer of a module that runs on all ranks; "
             "place that module on a stage"
@@ -283,14 +291,8 @@ def _same(flow: Flow, tensor: torch.Tensor, value: Value | None, spec: Spec) -> 
 
 def _deliver(call: Call, inputs: Inputs, entry: Entry, result: Any, wrapped: Sequence[torch.Tensor]) -> Any:
     """The result as the program gets it, after hooks inside the module have been told."""
-
-    def put(leaf: Any) -> Any:
-        if type(leaf) is Slot:
-            return wrapped[leaf.number]
-        return inputs.objects[leaf.number] if type(leaf) is ObjectSlot else leaf
-
     if result is None:
-        answer, records, writes = transform(entry.skeleton, put)
+        answer, records, writes = filled(entry.skeleton, wrapped, inputs.objects)
     else:
         following = iter(wrapped)
         answer, records, writes = transform(

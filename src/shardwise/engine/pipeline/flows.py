@@ -4,7 +4,6 @@ The program of the forward is the same on all ranks. It is counted alike everywh
 happens by a checksum that travels with every value, so that ranks whose programs differ notice.
 """
 
-import pickle
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,8 +14,8 @@ import torch
 from torch import nn
 
 from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, Link, StageGraph
-from shardwise.engine.pipeline.nested import packed
-from shardwise.engine.pipeline.post import Key, Kind
+from shardwise.engine.pipeline.nested import packed, unpacked
+from shardwise.engine.pipeline.post import SAME_FORWARD, Key, Kind, Message
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.values import Spec, StageTensor, Value
@@ -40,7 +39,6 @@ class Flow:
         self.is_forward = True
         self.last = "the beginning of the forward"
         """The last call that the program made."""
-        self.loss: StageTensor | None = None
         self.graphs: dict[int, StageGraph] = {}
         """By local stage."""
         self.park: Callable[[], None] = lambda: None
@@ -162,10 +160,6 @@ class Flow:
         """Values of a stage were written to a plain tensor: views of its memory have what it was on other ranks."""
         self._shaded.add(tensor.untyped_storage()._cdata)
 
-    def is_buffer_of_all(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a buffer of a module that every rank runs."""
-        return self._runner.is_buffer_of_all(tensor)
-
     def _is_shaded(self, leaf: torch.Tensor) -> bool:
         if not self._shaded or leaf.layout is not torch.strided:
             return False
@@ -267,26 +261,18 @@ class Flow:
         )
 
     def _arrive(self, value: Value, crossing: Crossing) -> torch.Tensor:
-        with self._runner.waiting(self.number, crossing.target):
-            message = self._post.take(
-                self._runner.rank_of(crossing.source),
-                Key(Kind.VALUE, self.number, crossing.number),
-                stages=(crossing.source, crossing.target),
-            )
+        message = self._take(Kind.VALUE, crossing.number, crossing.source, crossing.target)
         content = message.content
         assert content is not None
-        if (
-            message.progress != self.progress
-            or (message.source_stage, message.target_stage) != (crossing.source, crossing.target)
-            or content.dtype != value.spec.dtype
-            or (value.has_known_shape and tuple(content.shape) != value.spec.shape)
-        ):
-            raise MismatchError(
-                f"the forward of microbatch {self.number} differs between ranks: for transfer {crossing.number} stage "
-                f"{crossing.target} expects {value.maker!r} {list(value.spec.shape)} of stage {crossing.source}, and "
-                f"got {message.maker!r} {list(content.shape)} of stage {message.source_stage}, after other calls; "
-                "every rank has to run the same forward (no branch on the rank, the time or unseeded random numbers)"
-            )
+        self._compare(
+            message,
+            f"for transfer {crossing.number} stage {crossing.target} expects {value.maker!r} {list(value.spec.shape)} "
+            f"of stage {crossing.source}, and got {message.maker!r} {list(content.shape)} of stage "
+            f"{message.source_stage}",
+            fits=(message.source_stage, message.target_stage) == (crossing.source, crossing.target)
+            and content.dtype == value.spec.dtype
+            and (not value.has_known_shape or tuple(content.shape) == value.spec.shape),
+        )
         if not crossing.needs_gradient:
             return content
         self.graph(crossing.target).arrivals.append(crossing)
@@ -316,26 +302,11 @@ class Flow:
                 f"what {self.last!r} gave on stage {stage} has to be announced while activations are recomputed in "
                 "backward: an activation checkpoint spans several stages; checkpoint each placed module by itself"
             )
-        number, self._num_news = self._num_news, self._num_news + 1
-        self.has_news = True
-        key = Key(Kind.NEWS, self.number, number)
-        owner = self._runner.rank_of(stage)
-        if owner == self._runner.rank:
-            # Between ranks of one run, which all run the same code: this is no file that anybody could have changed.
-            content = torch.frombuffer(bytearray(packed(told := news())), dtype=torch.uint8)
-            for rank in range(self._runner.num_ranks):
-                if rank != owner:
-                    self._post.send(rank, key, content, stages=(stage, 0), progress=self.progress, maker=self.last)
-            return told
-        with self._runner.waiting(self.number, stage):
-            message = self._post.take(owner, key, stages=(stage, 0))
-        if message.progress != self.progress:
-            raise MismatchError(
-                f"the forward of microbatch {self.number} differs between ranks: {self.last!r} of stage {stage} was "
-                f"announced as {message.maker!r}, after other calls; every rank has to run the same forward"
-            )
-        assert message.content is not None
-        return pickle.loads(message.content.numpy().tobytes())
+        is_owner = self._runner.is_local(stage)
+        told = news() if is_owner else None
+        # Between ranks of one run, which all run the same code: this is no file that anybody could have changed.
+        announced = self._announce(stage, packed(told) if is_owner else None)
+        return told if is_owner else unpacked(announced)
 
     def shape_known(self, tensor: StageTensor) -> Spec:
         """The description of a value with its real shape, which its owner tells to all where they cannot know it."""
@@ -347,17 +318,37 @@ class Flow:
 
     def give_all(self, tensor: StageTensor) -> torch.Tensor:
         """The elements of a value, on every rank."""
-        value = tensor.value
+        return self._announce(tensor.value.stage, tensor.value.local)
+
+    def _announce(self, stage: int, content: torch.Tensor | None) -> torch.Tensor:
+        """Give all ranks what the rank of `stage` has, and only that one."""
         number, self._num_news = self._num_news, self._num_news + 1
-        key, owner = Key(Kind.NEWS, self.number, number), self._runner.rank_of(value.stage)
-        if value.local is None:
-            content = self._post.take(owner, key, stages=(value.stage, 0)).content
-            assert content is not None
-            return content
+        self.has_news = True
+        if content is None:
+            message = self._take(Kind.NEWS, number, stage, stage)
+            self._compare(message, f"{self.last!r} of stage {stage} was announced as {message.maker!r}")
+            assert message.content is not None
+            return message.content
+        key = Key(Kind.NEWS, self.number, number)
         for rank in range(self._runner.num_ranks):
-            if rank != owner:
-                self._post.send(rank, key, value.local, stages=(value.stage, 0), maker=value.maker)
-        return value.local
+            if rank != self._runner.rank:
+                self._post.send(rank, key, content, stages=(stage, stage), progress=self.progress, maker=self.last)
+        return content
+
+    def _take(self, kind: Kind, number: int, source: int, target: int) -> Message:
+        """Wait for a message from the rank of a stage."""
+        with self._runner.noting("wait", self.number, target):
+            return self._post.take(
+                self._runner.rank_of(source), Key(kind, self.number, number), stages=(source, target)
+            )
+
+    def _compare(self, message: Message, difference: str, *, fits: bool = True) -> None:
+        """Raise MismatchError unless the sender's program had made the same calls."""
+        if message.progress != self.progress or not fits:
+            raise MismatchError(
+                f"the forward of microbatch {self.number} differs between ranks: {difference}, after other calls; "
+                f"{SAME_FORWARD}"
+            )
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -379,13 +370,7 @@ class Flow:
 
     def take_gradient(self, crossing: Crossing) -> torch.Tensor | None:
         """Wait for the gradient of a value that left from here."""
-        with self._runner.waiting(self.number, crossing.source):
-            message = self._post.take(
-                self._runner.rank_of(crossing.target),
-                Key(Kind.GRADIENT, self.number, crossing.number),
-                stages=(crossing.target, crossing.source),
-            )
-        return message.content
+        return self._take(Kind.GRADIENT, crossing.number, crossing.target, crossing.source).content
 
     def close(self) -> None:
         """Let go of everything: values of a forward refer to it, and it to them."""
@@ -395,7 +380,6 @@ class Flow:
         for graph in self.graphs.values():
             graph.clear()
         self.graphs.clear()
-        self.loss = None
 
     def refuse_compiled_code(self, function: Any) -> Any:
         """Compiled or scripted code got a value of a stage."""

@@ -21,8 +21,10 @@ from shardwise.engine.pipeline.nested import (
     Slot,
     containers_in,
     contents_of,
+    filled,
     is_plain,
     token_of,
+    told_in,
     transform,
     with_told,
 )
@@ -56,6 +58,8 @@ class Entry:
     """Inputs that the call writes to in place, and what they are afterwards."""
     has_known_shapes: bool
     """False: the shapes are an example, and may be others the next time."""
+    tells: bool
+    """There are numbers or texts in it, which may be others the next time."""
 
     def telling(self, told: Sequence[Any]) -> "Entry":
         """The entry with the numbers and texts of one call, which only its owner knows."""
@@ -67,9 +71,9 @@ class Writes:
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], objects: Sequence[Any]) -> None:
         self._call = call
-        self._containers = containers_in((*args, *kwargs.values())) if call.may_write_to_containers else []
+        self._containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
         self._before = [contents_of(each) for each in self._containers]
-        self._objects = [(each, _tensors_of(each)) for each in objects if call.may_write_to_containers]
+        self._objects = [(each, _tensors_of(each)) for each in objects if call.is_user_code]
 
     def found(self) -> tuple[tuple[int, Any, Any], ...]:
         """(number of the container, position or key, value) of everything new. Raises ModelError for what is gone."""
@@ -107,19 +111,22 @@ class Opaque:
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):  # what copying and pickling look for
             raise AttributeError(attribute)
-        raise ModelError(
-            f"{attribute!r} of a {self.__name} that a placed module gave is used outside of it ({user_site()}); only "
-            "the rank of that module's stage has the object; return its tensors in a tuple, list, dict or dataclass"
-        )
+        raise self.__refusal(repr(attribute))
 
     def __iter__(self) -> Any:
-        return self.items_of_it
+        raise self.__refusal("what is in it")
 
     def __getitem__(self, key: Any) -> Any:
-        return self.items_of_it
+        raise self.__refusal(f"item {key!r}")
 
     def __len__(self) -> int:
-        return int(self.items_of_it)
+        raise self.__refusal("the length")
+
+    def __refusal(self, what: str) -> ModelError:
+        return ModelError(
+            f"{what} of a {self.__name} that a placed module gave is used outside of it ({user_site()}); only the rank "
+            "of that module's stage has the object; return its tensors in a tuple, list, dict or dataclass"
+        )
 
 
 class Inputs:
@@ -140,7 +147,7 @@ class Inputs:
         self.modules: list[nn.Module] = []
         self.has_opaque = False
         """Whether an object among them is known on one rank only, so that none can try the call."""
-        self.containers = containers_in((*args, *kwargs.values())) if call.may_write_to_containers else []
+        self.containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
         """Lists, dicts and the like, as the program has them."""
         self._opaque = opaque
         self._tokens: list[Hashable] = []
@@ -152,10 +159,7 @@ class Inputs:
         if isinstance(leaf, torch.Tensor):
             leaf = self._adopted(leaf)
             self.tensors.append(leaf)
-            if type(leaf) is StageTensor:
-                self._tokens.append(leaf.value.spec)
-            else:
-                self._tokens.append(Spec.of(leaf))
+            self._tokens.append(_spec_of(leaf))
             return Slot(len(self.tensors) - 1)
         if isinstance(leaf, Opaque) or id(leaf) in self._opaque:
             self.has_opaque = True
@@ -181,13 +185,7 @@ class Inputs:
 
     def filled(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors and objects."""
-
-        def put(leaf: Any) -> Any:
-            if type(leaf) is Slot:
-                return tensors[leaf.number]
-            return objects[leaf.number] if type(leaf) is ObjectSlot else leaf
-
-        args, kwargs = transform(self.skeleton, put, fresh=self._call.may_write_to_containers)
+        args, kwargs = filled(self.skeleton, tensors, objects, fresh=self._call.is_user_code)
         return args, kwargs
 
 
@@ -227,8 +225,7 @@ class Inference:
         try:
             with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying():
                 warnings.simplefilter("ignore")
-                specs = [each.value.spec if type(each) is StageTensor else Spec.of(each) for each in inputs.tensors]
-                tensors = [self._fakes.input(spec) for spec in specs]
+                tensors = [self._fakes.input(_spec_of(each)) for each in inputs.tensors]
                 with _CopiesHoldFakes(self._fakes):
                     objects = [copy.deepcopy(each) for each in inputs.objects]
                 versions = [each._version for each in tensors]
@@ -284,7 +281,17 @@ def describe(
 
     skeleton = transform(result, take_apart)
     written = tuple((at, Spec.of(each)) for at, each in enumerate(tensors) if each._version != versions[at])
-    return Entry(skeleton=skeleton, outputs=tuple(outputs), written=written, has_known_shapes=has_known_shapes)
+    return Entry(
+        skeleton=skeleton,
+        outputs=tuple(outputs),
+        written=written,
+        has_known_shapes=has_known_shapes,
+        tells=bool(told_in(result)),
+    )
+
+
+def _spec_of(tensor: torch.Tensor) -> Spec:
+    return tensor.value.spec if isinstance(tensor, StageTensor) else Spec.of(tensor)
 
 
 def _storage(tensor: torch.Tensor) -> int:

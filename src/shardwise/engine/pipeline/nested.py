@@ -5,7 +5,7 @@ import dataclasses
 import enum
 import io
 import pickle
-from collections.abc import Callable, Hashable, Iterable, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,17 @@ def with_told(value: Any, told: Iterable[Any]) -> Any:
     return transform(value, lambda leaf: next(following) if isinstance(leaf, _TOLD) else leaf)
 
 
+def filled(value: Any, tensors: Sequence[Any], objects: Sequence[Any], *, fresh: bool = False) -> Any:
+    """A nested value with tensors and objects in their slots; `fresh`: see `transform`."""
+
+    def put(leaf: Any) -> Any:
+        if type(leaf) is Slot:
+            return tensors[leaf.number]
+        return objects[leaf.number] if type(leaf) is ObjectSlot else leaf
+
+    return transform(value, put, fresh=fresh)
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a nested value, in the order of the walk."""
     found: list[torch.Tensor] = []
@@ -140,11 +151,16 @@ def token_of(leaf: Any) -> Hashable:
     return (type(leaf),)
 
 
-def packed(value: Any) -> bytes:
-    """A nested value as bytes, for `pickle.loads` on a rank of the same run, which has the same classes."""
+def packed(value: Any) -> torch.Tensor:
+    """A nested value as bytes, for `unpacked` on a rank of the same run, which has the same classes."""
     stream = io.BytesIO()
     _Packer(stream).dump(value)
-    return stream.getvalue()
+    return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
+
+
+def unpacked(content: torch.Tensor) -> Any:
+    """The nested value of which these are the bytes."""
+    return pickle.loads(content.numpy().tobytes())
 
 
 class _Packer(pickle.Pickler):

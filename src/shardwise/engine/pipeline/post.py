@@ -27,6 +27,9 @@ _ALIGNMENT_BYTES = 64
 _HOLES_BYTES = 1 << 16
 """Tensors of up to this extent keep holes between their elements."""
 
+SAME_FORWARD = "every rank has to run the same forward (no branch on the rank, the time or unseeded random numbers)"
+"""What to do where ranks ran different ones."""
+
 _PURPOSES = ("values", "gradients", "announcements")
 
 
@@ -110,15 +113,12 @@ class Post:
                 error.add_note(f"shardwise: waiting for {what} from stage {stages[0]} (rank {rank} of the pipeline)")
                 raise
             self._box[rank, arrived.key] = arrived
-            if (
-                arrived.key.kind == key.kind
-                and arrived.key.microbatch == key.microbatch
-                and self._is_past(arrived, key)
-            ):
+            # Values of a microbatch come in ascending order from one rank; gradients and news need not.
+            if key.kind is Kind.VALUE and arrived.key[:2] == key[:2] and arrived.key.number > key.number:
                 raise MismatchError(
                     f"the forward of microbatch {key.microbatch} differs between ranks: this one waits for transfer "
                     f"{key.number} from stage {stages[0]} to {stages[1]}, and rank {rank} of the pipeline went on to "
-                    f"transfer {arrived.key.number} of {arrived.maker!r}; every rank has to run the same forward"
+                    f"transfer {arrived.key.number} of {arrived.maker!r}; {SAME_FORWARD}"
                 )
         return message
 
@@ -132,11 +132,6 @@ class Post:
         """Drop what nobody asked for."""
         self._box.clear()
         self._sent.clear()
-
-    @staticmethod
-    def _is_past(arrived: Message, key: Key) -> bool:
-        """Values of a microbatch come in ascending order from one rank; gradients and news may not."""
-        return key.kind is Kind.VALUE and arrived.key.number > key.number
 
     def _receive(self, rank: int) -> Message:
         packed = torch.empty(_HEADER.size, dtype=torch.uint8)

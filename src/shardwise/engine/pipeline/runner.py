@@ -1,6 +1,5 @@
 """Runs the microbatches of one rank in the order of a schedule."""
 
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,18 +10,19 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.comm.agreement import compare
 from shardwise.engine.batches import Batch
 from shardwise.engine.pipeline.calls import Unit
 from shardwise.engine.pipeline.execution import execute
 from shardwise.engine.pipeline.flows import Flow
 from shardwise.engine.pipeline.glue import Glue
 from shardwise.engine.pipeline.inference import Inference
-from shardwise.engine.pipeline.post import Post
+from shardwise.engine.pipeline.post import SAME_FORWARD, Post
 from shardwise.engine.pipeline.steps import LossOf, TrainingStep
 from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.values import StageTensor
 from shardwise.engine.randomness import KeyedRandom, Stream
-from shardwise.errors import MismatchError, ModelError
+from shardwise.errors import ModelError
 from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt
 from shardwise.plan.schedules import Action, Schedule, make_schedule
@@ -124,17 +124,18 @@ class PipelineRunner:
         found = ((each._buffers.get(key), stage, name) for each, key, stage, name in self._buffered)
         return [(buffer, stage, name) for buffer, stage, name in found if buffer is not None]
 
-    @contextmanager
-    def waiting(self, microbatch: int, stage: int) -> Iterator[None]:
-        """Note that this rank waits for another one."""
-        with self.noting("wait", microbatch, stage):
-            yield
-
     def is_buffer_of_all(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a buffer of a module that every rank runs."""
         return any(module._buffers.get(key) is tensor for _, module, key in self._glue_buffers)
 
-    def refuse_kept_values(self) -> None:
+    def run_glue(self, compute: LossOf, part: Batch) -> torch.Tensor:
+        """What the user's program computes of a microbatch, the model's forward in it."""
+        with self.glue:
+            result = compute(part)
+        self._refuse_kept_values()
+        return result
+
+    def _refuse_kept_values(self) -> None:
         """Values of a stage must not outlive their forward as buffers of modules that all ranks have."""
         for name, module, key in self._glue_buffers:
             if isinstance(buffer := module._buffers.get(key), StageTensor):
@@ -184,8 +185,7 @@ class PipelineRunner:
         flow = Flow(self, 0, stream)
         try:
             with self.current(flow):
-                with self.glue:
-                    output = output_of(inputs)
+                output = self.run_glue(output_of, inputs)
                 if isinstance(output, StageTensor):
                     output = flow.give_all(output)
             self._end([flow])
@@ -204,9 +204,8 @@ class PipelineRunner:
             for number, (part, stream) in enumerate(zip(parts, streams, strict=True)):
                 flow = Flow(self, number, stream)
                 flows.append(flow)
-                with self.current(flow), self.glue:
-                    loss = loss_of(part)
-                self.refuse_kept_values()
+                with self.current(flow):
+                    loss = self.run_glue(loss_of, part)
                 losses.append(self.detached(loss))
                 flow.close()
             self._end(flows)
@@ -249,17 +248,15 @@ class PipelineRunner:
         self.post.settle()
         for flow in flows if self.is_training else ():
             self._observe(flow)
-        mine = struct.pack(f"<{len(flows)}I", *(flow.progress for flow in flows))
-        answers = self._channel.exchange(mine, purpose="what forwards did")
-        for rank, answer in enumerate(answers):
-            if answer != answers[0]:
-                theirs, first = (struct.unpack(f"<{len(each) // 4}I", each) for each in (answer, answers[0]))
-                number = next((at for at, pair in enumerate(zip(first, theirs, strict=False)) if len(set(pair)) > 1), 0)
-                raise MismatchError(
-                    f"the forward of microbatch {number} made other calls on rank {rank} of the pipeline than on rank "
-                    "0; every rank has to run the same forward (no branch on the rank, the time or unseeded random "
-                    "numbers)"
-                )
+        compare(
+            self._channel,
+            [
+                f"in microbatch {flow.number} calls with the checksum {flow.progress:08x}, the last one {flow.last!r}"
+                for flow in flows
+            ],
+            subject="forwards",
+            hint=f"{SAME_FORWARD[0].upper()}{SAME_FORWARD[1:]}.",
+        )
 
     @contextmanager
     def current(self, flow: Flow) -> Iterator[None]:

@@ -104,15 +104,11 @@ class TrainingStep:
         """The user's forward, from its beginning to its loss."""
         runner, flow, factor = self._runner, self.flows[number], self._factors[number]
         try:
-            with runner.glue:
-                loss = self._loss_of(self._parts[number])
-                if not isinstance(loss, StageTensor) or not loss.requires_grad:
-                    raise ModelError(
-                        "the loss depends on no trainable parameter; nothing can be learnt from this batch"
-                    )
-                scaled = loss if factor == 1.0 else loss * factor
-                assert isinstance(scaled, StageTensor)
-            runner.refuse_kept_values()
+            loss = runner.run_glue(self._loss_of, self._parts[number])
+            if not isinstance(loss, StageTensor) or not loss.requires_grad:
+                raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
+            scaled = loss if factor == 1.0 else loss * factor
+            assert isinstance(scaled, StageTensor)
         except Exception as error:
             error.add_note(
                 f"shardwise: in the forward of microbatch {number} of {len(self._parts)}, after {flow.last!r}"
