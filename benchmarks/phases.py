@@ -109,6 +109,9 @@ class ClockedChannel:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return self.channel.allocate(num_bytes)
 
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        return self.channel.share(num_bytes)
+
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         with self.clock.during(f"exchange: {purpose}"):
             return self.channel.exchange(value, purpose=purpose)

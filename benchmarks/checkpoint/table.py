@@ -1,21 +1,15 @@
 """From outcomes to tables, and to files that say how they were made."""
 
-import json
-import os
-import platform
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from datetime import date
 from pathlib import Path
-
-import torch
 
 from benchmarks.checkpoint import peers
 from benchmarks.checkpoint.asked import MEBIBYTE, Finding, findings
 from benchmarks.checkpoint.outcome import Outcome
 from benchmarks.checkpoint.sides import LOADERS, SAVERS
 from benchmarks.markdown import Row, markdown
+from benchmarks.rounds_file import write_rounds
 
 __all__ = ["asked_table", "full_table", "write"]
 
@@ -109,17 +103,7 @@ synchronously. It does not sync what it writes: that is added."""
 
 def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) -> None:
     """Write `name.md` (both tables, what the sides are) and `name.json` (every round)."""
-    made = {
-        "command": command,
-        "date": date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "torch_checkpointing": peers.HAS_TORCH_CHECKPOINTING,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"made": made, "outcomes": [asdict(outcome) for outcome in outcomes]}, indent=1)
-    (folder / f"{name}.json").write_text(text + "\n")
+    made = write_rounds(folder, name, outcomes, command, torch_checkpointing=peers.HAS_TORCH_CHECKPOINTING)
     sides = "\n".join(f"- `{each.name}` saves: {each.about}" for each in SAVERS.values())
     loads = "\n".join(f"- `{each.name}` loads: {each.about}" for each in LOADERS.values())
     head = (

@@ -2,15 +2,15 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from benchmarks.limits import Finding
 from benchmarks.pipeline.clipping import PHASES
 from benchmarks.pipeline.ours import SCHEDULES
 from benchmarks.pipeline.outcome import Cell, Clipping, Outcome
 from benchmarks.pipeline.theirs import PEERS
 from shardwise.plan.timeline import ideal_bubble
 
-__all__ = ["Finding", "busy_s", "findings", "foreign_s", "formula", "growth"]
+__all__ = ["busy_s", "findings", "foreign_s", "formula", "growth"]
 
 PREDICTION = 1.07
 PEER = 1.0
@@ -20,29 +20,7 @@ OF_PEERS = ("fthenb", "1f1b")
 """Our schedules whose peers were asked for; interleaved is shown beside them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One number that was asked for, and what was measured: the median counts."""
-
-    cell: Cell
-    what: str
-    limit: float
-    """At most."""
-    values: Sequence[float]
-    unit: str = ""
-
-    @property
-    def median(self) -> float:
-        """What counts."""
-        return statistics.median(self.values)
-
-    @property
-    def met(self) -> bool:
-        """Whether it is met."""
-        return self.median <= self.limit
-
-
-def findings(outcomes: Sequence[Outcome]) -> list[Finding]:
+def findings(outcomes: Sequence[Outcome]) -> list[Finding[Cell]]:
     """Everything that was asked for and that these outcomes measured."""
     found = [each for outcome in outcomes for each in (*_times(outcome), *_memory(outcome), *_clipping(outcome))]
     return [*found, *_growth([each for each in outcomes if each.clipping])]
@@ -56,7 +34,7 @@ def formula(cell: Cell, schedule: str) -> float:
     )
 
 
-def _times(outcome: Outcome) -> Iterator[Finding]:
+def _times(outcome: Outcome) -> Iterator[Finding[Cell]]:
     cell = outcome.cell
     for name in SCHEDULES if outcome.updates else ():
         ours = f"ours {name}"
@@ -84,7 +62,7 @@ def _ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
     return [mine / its for mine, its in zip(ours, others, strict=True)]
 
 
-def _memory(outcome: Outcome) -> Iterator[Finding]:
+def _memory(outcome: Outcome) -> Iterator[Finding[Cell]]:
     cell, ranks = outcome.cell, outcome.memory
     if not ranks:
         return
@@ -110,7 +88,7 @@ def foreign_s(rank: Clipping) -> float:
     return rank.cpu_s["foreign"] + rank.cpu_s["glue"]
 
 
-def _clipping(outcome: Outcome) -> Iterator[Finding]:
+def _clipping(outcome: Outcome) -> Iterator[Finding[Cell]]:
     if outcome.clipping:
         share = max(foreign_s(each) / busy_s(each) for each in outcome.clipping)
         what = "foreign modules and glue / forwards and backwards, worst rank"
@@ -125,7 +103,7 @@ def growth(few: Outcome, many: Outcome) -> tuple[float, float]:
     return lookups / more, (seconds[1] - seconds[0]) / more
 
 
-def _growth(outcomes: Sequence[Outcome]) -> Iterator[Finding]:
+def _growth(outcomes: Sequence[Outcome]) -> Iterator[Finding[Cell]]:
     for many in outcomes[1:]:
         few = outcomes[0]
         lookups, seconds = growth(few, many)

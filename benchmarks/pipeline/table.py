@@ -1,20 +1,14 @@
 """From outcomes to tables, and to files that say how they were made."""
 
-import json
-import os
-import platform
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from datetime import date
 from pathlib import Path
-
-import torch
 
 from benchmarks.markdown import Row, markdown
 from benchmarks.pipeline.asked import busy_s, findings, foreign_s, formula
 from benchmarks.pipeline.clipping import PHASES
 from benchmarks.pipeline.outcome import Cell, Outcome
+from benchmarks.rounds_file import write_rounds
 
 __all__ = ["asked_table", "clipping_table", "memory_table", "side_table", "write"]
 
@@ -176,16 +170,7 @@ and backwards with waits. With more ranks than cores only processor time means a
 
 def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) -> None:
     """Write `name.md` (all tables) and `name.json` (every round)."""
-    made = {
-        "command": command,
-        "date": date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"made": made, "outcomes": [asdict(outcome) for outcome in outcomes]}, indent=1)
-    (folder / f"{name}.json").write_text(text + "\n")
+    made = write_rounds(folder, name, outcomes, command)
     head = (
         f"Made by `{command}` on {made['date']}: {made['cores']} cores, Python {made['python']}, torch "
         f"{made['torch']}; 1 thread per rank."

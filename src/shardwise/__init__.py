@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from shardwise import checkpoint
 
     # From their modules: type checkers take `room.parallelize` for the module of that name.
-    from shardwise.checkpoint import load, save
+    from shardwise.checkpoint import full, load, save
     from shardwise.comm import Channel, Recorded, default_channel, simulate
     from shardwise.comm.processes import processes
     from shardwise.engine import Engine, EvaluationReport, StepReport
     from shardwise.engine.parallelize import parallelize
     from shardwise.errors import ShardwiseError
     from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding
+    from shardwise.rewrite import Rewrite
     from shardwise.space import Mesh, Piece
 
 __version__ = "0.1.0"
@@ -32,10 +33,12 @@ _ROOM_OF = {
     "Plan": "plan",
     "Precision": "plan",
     "Recorded": "comm",
+    "Rewrite": "rewrite",
     "Sharding": "plan",
     "ShardwiseError": "errors",
     "StepReport": "engine",
     "default_channel": "comm",
+    "full": "checkpoint",
     "load": "checkpoint",
     "parallelize": "engine",
     "processes": "comm",
@@ -57,12 +60,14 @@ __all__ = [
     "Plan",
     "Precision",
     "Recorded",
+    "Rewrite",
     "Sharding",
     "ShardwiseError",
     "StepReport",
     "__version__",
     "checkpoint",
     "default_channel",
+    "full",
     "load",
     "parallelize",
     "processes",

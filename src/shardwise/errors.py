@@ -19,6 +19,15 @@ def _listed(problems: Sequence[str]) -> str:
     return problems[0] if len(problems) == 1 else "\n".join(f"  - {problem}" for problem in problems)
 
 
+def _counted(problems: Sequence[str], about: str) -> str:
+    """The first of what may be many problems, how many there are, and of what."""
+    shown = list(problems[:_SHOWN_PROBLEMS])
+    if len(problems) > len(shown):
+        shown.append(f"and {len(problems) - len(shown)} more")
+    heading = "" if len(problems) == 1 else f"{len(problems)} problems:\n"
+    return (f"{about}: " if about else "") + heading + _listed(shown)
+
+
 class PlanError(ShardwiseError, ValueError):
     """A plan, mesh or spec that cannot hold. Carries every problem found, not only the first."""
 
@@ -57,11 +66,18 @@ class CheckpointError(ShardwiseError):
 
     def __init__(self, *problems: str, about: str = "") -> None:
         self.problems: tuple[str, ...] = problems
-        shown = list(problems[:_SHOWN_PROBLEMS])
-        if len(problems) > len(shown):
-            shown.append(f"and {len(problems) - len(shown)} more")
-        heading = "" if len(problems) == 1 else f"{len(problems)} problems:\n"
-        super().__init__((f"{about}: " if about else "") + heading + _listed(shown))
+        super().__init__(_counted(problems, about))
+
+
+class RewriteError(ShardwiseError, ValueError):
+    """A rewrite that cannot be parsed, does not fit the tensors, or cannot be undone. Carries every problem found.
+
+    Each problem shows its statement with line, column and a caret. `problems` has them all; the message the first 40.
+    """
+
+    def __init__(self, *problems: str, about: str = "") -> None:
+        self.problems: tuple[str, ...] = problems
+        super().__init__(_counted(problems, about))
 
 
 class DivergedError(ShardwiseError):

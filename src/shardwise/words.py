@@ -53,6 +53,17 @@ VOCABULARY: Mapping[str, str] = MappingProxyType(
         "block": "The bytes of a piece that one checksum covers, and that are therefore read as a whole.",
         "store": "Where files of checkpoints are kept: a folder, or a prefix in an object store.",
         "rewrite": "A declared transformation between the names and shapes of two state dicts.",
+        "statement": "One line of a rewrite: what is there on its left, what becomes of it on its right.",
+        "placeholder": "A part of a name that stands for digits, the same in its whole statement, written $LAYER_ID.",
+        "instance": "A statement with digits for its placeholders: names of tensors on both sides.",
+        "source": "Of a rewrite: a tensor that goes in.",
+        "output": "Of a rewrite: a tensor that comes out.",
+        "drop": "To use no element of a source, as the rewrite says: `a -> _`.",
+        "add": "Of a target: to leave it with the value that it has, as the rewrite says: `_ -> b`.",
+        "fragment": "A box of a source, and where its elements are in a box of an output; or the other way round.",
+        "inverse": "The rewrite that makes the sources of the outputs again, bit for bit.",
+        "lossy": "Of a statement: no inverse brings all back, since it drops, or casts to what holds less, or copies.",
+        "certificate": "The file that says of each converted tensor whether it comes back to the bit.",
     }
 )
 """Word -> its meaning."""

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.limits import Finding
 from benchmarks.pipeline import cells, table, timelines
 from benchmarks.pipeline.__main__ import plan
-from benchmarks.pipeline.asked import Finding, findings
+from benchmarks.pipeline.asked import findings
 from benchmarks.pipeline.clipping import PHASES, Clock
 from benchmarks.pipeline.memory import resident_bytes
 from benchmarks.pipeline.models import Net, Shape, batches, pieces, stages

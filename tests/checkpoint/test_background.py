@@ -162,6 +162,11 @@ def test_a_save_that_cannot_be_begun_says_so_at_once_and_the_next_works(tmp_path
     assert [file.name for file in tmp_path.iterdir()] == ["save-00000001"]
 
 
+def test_what_is_no_rewrite_is_refused_when_the_saver_is_made(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rewrite is a str; give sw\.Rewrite\(text\)"):
+        AsyncSaver(tmp_path, rewrite="a -> c")  # type: ignore[arg-type]
+
+
 def test_one_snapshot_is_used_by_all_saves_and_given_back(tmp_path: Path) -> None:
     state = {"w": torch.arange(1000.0)}
     with AsyncSaver(tmp_path) as saver:

@@ -3,26 +3,33 @@
 The room works alone: a state is tensors by name, tensors by `Piece`, or anything with `state()`.
 
     save, load       a state, by all ranks that hold it; `AsyncSaver` saves while training goes on
+    full             the same as whole tensors, one after the other, on every rank or on one
     open, verify     look into a checkpoint and read any part of it; compare every byte with its checksum
     diff, convert    compare checkpoints of any formats; turn one into a save of ours or Hugging Face files
+    import_hf,       models of Hugging Face as saves, and saves as their folders, with a certificate that nothing was
+    export_hf        lost
     prune            remove old saves
     TorchState       a plain model with its optimizers, as a state
     Store            where bytes go: `LocalStore`, `FsspecStore`, or your own
 """
 
 from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.applied import recorded_rewrite
 from shardwise.checkpoint.background import AsyncSaver
 from shardwise.checkpoint.catalogue import Catalogue, open  # noqa: A004 - the promised name
+from shardwise.checkpoint.certificates import Certificate, CertifiedTensor
 from shardwise.checkpoint.commit import SaveReport
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.conversion import ConvertReport, convert
+from shardwise.checkpoint.conversion import ConvertReport, convert, preview
 from shardwise.checkpoint.difference import Difference, diff
+from shardwise.checkpoint.full_tensors import full
+from shardwise.checkpoint.import_export import export_hf, import_hf
 from shardwise.checkpoint.loading import Loaded, LoadReport, load
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.pruning import prune
 from shardwise.checkpoint.remote import FsspecStore
 from shardwise.checkpoint.saving import save
-from shardwise.checkpoint.states import Restorable, Restoration, State, Stateful
+from shardwise.checkpoint.states import Ordered, Restorable, Restoration, State, Stateful
 from shardwise.checkpoint.stores import Reader, Store, Writer
 from shardwise.checkpoint.torch_state import TorchState
 from shardwise.checkpoint.verification import VerifyReport, verify
@@ -31,6 +38,8 @@ __all__ = [
     "Address",
     "AsyncSaver",
     "Catalogue",
+    "Certificate",
+    "CertifiedTensor",
     "Contents",
     "ConvertReport",
     "Difference",
@@ -38,6 +47,7 @@ __all__ = [
     "LoadReport",
     "Loaded",
     "LocalStore",
+    "Ordered",
     "Reader",
     "Restorable",
     "Restoration",
@@ -52,9 +62,14 @@ __all__ = [
     "Writer",
     "convert",
     "diff",
+    "export_hf",
+    "full",
+    "import_hf",
     "load",
     "open",
+    "preview",
     "prune",
+    "recorded_rewrite",
     "save",
     "store_of",
     "verify",

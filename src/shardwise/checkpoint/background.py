@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from shardwise.checkpoint.addresses import Address
+from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.checkpoint.commit import SaveReport, Written, commit, discard, storing
 from shardwise.checkpoint.held import Held, bytes_of
@@ -31,6 +32,7 @@ from shardwise.checkpoint.writing import Filling
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agree
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.rewrite import Rewrite
 
 __all__ = ["AsyncSaver"]
 
@@ -45,8 +47,8 @@ _ENDED, _FAILED = b"ended", b"failed"
 class AsyncSaver:
     """Saves to one folder while training goes on. One save is under way at a time, and one snapshot in memory.
 
-    path, channel: as for `save`. layout: of the files; for "whole" the tensors are brought together before `save`
-    returns, and only writing happens in the background.
+    path, rewrite, channel: as for `save`. layout: of the files; for "whole" the tensors are brought together before
+    `save` returns, and only writing happens in the background.
     timeout_seconds: how long rank 0 waits for the reports of the other ranks once its own file is written.
 
     It is used by one thread, and not after a fork. Use it as a context: leaving waits for the save under way, and
@@ -62,13 +64,17 @@ class AsyncSaver:
         path: Address,
         *,
         layout: FileLayout = "pieces",
+        rewrite: Rewrite | None = None,
         channel: Channel | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
+        if problems := wrong_rewrite(rewrite):
+            raise CheckpointError(*problems)
         self._path = path
         self._channel = channel if channel is not None else default_channel()
         self._owns_channel = channel is None
         self._layout = layout
+        self._rewrite = rewrite
         self._timeout_seconds = timeout_seconds
         self._snapshot = torch.empty(0, dtype=torch.uint8)
         self._memory = Memory()
@@ -82,7 +88,8 @@ class AsyncSaver:
         """
         self.wait()
         try:
-            prepared = prepare(self._channel, self._path, state, Arguments(extra, step, self._layout), self._memory)
+            arguments = Arguments(extra, step, self._layout, self._rewrite)
+            prepared = prepare(self._channel, self._path, state, arguments, self._memory)
             self._take_snapshot(prepared)
         except ShardwiseError:
             raise
@@ -161,9 +168,9 @@ class AsyncSaver:
             self._snapshot = torch.empty(num_bytes, dtype=torch.uint8)
         sink = _Memory(self._snapshot)
         if self._layout == "whole":
-            stream_whole(self._channel, prepared.arrangement, prepared.held.tensors, sink)
+            stream_whole(self._channel, prepared.arrangement, prepared.held, sink)
         else:
-            write_pieces(file.pieces, prepared.held.tensors, sink)
+            write_pieces(file.pieces, prepared.held, sink)
 
 
 class _Memory:

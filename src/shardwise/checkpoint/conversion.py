@@ -1,36 +1,51 @@
 """Conversion: a checkpoint of any format becomes a save of ours, or a folder of Hugging Face files, without a model.
 
-The bytes go through one window, however large the tensors are. Nothing is renamed, and no element changes.
+A rewrite gives its tensors other names, shapes and dtypes on the way. The bytes go through two windows, however large
+the tensors are.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
-
-import torch
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
 
 from shardwise.checkpoint.addresses import Address, store_of
-from shardwise.checkpoint.arrangement import Arrangement
-from shardwise.checkpoint.commit import Description, Written, begin, commit, discard, storing
-from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.held import bytes_of
-from shardwise.checkpoint.huggingface_files import check_folder, shards_of, write_folder
-from shardwise.checkpoint.names import is_model_name, model_name_of_master
+from shardwise.checkpoint.applied import Applied
+from shardwise.checkpoint.arguments import check_arguments
+from shardwise.checkpoint.certificates import Certificate, certify_return
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.copying import Progress
+from shardwise.checkpoint.destinations import (
+    Made,
+    check_save,
+    leaving_no_folder,
+    make_folder,
+    make_save,
+    planned_shards,
+)
+from shardwise.checkpoint.foreign import read_foreign
+from shardwise.checkpoint.model_config import CONFIG, as_extra, files_of, model_files
+from shardwise.checkpoint.names import model_name_of_master
+from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten
+from shardwise.checkpoint.saves import (
+    CERTIFICATE,
+    folder_of,
+    list_saves,
+    load_contents,
+    metadata_files,
+    reason,
+    remove_save,
+)
 from shardwise.checkpoint.sources import read_contents
-from shardwise.checkpoint.stores import Store, Writer
-from shardwise.checkpoint.windows import PieceReader, check_whole, part_of_piece, windows
-from shardwise.checkpoint.writing import DataFile, Filling
+from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
-from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import Piece
+from shardwise.rewrite import Rewrite
 
-__all__ = ["ConvertReport", "Progress", "Target", "convert"]
+__all__ = ["MAX_SHARD_BYTES", "Conversion", "ConvertReport", "Progress", "Target", "convert", "preview"]
 
 Target = Literal["pieces", "whole", "hf"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of Hugging Face files."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are done and the bytes in all, after each window."""
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Tensors in one Hugging Face file: what `save_pretrained` took for long, and hubs advise."""
@@ -47,8 +62,11 @@ class ConvertReport:
     destination: str
     """Path or address of the folder of the save, or of the Hugging Face files."""
     num_tensors: int
+    """That were written."""
     num_bytes: int
     """Bytes of these tensors."""
+    read_bytes: int
+    """Bytes of data files that were read to write them."""
     verified: bool
     """Whether all bytes were compared with checksums as they were read; other formats than ours have none."""
     aliases: Mapping[str, str]
@@ -57,6 +75,12 @@ class ConvertReport:
     """Tensors that were not written because they are not the model's ("hf")."""
     num_masters: int = 0
     """How many of `left_out` are masters of parameters that were written in their own, lower precision."""
+    dropped: tuple[str, ...] = ()
+    """Tensors of the source that the rewrite drops (`a -> _`)."""
+    files: tuple[str, ...] = ()
+    """Other files that were written beside the tensors, or are kept in the extra of the save."""
+    certificate: Certificate | None = None
+    """What came back of the conversion, where that was asked for."""
 
 
 def convert(
@@ -64,148 +88,195 @@ def convert(
     destination: Address,
     *,
     to: Target = "whole",
+    rewrite: Rewrite | None = None,
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    certify: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> ConvertReport:
     """Write the checkpoint at `source`, of any format that `open` reads, to `destination` in another form.
 
     to: "whole": a save of ours in which every tensor lies whole in one file. "pieces": a save of ours with the
-        source's pieces, in as many files. "hf": a folder with `model.safetensors`, or several such files and an index,
-        that Hugging Face readers load: the model's tensors only, each tied one once, under its own name.
+        source's pieces, in as many files; a tensor that a rewrite puts together of others lies whole in one of them.
+        "hf": a folder with `model.safetensors`, or several such files and an index, that Hugging Face readers load: the
+        model's tensors only, each tied one once, under its own name.
+    rewrite: what is written are its outputs, and the save says so, so that the inverse knows shapes and dtypes: give
+        `rewrite.inverse()` to go back. Parameters that it was not given come from the source's `config.json`.
     step: the newest save of this step; the default is the newest of all.
     max_shard_bytes: bytes of the tensors in one file of "hf"; a larger tensor has a file of its own.
+    certify: read everything again afterwards, back through the inverse, and write `round-trip.json` beside the tensors;
+        see `Certificate`. What does not come back, though the rewrite loses nothing of it, is an error, and leaves
+        neither a save nor a folder.
 
     A save of ours is made by the same rules as `save`: it is the newest of its folder, and older ones stay. It keeps
     step, extra, settings, ties and the words on the layout; what other formats say beside their tensors is its extra.
-    A folder of "hf" must not exist or be empty. Either is there as a whole or not at all. Saves of ours are verified
-    as they are read. Memory stays below 64 MiB and what the metadata takes.
-    Raises CheckpointError when the source is damaged or incomplete or the destination cannot be written.
+    A folder of "hf" must not exist or be empty. Either is there as a whole or not at all. `config.json` and
+    `generation_config.json` of a folder go along: a save keeps them in its extra, under "huggingface". Saves of ours
+    are verified as they are read. Memory stays below 64 MiB, with a rewrite below 128 MiB, beside what
+    names and plans of very many tensors take.
+    Raises CheckpointError when the source is damaged or incomplete or the destination cannot be written, and
+    RewriteError, with every finding, for a rewrite that does not fit the source.
     """
+    _check_target(to)
+    check_arguments(rewrite=rewrite, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify})
+    store = store_of(source)
+    conversion = Conversion.of(store, read_contents(store, step=step), rewrite, model_only=to == "hf")
+    if to == "hf":
+        return conversion.to_folder(
+            destination, max_shard_bytes=max_shard_bytes, config=None, certify=certify, progress=progress
+        )
+    return conversion.to_save(destination, to, certify=certify, progress=progress)
+
+
+def preview(
+    source: Address,
+    destination: Address | None = None,
+    *,
+    to: Target = "whole",
+    rewrite: Rewrite,
+    step: int | None = None,
+) -> str:
+    """Say what `convert` would make of what with these arguments, as a table. Only metadata is read.
+
+    destination: where it would be written; None: that is not known yet.
+    Raises what `convert` would raise, as far as metadata shows it, and what is at the destination already.
+    """
+    _check_target(to)
+    check_arguments(rewrite=rewrite, step=step, flags={})
+    if rewrite is None:
+        raise CheckpointError("rewrite is None, and there is nothing to preview without one; give sw.Rewrite(text)")
+    store = store_of(source)
+    conversion = Conversion.of(store, read_contents(store, step=step), rewrite, model_only=to == "hf")
+    assert conversion.applied is not None, "a rewrite was given"
+    if destination is not None and to == "hf":
+        planned_shards(conversion.outputs, destination, max_shard_bytes=MAX_SHARD_BYTES)
+    elif destination is not None:
+        check_save(destination)
+    return conversion.applied.checked.explain()
+
+
+def _check_target(to: object) -> None:
+    """Raise CheckpointError for what nothing can be converted to."""
     if to not in get_args(Target):
         raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(get_args(Target))}")
-    if max_shard_bytes < 1:
-        raise CheckpointError(f"files of {max_shard_bytes} bytes were asked for; give at least 1")
-    store = store_of(source)
-    contents = read_contents(store, step=step)
-    if to == "hf":
-        return _to_hugging_face(store, contents, destination, max_shard_bytes, progress)
-    return _to_ours(store, contents, store_of(destination), to, progress)
 
 
-def _to_ours(
-    source: Store, contents: Contents, store: Store, to: Literal["pieces", "whole"], progress: Progress
-) -> ConvertReport:
-    attempt = begin(store)
-    check_whole(contents, contents.tensors.values())
-    arrangement = _arrangement(contents, to)
-    copying = _Copying(source, contents, progress, total=contents.num_bytes)
-    written = []
-    try:
-        for rank in range(arrangement.num_ranks):
-            file = arrangement.file(rank)
-            name = attempt.folder + attempt.data_file(rank)
-            sums = Written([])
-            if file.pieces:
-                with storing(store, name, "written"), store.write(name, num_bytes=file.num_bytes) as writer:
-                    sums = copying.fill(file, writer)
-            written.append(sums)
-        commit(store, attempt, arrangement, written, _description(contents))
-    except CheckpointError:
-        discard(store, attempt, 0)
-        raise
-    return _report(contents, f"{store.location}/{attempt.folder}".rstrip("/"), list(contents.tensors.values()))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A conversion of which all is known that metadata says."""
 
+    store: Store
+    """That of the source."""
+    contents: Contents
+    """All that the source holds."""
+    files: Mapping[str, Any]
+    """The files on the model that it has, `config.json` among them: name -> JSON."""
+    applied: Applied | None
+    """The rewrite, and what it is put to; None without one."""
+    outputs: Outputs
+    """What is written."""
 
-def _to_hugging_face(
-    source: Store, contents: Contents, destination: Address, max_shard_bytes: int, progress: Progress
-) -> ConvertReport:
-    path = check_folder(destination)
-    tensors = [each for each in contents.tensors.values() if is_model_name(each.name, contents.format)]
-    if not tensors:
-        raise CheckpointError(f"{contents.location} has no tensor of a model, so that there is nothing to write")
-    check_whole(contents, tensors)
-    written = {each.name for each in tensors}
-    aliases = {alias: name for alias, name in contents.aliases.items() if name in written}
-    shards = shards_of(tensors, max_bytes=max_shard_bytes, aliases=aliases, metadata=_metadata(contents))
-    copying = _Copying(source, contents, progress, total=sum(each.num_bytes for each in tensors))
-    write_folder(path, shards, copying.fill)
-    left_out = tuple(name for name in contents.tensors if name not in written)
-    masters = [name for name in left_out if model_name_of_master(name) in written]
-    report = _report(contents, path, tensors)
-    return replace(report, aliases=aliases, left_out=left_out, num_masters=len(masters))
+    @classmethod
+    def of(
+        cls, store: Store, contents: Contents, rewrite: Rewrite | None, *, model_only: bool, config: Any = None
+    ) -> Self:
+        """Prepare it; `config` stands for the source's own configuration of the model.
 
+        Raises CheckpointError and RewriteError where nothing can be made of the source.
+        """
+        files = model_files(store, contents)
+        if rewrite is None:
+            outputs = as_they_are(model_of(contents) if model_only else contents)
+            return cls(store=store, contents=contents, files=files, applied=None, outputs=outputs)
+        applied = Applied.to(contents, rewrite, files.get(CONFIG) if config is None else config, model_only=model_only)
+        outputs = rewritten(applied.contents, applied.checked, applied.settings, model_only=model_only)
+        return cls(store=store, contents=contents, files=files, applied=applied, outputs=outputs)
 
-def _report(contents: Contents, destination: str, tensors: Sequence[StoredTensor]) -> ConvertReport:
-    return ConvertReport(
-        source=contents.location,
-        source_format=contents.format,
-        destination=destination,
-        num_tensors=len(tensors),
-        num_bytes=sum(each.num_bytes for each in tensors),
-        verified=contents.verifiable,
-        aliases=dict(contents.aliases),
-    )
+    def to_save(
+        self,
+        destination: Address,
+        to: Literal["pieces", "whole"],
+        *,
+        certify: bool,
+        progress: Progress,
+    ) -> ConvertReport:
+        """Make a save. Raises CheckpointError."""
+        store = store_of(destination)
+        self.outputs.check_agreement(self.store)
+        with leaving_no_folder(store):
+            made = make_save(self.store, self.outputs, store, to, as_extra(self.files), progress)
+            certificate = self._certified_save(store, made) if certify else None
+        return self._report(made, files=tuple(self.files), certificate=certificate)
 
+    def _certified_save(self, store: Store, made: Made) -> Certificate:
+        """Certify a save, or remove it."""
+        name = folder_of(made.number) + CERTIFICATE
+        try:
+            written = load_contents(metadata_files(store, made.number), made.number, location=store.location)
+            certificate = self._certify(store, written, made.location)
+            store.create(name, certificate.pack())
+        except BaseException as error:  # Ctrl-C too: what was to be certified and is not must not stay
+            with contextlib.suppress(CheckpointError, OSError, EOFError):
+                remove_save(store, list_saves(store), made.number)
+            if not isinstance(error, OSError | EOFError):
+                raise
+            raise CheckpointError(
+                f"{store.location}/{name} cannot be written: {reason(error)}; without its certificate the save was "
+                "removed again"
+            ) from error
+        return certificate
 
-def _arrangement(contents: Contents, to: Literal["pieces", "whole"]) -> Arrangement:
-    """Which files the save has; to the rules of a commit each is a rank's."""
-    tensors = list(contents.tensors.values())
-    if to == "whole":
-        whole = [each.whole for each in tensors]
-        return Arrangement(file_layout=to, holders=dict.fromkeys(whole, (0,)), written=[whole])
-    files = {each.file for tensor in tensors for each in tensor.pieces}
-    rank_of = {name: rank for rank, name in enumerate(sorted(files))}
-    holders: dict[Piece, tuple[int, ...]] = {}
-    placed: list[list[tuple[int, Piece]]] = [[] for _ in files or [""]]
-    for tensor in tensors:
-        for each in tensor.pieces:
-            holders[each.piece] = (rank_of[each.file],)
-            placed[rank_of[each.file]].append((each.start, each.piece))
-        if not tensor.pieces:
-            holders[tensor.whole] = (0,)
-    written = [[piece for _, piece in sorted(each, key=lambda item: item[0])] for each in placed]
-    return Arrangement(file_layout=to, holders=holders, written=written)
+    def to_folder(
+        self,
+        destination: Address,
+        *,
+        max_shard_bytes: int,
+        config: str | os.PathLike[str] | None,
+        certify: bool,
+        progress: Progress,
+    ) -> ConvertReport:
+        """Make a folder of Hugging Face files; see `export_hf` for `config`. Raises CheckpointError."""
+        certificates: list[Certificate] = []
+        added: list[str] = []
 
+        def finish(store: Store, path: str) -> None:
+            for name, data in files_of(config, self.files):
+                store.create(name, data)
+                added.append(name)
+            if certify:
+                certificates.append(self._certify(store, read_foreign(store), path))
+                store.create(CERTIFICATE, certificates[0].pack())
 
-def _description(contents: Contents) -> Description:
-    return Description(
-        step=contents.step,
-        layout=contents.layout or f"converted from {contents.format}",
-        block_bytes=contents.block_bytes,
-        aliases=contents.aliases,
-        settings=contents.settings,
-        extra=contents.extra,
-    )
+        self.outputs.check_agreement(self.store)
+        made = make_folder(
+            self.store,
+            self.outputs,
+            destination,
+            max_shard_bytes=max_shard_bytes,
+            finish=finish,
+            progress=progress,
+        )
+        return self._report(made, files=tuple(added), certificate=certificates[0] if certificates else None)
 
+    def _certify(self, store: Store, written: Contents, location: str) -> Certificate:
+        return certify_return(self.store, self.outputs.contents, self.applied, store, written, location=location)
 
-def _metadata(contents: Contents) -> dict[str, str]:
-    """What the files say of themselves: what those of the source did, and in whose layout the tensors are."""
-    kept: Any = contents.extra.get("metadata", {}) if contents.format == "safetensors" else {}
-    ties = contents.aliases.keys()
-    return {"format": "pt"} | {key: text for key, text in kept.items() if key not in ties}
-
-
-class _Copying:
-    """Fills files with pieces of a source, window by window."""
-
-    def __init__(self, store: Store, contents: Contents, progress: Progress, *, total: int) -> None:
-        self._contents = contents
-        self._reader = PieceReader(store, contents)
-        self._progress = progress
-        self._done = 0
-        self._total = total
-
-    def fill(self, file: DataFile, writer: Writer) -> Written:
-        """Write a file, the pieces in it from any pieces of the source that make them up."""
-        filling = Filling(file, writer, block_bytes=self._contents.block_bytes)
-        sizes = [(piece.num_elements, itemsize_bytes(piece.dtype)) for piece in file.pieces]
-        for window in windows(sizes):
-            parts = [part_of_piece(file.pieces[at], start, stop) for at, start, stop in window]
-            for elements in self._reader.read(parts):
-                data = elements.view(torch.uint8)
-                filling.write(bytes_of(data))
-                self._done += data.numel()
-            self._progress(self._done, self._total)
-        filling.flush()
-        return Written(filling.checksums)
+    def _report(self, made: Made, *, files: tuple[str, ...], certificate: Certificate | None) -> ConvertReport:
+        outputs = self.outputs
+        used = outputs.contents.tensors
+        left_out = tuple(name for name in self.contents.tensors if name not in used)
+        return ConvertReport(
+            source=self.contents.location,
+            source_format=self.contents.format,
+            destination=made.location,
+            num_tensors=len(outputs.tensors),
+            num_bytes=outputs.num_bytes,
+            read_bytes=made.read_bytes,
+            verified=self.contents.verifiable,
+            aliases=dict(outputs.aliases),
+            left_out=left_out,
+            num_masters=sum(model_name_of_master(name) in used for name in left_out),
+            dropped=() if self.applied is None else tuple(sorted(self.applied.checked.dropped)),
+            files=files,
+            certificate=certificate,
+        )

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,9 @@ class Held:
     """Names that share the storage of another: alias -> name."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What the object says beside its tensors."""
+    casts: Mapping[Piece, Sequence[str]] = field(default_factory=dict)
+    """Pieces whose tensors are of another dtype, and what their elements are cast to, one after the other, when they
+    are written or sent; the last is the piece's."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.safetensors_files import stored_as, unique_keys
 from shardwise.checkpoint.saves import reason
-from shardwise.checkpoint.stores import Writer
+from shardwise.checkpoint.stores import Store, Writer
 from shardwise.checkpoint.writing import DataFile, lay_out
 from shardwise.errors import CheckpointError
 
@@ -27,6 +27,9 @@ _INDEX = "model.safetensors.index.json"
 
 Fill = Callable[[DataFile, Writer], object]
 """Writes the bytes of a data file."""
+
+Finish = Callable[[Store], None]
+"""Adds files to the folder when its tensors are there, before it gets its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +89,8 @@ def check_folder(destination: Address) -> str:
     return path
 
 
-def write_folder(path: str, shards: Sequence[Shard], fill: Fill) -> None:
-    """Make the folder `path` with these files, whole or not at all, and durable.
+def write_folder(path: str, shards: Sequence[Shard], fill: Fill, finish: Finish) -> None:
+    """Make the folder `path` with these files and what `finish` adds, whole or not at all, and durable.
 
     They are written to a hidden folder beside, `.<name>.<8 hex digits>.new`, which gets its name at the end. A process
     that is killed leaves the hidden folder. Raises CheckpointError.
@@ -102,6 +105,8 @@ def write_folder(path: str, shards: Sequence[Shard], fill: Fill) -> None:
         if len(shards) > 1:
             with _making(path, _INDEX):
                 store.create(_INDEX, _index(shards))
+        with _making(path, ""):
+            finish(store)
         with _making(path, ""):
             os.rename(temporary, path)  # takes the place of an empty folder, and of nothing else
             _sync(parent)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.addresses import Address
+from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.matching import Kind, Match, match
@@ -25,10 +26,12 @@ from shardwise.checkpoint.sharing import Gathering, gather_findings, pack_pieces
 from shardwise.checkpoint.sources import Source, agree_on_source
 from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.virtual_contents import Located, VirtualContents, rewrite_contents
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.comm.default import given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
 _STRIP_BYTES = 16 << 10
@@ -66,6 +69,10 @@ class LoadReport:
     """What the checkpoint has and the target does not want, or settings that do not fit (only with strict=False)."""
     casts: tuple[str, ...] = ()
     """What was read in another dtype than it is wanted in (only with cast=True)."""
+    dropped: tuple[str, ...] = ()
+    """What the checkpoint has and the rewrite dropped (`a -> _`)."""
+    added: tuple[str, ...] = ()
+    """What keeps the values that it had, because the rewrite says so (`_ -> b`)."""
 
 
 class Loaded(dict[str, Any]):
@@ -82,6 +89,7 @@ class _Options:
     cast: bool
     verify: Verify
     shared: bool
+    rewrite: Rewrite | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,7 @@ def load(
     cast: bool = False,
     verify: Verify = True,
     shared: bool = True,
+    rewrite: Rewrite | None = None,
     channel: Channel | None = None,
 ) -> Loaded:
     """Fill `state`, in place, from the checkpoint at `path`, whatever layout wrote it. Returns its `extra`.
@@ -127,15 +136,17 @@ def load(
     verify: compare blocks with their checksums before they are used. "first" reads everything twice and verifies all
         of it before the target is touched.
     shared: whether all ranks see the storage. If not, those that find the checkpoint read for the others.
+    rewrite: from the names and shapes of the checkpoint to those of `state`; the same on all ranks. Optimizer state
+        and settings go along. What it drops and adds is in the report.
     channel: the ranks that load together; all of them call this. Default: see `default_channel`.
 
-    Everything that does not fit is found from metadata alone, and raised as one CheckpointError on all ranks while the
-    target is as it was. Damage to data is found while reading: the target is as it was where no rank reads more than
-    16 MiB (48 MiB in one process), and with verify="first"; otherwise the error says that the target is partly
-    overwritten.
+    Everything that does not fit is found from metadata alone, and raised as one CheckpointError (a RewriteError, where
+    the rewrite does not fit what is stored) on all ranks while the target is as it was. Damage to data is found while
+    reading: the target is as it was where no rank reads more than 16 MiB (48 MiB in one process), and with
+    verify="first"; otherwise the error says that the target is partly overwritten.
     The report is the result's `.report`.
     """
-    options = _Options(strict=strict, cast=cast, verify=verify, shared=shared)
+    options = _Options(strict=strict, cast=cast, verify=verify, shared=shared, rewrite=rewrite)
     with given_or_default(channel, "a load") as used:
         _agree_on_options(used, options, step)
         source = agree_on_source(used, path, step=step, shared=shared)
@@ -145,14 +156,16 @@ def load(
 def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> None:
     """Raise CheckpointError for options that cannot be, and MismatchError, on all ranks, where ranks give different."""
     refusal: ShardwiseError | None = None
-    flags = {"strict": options.strict, "cast": options.cast, "shared": options.shared}
+    flags: dict[str, object] = {"strict": options.strict, "cast": options.cast, "shared": options.shared}
     problems = [f"{name} is {value!r}; give True or False" for name, value in flags.items() if type(value) is not bool]
     if type(options.verify) is not bool and options.verify != "first":
         problems.append(f'verify is {options.verify!r}; give True, False or "first"')
     if step is not None and type(step) is not int:
         problems.append(f"step is {step!r}, a {type(step).__name__}; give a whole number or None")
+    problems += wrong_rewrite(options.rewrite)
     if problems:
         refusal = CheckpointError(*problems)
+    flags["rewrite"] = None if options.rewrite is None else str(options.rewrite)
     given = f"step={step!r}, verify={options.verify!r}, " + ", ".join(f"{name}={flags[name]!r}" for name in flags)
     texts = agree(channel, refusal, purpose="options of a load", value=given.encode())
     if different := [rank for rank, text in enumerate(texts) if text != texts[0]]:
@@ -164,11 +177,11 @@ def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> 
 
 def _load(channel: Channel, source: Source, state: State, options: _Options) -> Loaded:
     store, contents, readers = source.store, source.contents, source.readers
-    target, wanted, found = _settle(channel, state, contents, options)
-    names = dict.fromkeys(found.source.values())
-    stored = [piece for name in names for piece in contents.tensors[name].pieces]
-    sources = [[Wanted(piece, found.source[Kind.of(piece)]) for piece in each] for each in wanted]
-    tensors = [target.held.tensors[piece] for piece in wanted[channel.rank]]
+    virtual = None if options.rewrite is None else rewrite_contents(channel, contents, state, options.rewrite)
+    target, wanted, found = _settle(channel, state, contents, virtual, options)
+    located = _locate(channel, virtual, target, wanted, found)
+    sources = located.sources
+    stored = [piece for name in located.names for piece in contents.tensors[name].pieces]
     verify = bool(options.verify) and contents.verifiable
     findings = _coverage(sources[channel.rank], contents)
     if channel.rank in readers:
@@ -176,29 +189,48 @@ def _load(channel: Channel, source: Source, state: State, options: _Options) -> 
         findings += _file_findings(store, contents, {each.file for each in stored}, turn)
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
+    compared_bytes = 0 if virtual is None else virtual.compare(channel, store, contents, readers)
     with torch.no_grad():
         plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
         if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
-            traffic = read_exactly(channel, store, stored, sources[channel.rank], tensors)
+            traffic = read_exactly(channel, store, stored, sources[channel.rank], located.tensors)
         else:
             traffic = read_in_rounds(
-                channel, store, contents, stored, plan, tensors, verify=verify, twice=options.verify == "first"
+                channel, store, contents, stored, plan, located.tensors, verify=verify, twice=options.verify == "first"
             )
+        for each in located.late:
+            each.finish()
         if target.restoration is not None:
             target.restoration.finish()
     report = LoadReport(
         location=contents.location,
         step=contents.step,
         verified=verify,
-        num_tensors=len(names),
-        read_bytes=traffic.read_bytes,
+        num_tensors=len(located.names),
+        read_bytes=traffic.read_bytes + compared_bytes,
         received_bytes=traffic.received_bytes,
         in_place=traffic.in_place,
         missing=tuple(found.missing),
         unexpected=tuple(found.unexpected),
         casts=tuple(found.casts),
+        dropped=() if virtual is None else virtual.dropped,
+        added=() if virtual is None else virtual.added,
     )
     return Loaded(contents.extra, report)
+
+
+def _locate(
+    channel: Channel, virtual: VirtualContents | None, target: _Target, wanted: Sequence[Sequence[Piece]], found: Match
+) -> Located:
+    """Where all that ranks want lies."""
+    own, tensors = wanted[channel.rank], target.held.tensors
+    if virtual is not None:
+        return virtual.locate(channel, own, found.source, tensors)
+    return Located(
+        names=list(dict.fromkeys(found.source.values())),
+        sources=[[Wanted(piece, found.source[Kind.of(piece)]) for piece in each] for each in wanted],
+        tensors=[tensors[piece] for piece in own],
+    )
 
 
 def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence[Wanted], plan: ReadPlan) -> bool:
@@ -206,8 +238,6 @@ def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence
 
     That is done only where no rank reads noticeably more than it needs.
     """
-    if channel.size == 1:
-        return False
     num_ranges, num_bytes = count_exact_ranges(stored, wanted)
     thin = num_bytes < num_ranges * _STRIP_BYTES
     exact = plan.read_bytes <= _READ_LIMIT * num_bytes
@@ -217,11 +247,12 @@ def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence
 
 
 def _settle(
-    channel: Channel, state: State, contents: Contents, options: _Options
+    channel: Channel, state: State, contents: Contents, virtual: VirtualContents | None, options: _Options
 ) -> tuple[_Target, list[list[Piece]], Match]:
     """What every rank wants, without what is missing, and where it comes from; raises the same error on all ranks."""
     refusal: ShardwiseError | None = None
     target = _Target(Held(tensors={}), None)
+    contents = contents if virtual is None else virtual.contents
     try:
         target = _target(state, contents)
         _check_writable(target.held)
@@ -239,8 +270,15 @@ def _settle(
     known = [json.loads(text) for text in dict.fromkeys(facts_of)]
     aliases = {alias: name for ties, _ in known for alias, name in ties.items()}
     accounted = {name for _, names in known for name in names}
-    found = match(kinds, contents, aliases=aliases, accounted=accounted)
+    unplaced: list[str] = []
+    if virtual is not None:
+        unplaced = virtual.without_place({kind.name for kind in kinds} | aliases.keys())
+        kinds = {kind: None for kind in kinds if not virtual.keeps(kind.name)}
+    found = match(kinds, contents, aliases=aliases, accounted=accounted, rewritten=virtual is not None)
+    found.unexpected.extend(unplaced)
     unfit = dict.fromkeys(each for text in dict.fromkeys(misfits_of) for each in json.loads(text))
+    if virtual is not None and isinstance(state, Restorable):
+        unfit |= dict.fromkeys(virtual.findings)
     findings = list(found.misfits)
     if not options.cast:
         findings += [f"{each}; allow it with cast=True" for each in found.casts]

@@ -42,17 +42,24 @@ class Match:
 
 
 def match(
-    wanted: Iterable[Kind], contents: Contents, *, aliases: Mapping[str, str], accounted: Collection[str]
+    wanted: Iterable[Kind],
+    contents: Contents,
+    *,
+    aliases: Mapping[str, str],
+    accounted: Collection[str],
+    rewritten: bool = False,
 ) -> Match:
     """Find a stored tensor for everything that is wanted by any rank.
 
-    aliases: other names of wanted tensors. accounted: stored names that the target makes by itself.
+    aliases: other names of wanted tensors. accounted: stored names that the target makes by itself. rewritten: whether
+    `contents` are what a rewrite makes of a checkpoint.
 
     A tensor is found under its name, or under one that it is tied to. A parameter and its master stand for each other:
     the one with the wanted dtype is taken, and the other needs no place. A target that wants no optimizer state at all
     may leave it.
     """
     names = _Names(contents, aliases)
+    whose = "what the rewrite makes of the checkpoint" if rewritten else "the checkpoint"
     result = Match()
     settled = {each for name in accounted for each in (name, _other(name))}
     has_state = False
@@ -60,27 +67,27 @@ def match(
         has_state = has_state or is_state_name(kind.name)
         stored = names.find(kind.name, kind.dtype)
         if stored is None:
-            result.missing.append(f"{kind.name}: missing; the checkpoint has no tensor for it")
+            result.missing.append(f"{kind.name}: missing; {whose} has no tensor for it")
             continue
         settled |= {stored.name, _other(stored.name)}
         result.source[kind] = stored.name
         if stored.shape != kind.shape:
             result.misfits.append(
-                f"{kind.name}: shape {list(kind.shape)} in the target, {list(stored.shape)} in the checkpoint"
+                f"{kind.name}: shape {list(kind.shape)} in the target, {list(stored.shape)} in {whose}"
             )
         elif 0 in kind.shape or stored.dtype == kind.dtype:
             continue
         elif not _can_be_cast(stored.dtype, kind.dtype):
             result.misfits.append(
-                f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in the checkpoint; a cast would not "
+                f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}; a cast would not "
                 "round its values, but make others of them"
             )
         else:
-            result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in the checkpoint")
+            result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}")
     for name in contents.tensors:
         if name not in settled and (has_state or not is_state_name(name)):
             tied = aliases.get(name)
-            apart = "" if tied is None else f"; it is tied to {tied} there, and the checkpoint has the two apart"
+            apart = "" if tied is None else f"; it is tied to {tied} there, and {whose} has the two apart"
             result.unexpected.append(f"{name}: unexpected; the target has no place for it{apart}")
     return result
 

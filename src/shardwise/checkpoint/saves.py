@@ -19,7 +19,17 @@ from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 
-__all__ = ["Listing", "clean_up", "list_saves", "load_contents", "read_file", "read_head", "remove_save", "select"]
+__all__ = [
+    "CERTIFICATE",
+    "Listing",
+    "clean_up",
+    "list_saves",
+    "load_contents",
+    "read_file",
+    "read_head",
+    "remove_save",
+    "select",
+]
 
 _FOLDER = re.compile(r"save-(\d{8,})/")
 
@@ -30,6 +40,9 @@ _OF_SAVE = re.compile(r"[0-9a-f]{8}-(rank\d+\.safetensors|tensors-\d+\.json)")
 
 _OWN_FILE = re.compile(_OF_SAVE.pattern + r"|[0-9a-f]{8}-rank\d+\.report\.json|\..*\.(new|lock)|manifest\.json")
 """Names that savers give, hidden ones while a file is being made among them."""
+
+CERTIFICATE = "round-trip.json"
+"""Says what came back of a conversion. It is written beside the files of a committed save, and goes with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +181,7 @@ def clean_up(store: Store, number: int) -> None:
     listing = list_saves(store)
     for torn in listing.torn:
         if torn <= number:
-            _delete_all(store, filter(_is_ours, listing.files[torn]))
+            _delete_all(store, filter(_goes_with_save, listing.files[torn]))
     for committed in listing.committed:
         if committed <= number:
             with contextlib.suppress(CheckpointError):  # its manifest is damaged: nobody knows what is its own
@@ -179,7 +192,7 @@ def remove_save(store: Store, listing: Listing, number: int) -> None:
     """Remove a committed save, its manifest first: at no instant does a save seem whole that is not."""
     manifest = folder_of(number) + MANIFEST
     store.delete(manifest)
-    _delete_all(store, (name for name in listing.files[number] if name != manifest and _is_ours(name)))
+    _delete_all(store, (name for name in listing.files[number] if name != manifest and _goes_with_save(name)))
 
 
 def strays(store: Store, listing: Listing, number: int) -> list[str]:
@@ -205,6 +218,11 @@ def _own_files(head: Head) -> Iterable[str]:
 def _is_ours(name: str) -> bool:
     """Whether a saver has made a file; what users put beside is theirs."""
     return _OWN_FILE.fullmatch(name.rpartition("/")[2]) is not None
+
+
+def _goes_with_save(name: str) -> bool:
+    """Whether a file is of no use without its save."""
+    return _is_ours(name) or name.rpartition("/")[2] == CERTIFICATE
 
 
 def _delete_all(store: Store, names: Iterable[str]) -> None:

@@ -14,10 +14,13 @@ from typing import Any, get_args
 import torch
 
 from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard, storing
 from shardwise.checkpoint.contents import BLOCK_BYTES
-from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, check_json, hold
+from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, check_json, hold, torch_dtype
+from shardwise.checkpoint.renamed_settings import record_of, renamed_settings
+from shardwise.checkpoint.rewritten_state import RewrittenState, StateRewriting
 from shardwise.checkpoint.sharing import Gathering, merge_settings, merge_ties, pack_pieces, unpack_pieces
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
@@ -29,6 +32,7 @@ from shardwise.comm.agreement import agree
 from shardwise.comm.default import given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Plan
+from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
 __all__ = ["Arguments", "Memory", "Prepared", "prepare", "save", "write_pieces"]
@@ -41,6 +45,7 @@ class Arguments:
     extra: Mapping[str, Any] | None
     step: int | None
     file_layout: FileLayout
+    rewrite: Rewrite | None = None
 
     def checked(self) -> "Arguments":
         """With all defaults filled in. Raises CheckpointError for what cannot be saved."""
@@ -58,11 +63,14 @@ class Arguments:
             raise CheckpointError(f"step is {step!r}, a {type(step).__name__}; give a whole number (int) or None")
         if step is None and type(extra.get("step")) is int:
             step = extra["step"]
-        return Arguments(extra, step, self.file_layout)
+        if problems := wrong_rewrite(self.rewrite):
+            raise CheckpointError(*problems)
+        return Arguments(extra, step, self.file_layout, self.rewrite)
 
     def text(self) -> bytes:
         """What has to be equal on all ranks."""
-        return json.dumps([self.extra, self.step, self.file_layout], sort_keys=True).encode()
+        text = None if self.rewrite is None else str(self.rewrite)
+        return json.dumps([self.extra, self.step, self.file_layout, text], sort_keys=True).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +101,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     step: int | None = None,
     layout: FileLayout = "pieces",
+    rewrite: Rewrite | None = None,
     channel: Channel | None = None,
 ) -> SaveReport:
     """Save `state` as a new save in the folder `path`, which may hold others: they stay as they are.
@@ -103,13 +112,16 @@ def save(
     extra: JSON values to go with it; every rank gives the same.
     step: by which it can be loaded later (default: `extra["step"]`, if that is a whole number).
     layout: "pieces": each rank writes what it holds, replicas once; "whole": every tensor lies whole in one file.
+    rewrite: from the names and shapes of `state` to those that are saved; the same on all ranks. Optimizer state and
+        settings go along, and the save keeps what its inverse needs. Casts happen as the files are written.
     channel: the ranks that hold the state together; all of them call this. Default: see `default_channel`.
 
     The save becomes visible in one atomic act, after all ranks have written and flushed their files. Raises
-    CheckpointError, the same on all ranks, when it cannot be made; then older saves are untouched.
+    CheckpointError, the same on all ranks, when it cannot be made (RewriteError, when the rewrite does not fit the
+    state); then older saves are untouched.
     """
     with given_or_default(channel, "a save") as used:
-        return _save(used, path, state, Arguments(extra, step, layout))
+        return _save(used, path, state, Arguments(extra, step, layout, rewrite))
 
 
 def _save(
@@ -132,15 +144,15 @@ def _save(
                 filling = Filling(file, writer, block_bytes=prepared.description.block_bytes)
                 if arrangement.file_layout == "whole":
                     streamed = True
-                    stream_whole(channel, arrangement, prepared.held.tensors, filling)
+                    stream_whole(channel, arrangement, prepared.held, filling)
                 else:
-                    write_pieces(file.pieces, prepared.held.tensors, filling)
+                    write_pieces(file.pieces, prepared.held, filling)
                 filling.flush()
             written = Written(filling.checksums)
     except CheckpointError as error:
         refusal = error
     if arrangement.file_layout == "whole" and not streamed:
-        stream_whole(channel, arrangement, prepared.held.tensors, None)
+        stream_whole(channel, arrangement, prepared.held, None)
     try:
         reports = agree(channel, refusal, purpose="verdict on the files of a save", value=written.pack())
         if channel.rank == 0:
@@ -165,8 +177,15 @@ class Memory:
     def __init__(self) -> None:
         self.known_dtensors = KnownDTensors()
         self.gathering = Gathering("request, pieces, ties and settings of a save")
+        self._rewriting: StateRewriting | None = None
         self._key: object = None
         self._kept: tuple[dict[str, str], Arrangement] | None = None
+
+    def rewriting(self, rewrite: Rewrite) -> StateRewriting:
+        """What applies the rewrite; every save through this memory has the same one."""
+        if self._rewriting is None:
+            self._rewriting = StateRewriting(rewrite)
+        return self._rewriting
 
     def arranged(
         self, texts: Sequence[bytes], ties: Sequence[Mapping[str, str]], file_layout: FileLayout
@@ -204,13 +223,18 @@ def prepare(
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
         raise MismatchError(
-            f"rank {different[0]} was called with other arguments than rank 0: extra, step and layout are "
+            f"rank {different[0]} was called with other arguments than rank 0: extra, step, layout and rewrite are "
             f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0; make the same call on all"
         )
     number, name = json.loads(gathered.values[0])
     known = {text: json.loads(text) for text in dict.fromkeys(facts)}
-    aliases, arrangement = memory.arranged(pieces, [known[text][0] for text in facts], arguments.file_layout)
+    ties = [known[text][0] for text in facts]
     settings = merge_settings([settings for _, settings in known.values()])
+    if arguments.rewrite is not None:
+        became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties)
+        held, pieces, ties = became.held, became.texts, [became.held.aliases] * channel.size
+        settings = _rewritten_settings(settings, arguments.rewrite, became)
+    aliases, arrangement = memory.arranged(pieces, ties, arguments.file_layout)
     description = Description(
         step=arguments.step,
         layout=_layout_in_words(settings, channel.size),
@@ -228,11 +252,20 @@ def prepare(
     )
 
 
-def write_pieces(pieces: Sequence[Piece], tensors: Mapping[Piece, torch.Tensor], sink: Sink) -> None:
+def _rewritten_settings(settings: Mapping[str, Any], rewrite: Rewrite, became: RewrittenState) -> dict[str, Any]:
+    """The settings that go with a state that a rewrite has changed, and a record of the rewrite."""
+    renamed, findings = renamed_settings(settings, became.checked, became.aliases)
+    if findings:
+        raise CheckpointError(*findings, about="the optimizers do not fit the rewrite")
+    return {**renamed, **record_of(rewrite, became.sources)}
+
+
+def write_pieces(pieces: Sequence[Piece], held: Held, sink: Sink) -> None:
     """Fill a file with pieces out of the tensors that hold them, without a copy where they lie in plain CPU memory."""
     for piece in pieces:
-        held = piece if piece in tensors else _holding(piece, tensors)
-        for chunk in row_major_bytes(piece, held, tensors[held]):
+        holding = piece if piece in held.tensors else _holding(piece, held.tensors)
+        casts = [torch_dtype(each) for each in held.casts.get(holding, ())]
+        for chunk in row_major_bytes(piece, holding, held.tensors[holding], casts):
             sink.write(bytes_of(chunk))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.space import Piece
 
-__all__ = ["Restorable", "Restoration", "State", "Stateful"]
+__all__ = ["Ordered", "Restorable", "Restoration", "State", "Stateful"]
 
 
 @runtime_checkable
@@ -50,6 +50,14 @@ class Restorable(Stateful, Protocol):
 
     def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> Restoration:
         """Prepare to take over `stored` (every tensor as one piece) and `settings`, without changing anything."""
+
+
+@runtime_checkable
+class Ordered(Stateful, Protocol):
+    """A Stateful that knows in which order its model has its tensors; ranks hold them in others."""
+
+    def names(self) -> Sequence[str]:
+        """Names of the model's parameters and buffers in its own order, ties under each of their names."""
 
 
 State: TypeAlias = Mapping[str, torch.Tensor] | Mapping[Piece, torch.Tensor] | Stateful

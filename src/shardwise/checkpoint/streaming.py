@@ -1,7 +1,7 @@
-"""Streaming: every rank's pieces become whole tensors in the files of their writers, in bounded memory.
+"""Streaming: every rank's pieces become whole tensors, in the files of their writers or in memory, in bounded memory.
 
-All ranks go through the files in step, a window at a time: what a rank holds of another's window it sends there. Beside
-its own window a rank has a message each way in memory, each at most as large.
+All ranks go on in step, a window at a time: what a rank holds of another's window it sends there. Beside its own window
+a rank has a message each way in memory, each at most as large.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,15 +11,23 @@ from itertools import zip_longest
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement
-from shardwise.checkpoint.held import bytes_of, torch_dtype
-from shardwise.checkpoint.transfers import carry_out, message_bytes, pack, swap_messages, unpack
+from shardwise.checkpoint.held import Held, bytes_of, torch_dtype
+from shardwise.checkpoint.transfers import (
+    carry_out,
+    cast_through,
+    message_bytes,
+    pack,
+    part_of,
+    swap_messages,
+    unpack,
+)
 from shardwise.checkpoint.windows import part_of_piece, windows
 from shardwise.checkpoint.writing import DataFile, Sink
 from shardwise.comm import Channel
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import Move, Piece, PieceIndex, moves
+from shardwise.space import Move, Part, Piece, PieceIndex, moves
 
-__all__ = ["stream_whole"]
+__all__ = ["Sources", "fill_window", "stream_whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +40,21 @@ class _Contribution:
     move: Move
 
 
-def stream_whole(
-    channel: Channel, arrangement: Arrangement, tensors: Mapping[Piece, torch.Tensor], sink: Sink | None
-) -> None:
-    """Fill this rank's file with whole tensors; `tensors` are the pieces that it holds.
+def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: Sink | None) -> None:
+    """Fill this rank's file with whole tensors, out of what all ranks hold.
 
     `sink` is None on a rank whose file cannot be written. It goes on sending, so that the others do not wait; so
     does a rank whose file fails on the way, which raises the error (OSError) at the end.
     """
-    sources = _Sources(arrangement)
+    sources = Sources(arrangement.holders)
     failure: OSError | None = None
     for current in zip_longest(*(_windows(arrangement.file(rank)) for rank in range(channel.size)), fillvalue=[]):
-        window = _one_window(channel, sources, current, tensors)
+        mine = current[channel.rank]
+        sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in mine]
+        window = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = zip(mine, window.split(sizes), strict=True) if mine else ()
+        targets = {piece: part.view(torch_dtype(piece.dtype)) for piece, part in parts}
+        fill_window(channel, sources, current, held, targets)
         if sink is not None and failure is None:
             try:
                 sink.write(bytes_of(window))
@@ -53,25 +64,21 @@ def stream_whole(
         raise failure
 
 
-def _one_window(
+def fill_window(
     channel: Channel,
-    sources: "_Sources",
+    sources: "Sources",
     windows: Sequence[Sequence[Piece]],
-    tensors: Mapping[Piece, torch.Tensor],
-) -> torch.Tensor:
-    """The bytes of this rank's window, which all ranks have helped to fill."""
-    mine = windows[channel.rank]
-    sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in mine]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-    parts = dict(zip(mine, buffer.split(sizes), strict=True)) if mine else {}
-    targets = {piece: part.view(torch_dtype(piece.dtype)) for piece, part in parts.items()}
+    held: Held,
+    targets: Mapping[Piece, torch.Tensor],
+) -> None:
+    """Fill the pieces of this rank's window, which are flat `targets`; all ranks help each other with theirs."""
     given = {rank: sources.contributions(window, rank) for rank, window in enumerate(windows)}
     awaited: dict[int, list[_Contribution]] = {}
     for each in given[channel.rank]:
         awaited.setdefault(each.source_rank, []).append(each)
 
     def outgoing(rank: int) -> torch.Tensor:
-        return pack([(each.move, tensors[each.source]) for each in given[rank] if each.source_rank == channel.rank])
+        return pack([_taken(each, held) for each in given[rank] if each.source_rank == channel.rank])
 
     def incoming(rank: int) -> int:
         return message_bytes((each.move, itemsize_bytes(each.target.dtype)) for each in awaited.get(rank, []))
@@ -81,18 +88,29 @@ def _one_window(
         unpack(message, parts)
 
     for each in awaited.get(channel.rank, []):
-        carry_out(each.move, tensors[each.source], targets[each.target])
+        move, elements = _taken(each, held)
+        carry_out(move, elements, targets[each.target])
     swap_messages(channel, outgoing, incoming, accept, purpose="window of whole tensors")
-    return buffer
 
 
-class _Sources:
+def _taken(contribution: _Contribution, held: Held) -> tuple[Move, torch.Tensor]:
+    """What this rank gives, in the dtype of the target: the move out of the tensor that it holds, or of a cast part."""
+    move, tensor = contribution.move, held.tensors[contribution.source]
+    casts = held.casts.get(contribution.source)
+    if not casts:
+        return move, tensor
+    part = part_of(tensor, move.source, move.shape)
+    source = Part(0, move.shape, (0,) * len(move.shape))
+    return Move(move.shape, source, move.target), cast_through(part, map(torch_dtype, casts))
+
+
+class Sources:
     """Which rank gives which piece: the writer itself where it holds the piece, else holders in turn."""
 
-    def __init__(self, arrangement: Arrangement) -> None:
-        self._holders = arrangement.holders
+    def __init__(self, holders: Mapping[Piece, tuple[int, ...]]) -> None:
+        self._holders = holders
         self._pieces: dict[str, list[Piece]] = {}
-        for piece in arrangement.holders:
+        for piece in holders:
             self._pieces.setdefault(piece.name, []).append(piece)
         self._indexes: dict[str, PieceIndex] = {}
 

@@ -65,6 +65,10 @@ class TorchState:
         optimizers = [each.named_with_state().to_json() for each in _trained(tensors, self._optimizers)]
         return {"ties": tensors.ties, "optimizers": optimizers}
 
+    def names(self) -> list[str]:
+        """Names of the model's parameters and buffers in its own order, ties under each of their names."""
+        return list(_Tensors.of(self._model).names)
+
     def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> "TorchRestoration":
         """Prepare to take over a checkpoint, without changing anything; `load` calls it and does the rest.
 
@@ -115,7 +119,9 @@ class TorchRestoration:
         for each, taken in zip(self._trained, self._plan.over.settings, strict=True):
             for group, settings in zip(each.optimizer.param_groups, taken, strict=True):
                 take_over(group, settings)
-            for name, (parameter, _) in each.parameters.items() if self._plan.replaces_state else ():
+            for name, (parameter, _) in each.parameters.items():
+                if not self._plan.replaces_state_of(name):
+                    continue
                 each.optimizer.state.pop(parameter, None)
                 if state := self._plan.state_of(name, self._taken[name]):
                     each.optimizer.state[parameter] = state
@@ -127,6 +133,8 @@ class _Tensors:
 
     by_name: dict[str, torch.Tensor]
     ties: dict[str, str]
+    names: tuple[str, ...]
+    """All names, ties included, in the order of the model."""
     name_of: dict[tuple[object, ...], str]
     """By their places in memory."""
 
@@ -137,6 +145,7 @@ class _Tensors:
         by_name: dict[str, torch.Tensor] = {}
         ties: dict[str, str] = {}
         name_of: dict[tuple[object, ...], str] = {}
+        names: list[str] = []
         for full_name, tensor in model.state_dict(keep_vars=True).items():
             path, _, attribute = full_name.rpartition(".")
             name = _prefix(path, prefixes) + attribute
@@ -146,12 +155,13 @@ class _Tensors:
                     "get_extra_state() makes it), so that a load could not write to it; save the rest by name, and "
                     "such values in extra"
                 )
+            names.append(name)
             first = name_of.setdefault(_place(tensor), name)
             if first == name:
                 by_name[name] = tensor
             else:
                 ties[name] = first
-        return cls(by_name=by_name, ties=ties, name_of=name_of)
+        return cls(by_name=by_name, ties=ties, names=tuple(names), name_of=name_of)
 
     def pieces(self) -> dict[Piece, torch.Tensor]:
         """All of them that this rank has, as views."""

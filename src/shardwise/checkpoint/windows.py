@@ -29,21 +29,34 @@ Stretch = tuple[int, int, int]
 """(position in the list, first element, the element after the last)."""
 
 
-def windows(sizes: Iterable[tuple[int, int]]) -> Iterator[list[Stretch]]:
-    """Cut a list of (number of elements, bytes of one) into windows of at most WINDOW_BYTES, in order.
+def windows(
+    sizes: Iterable[tuple[int, int]], *, max_bytes: int | None = None, grains: Sequence[int] = ()
+) -> Iterator[list[Stretch]]:
+    """Cut a list of (number of elements, bytes of one) into windows of at most `max_bytes` (WINDOW_BYTES), in order.
+
+    grains: each is cut after a multiple of so many elements, where a window has room for as many.
 
     >>> list(windows([(3, 4), (0, 4), (2, 8)]))
     [[(0, 0, 3), (2, 0, 2)]]
+    >>> list(windows([(25, 4)], max_bytes=64, grains=[5]))
+    [[(0, 0, 15)], [(0, 15, 25)]]
     """
     window: list[Stretch] = []
-    room = WINDOW_BYTES
+    max_bytes = max_bytes or WINDOW_BYTES
+    room = max_bytes
     for at, (num_elements, itemsize) in enumerate(sizes):
         start = 0
         while start < num_elements:
             if room < ALIGNMENT_BYTES:
                 yield window
-                window, room = [], WINDOW_BYTES
+                window, room = [], max_bytes
             stop = min(num_elements, start + room // itemsize)
+            if grains and stop < num_elements:
+                whole = stop - stop % grains[at]
+                if whole <= start and window:
+                    room = 0
+                    continue
+                stop = whole if whole > start else stop
             window.append((at, start, stop))
             room -= aligned((stop - start) * itemsize)
             start = stop
@@ -65,6 +78,8 @@ class PieceReader:
     def __init__(self, store: Store, contents: Contents) -> None:
         self.contents = contents
         """What the checkpoint holds."""
+        self.read_bytes = 0
+        """Bytes of data files read so far."""
         self._store = store
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -88,6 +103,7 @@ class PieceReader:
                         for move in moves:
                             carry_out(move, source, parts[index])
         finally:
+            self.read_bytes += reader.read_bytes
             reader.close()
         return [part.view(torch_dtype(piece.dtype)) for part, piece in zip(parts, pieces, strict=True)]
 

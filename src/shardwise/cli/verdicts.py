@@ -66,7 +66,7 @@ def told(*, debug: bool) -> Iterator[None]:
     """End a command that fails in one process: a paragraph on stderr, and its exit code."""
     try:
         yield
-    except BrokenPipeError:  # who reads the output has seen enough; click ends without a word
+    except (BrokenPipeError, click.ClickException):  # who reads the output has seen enough; click has its own words
         raise
     except KeyboardInterrupt:
         click.echo("stopped by Ctrl-C", err=True)

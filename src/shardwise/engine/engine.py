@@ -208,6 +208,10 @@ class Engine:
             "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
         }
 
+    def names(self) -> list[str]:
+        """Names of the model's parameters and persistent buffers in its own order, ties under each of their names."""
+        return list(self.model.state_dict(keep_vars=True))
+
     def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> EngineRestoration:
         """Prepare to take over a checkpoint, without changing anything; `sw.load` calls it and does the rest.
 

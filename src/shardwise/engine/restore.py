@@ -96,7 +96,9 @@ class EngineRestoration:
             for known, taken in zip(self._optimizers, self._plan.over.settings, strict=True):
                 for group, settings in zip(known.optimizer.param_groups, taken, strict=True):
                     take_over(group, settings)
-            for known, _, owned in self._trained if self._plan.replaces_state else ():
+            for known, _, owned in self._trained:
+                if not self._plan.replaces_state_of(owned.segment.name):
+                    continue
                 known.optimizer.state.pop(owned.parameter, None)
                 if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
                     known.optimizer.state[owned.parameter] = state

@@ -116,6 +116,10 @@ class OptimizerRestoration:
     findings: tuple[str, ...]
     """What does not fit."""
 
+    def replaces_state_of(self, name: str) -> bool:
+        """Whether its entries are all the state that a live parameter has afterwards; else its state stays as it is."""
+        return self.replaces_state and name not in self.over.added
+
     def state_of(self, name: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a live parameter, from the tensors of its entries; Python values as such, None where it was."""
         known = self.over.source.get(name)

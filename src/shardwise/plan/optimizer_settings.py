@@ -26,6 +26,12 @@ _HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """What torch's schedulers note in groups: optimizers never read it, and a scheduler may come after the load."""
 
+ADDED = "added"
+"""Under this key settings name parameters for which there is nothing in the checkpoint, and which keep what they have.
+
+No save has it: a rewrite says so of the load that it is given to.
+"""
+
 _MISSING = object()
 
 
@@ -144,6 +150,8 @@ class TakeOver:
     """For each live optimizer and each of its groups."""
     source: Mapping[str, tuple[str, NamedOptimizer]]
     """For each live parameter that an optimizer of the same kind trained: its name then, and that optimizer."""
+    added: frozenset[str]
+    """Live parameters that keep what they have."""
     findings: tuple[str, ...]
     """What does not fit."""
 
@@ -160,7 +168,9 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
     }
     names = [name for optimizer in live for group in optimizer.groups for name in group.parameters]
     then = stored_names(names, ties, places, stored_ties)
-    findings = _findings_of_parameters(names, ties, places, then) if places and live else []
+    added = frozenset(ties.get(name, name) for name in settings.get(ADDED, ()))
+    expected = [name for name in names if name not in added]
+    findings = _findings_of_parameters(expected, ties, places, then) if places and live else []
     taken = []
     source: dict[str, tuple[str, NamedOptimizer]] = {}
     for optimizer in live:
@@ -177,7 +187,9 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
             sources = {name: places[then[name]][1].settings for name in group.parameters if name in source}
             findings += _findings_of_group(optimizer.kind, group, sources)
         taken.append(tuple(_settings_for(group, source, places) for group in optimizer.groups))
-    return TakeOver(has_groups=bool(places), settings=tuple(taken), source=source, findings=tuple(findings))
+    return TakeOver(
+        has_groups=bool(places), settings=tuple(taken), source=source, added=added, findings=tuple(findings)
+    )
 
 
 def stored_names(

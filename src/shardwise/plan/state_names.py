@@ -1,11 +1,12 @@
 """Names in a state: parameters and buffers have the model's, the optimizer's state is `optimizer/<parameter>/<key>`."""
 
-__all__ = ["MASTER", "is_state_name", "split_state_name", "state_name"]
+__all__ = ["MASTER", "STATE_PREFIX", "is_state_name", "split_state_name", "state_name"]
 
 MASTER = "master"
 """The key of a parameter's master, where that is held apart from the working copy."""
 
-_PREFIX = "optimizer/"
+STATE_PREFIX = "optimizer/"
+"""With this the names of all optimizer state begin."""
 
 
 def state_name(parameter: str, key: str) -> str:
@@ -14,12 +15,12 @@ def state_name(parameter: str, key: str) -> str:
     >>> state_name("layer.weight", "exp_avg")
     'optimizer/layer.weight/exp_avg'
     """
-    return f"{_PREFIX}{parameter}/{key}"
+    return f"{STATE_PREFIX}{parameter}/{key}"
 
 
 def is_state_name(name: str) -> bool:
     """Whether a name is not the model's own."""
-    return name.startswith(_PREFIX)
+    return name.startswith(STATE_PREFIX)
 
 
 def split_state_name(name: str) -> tuple[str, str] | None:
@@ -30,5 +31,5 @@ def split_state_name(name: str) -> tuple[str, str] | None:
     """
     if not is_state_name(name) or name.count("/") < 2:
         return None
-    parameter, _, key = name.removeprefix(_PREFIX).rpartition("/")
+    parameter, _, key = name.removeprefix(STATE_PREFIX).rpartition("/")
     return parameter, key

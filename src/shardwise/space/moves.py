@@ -8,7 +8,7 @@ from shardwise.errors import PlanError
 from shardwise.space.pieces import Piece
 from shardwise.space.runs import boxes_of_run
 
-__all__ = ["Move", "Part", "check_one_tensor", "moves", "reach"]
+__all__ = ["Block", "Move", "Part", "blocks_of", "check_one_tensor", "moves", "reach"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +133,11 @@ def _flat_move(source: tuple[int, int], target: tuple[int, int]) -> list[Move]:
     return [Move(shape, Part(start - source[0], shape, (0,)), Part(start - target[0], shape, (0,)))]
 
 
-_Block = tuple[int, tuple[int, ...], tuple[int, ...]]
+Block = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Where in the storage a block begins, its shape, and its first index in the tensor."""
 
 
-def _blocks(piece: Piece) -> list[_Block]:
+def blocks_of(piece: Piece) -> list[Block]:
     """The boxes of a piece, each a stretch of its storage, in order."""
     if piece.run is None:
         return [(0, piece.shape, piece.offset)]
@@ -156,8 +156,8 @@ def _block_moves(source: Piece, target: Piece) -> list[Move]:
     which is the order of both storages.
     """
     found = []
-    sources = _blocks(source)
-    for target_start, target_block, target_offset in _blocks(target):
+    sources = blocks_of(source)
+    for target_start, target_block, target_offset in blocks_of(target):
         target_stop = tuple(map(add, target_offset, target_block))
         for source_start, source_block, source_offset in sources:
             low = tuple(map(max, source_offset, target_offset))

@@ -1,0 +1,269 @@
+"""Certificates: what was converted comes back, tensor by tensor, to the bit. Or it is said why not."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+
+from shardwise.checkpoint.applied import Applied
+from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.held import bytes_of
+from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten
+from shardwise.checkpoint.rewritten import metas_of_contents
+from shardwise.checkpoint.stores import Store
+from shardwise.errors import CheckpointError
+from shardwise.rewrite import Checked
+from shardwise.rewrite.casts import holds_nans, keeps_values
+
+__all__ = ["Certificate", "CertifiedTensor", "certify_return"]
+
+_FORMAT = "shardwise round trip 1"
+
+_NANS_AT_ONCE = 1 << 20
+"""Elements among which NaNs are looked for at a time."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertifiedTensor:
+    """A tensor of the source, and what came back of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str
+    """Of its elements in the source: row-major, little-endian."""
+    returned_sha256: str | None
+    """Of what the inverse of the rewrite makes of the destination; None where nothing comes back."""
+    verdict: Literal["equal", "lossy"]
+    why: str = ""
+    """What was lost, where it is lossy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What came back of a conversion."""
+
+    source: str
+    """Path or address of what was converted."""
+    destination: str
+    rewrite: str
+    """Its statements; empty where there was none."""
+    tensors: tuple[CertifiedTensor, ...]
+
+    @property
+    def lossy(self) -> tuple[CertifiedTensor, ...]:
+        """The tensors that do not come back as they were."""
+        return tuple(each for each in self.tensors if each.verdict != "equal")
+
+    def __str__(self) -> str:
+        lossy = self.lossy
+        equal = len(self.tensors) - len(lossy)
+        if not lossy:
+            return f"round trip: all {equal} tensors come back to the bit"
+        return (
+            f"round trip: {equal} of {len(self.tensors)} tensors come back to the bit; lossy: "
+            + "; ".join(f"{each.name} ({each.why})" for each in lossy[:5])
+            + (f" and {len(lossy) - 5} more" if len(lossy) > 5 else "")
+        )
+
+    def pack(self) -> bytes:
+        """As JSON, a line for each tensor."""
+        head: dict[str, Any] = {
+            "format": _FORMAT,
+            "source": self.source,
+            "destination": self.destination,
+            "rewrite": self.rewrite.splitlines(),
+        }
+        rows = [
+            {
+                "name": each.name,
+                "shape": each.shape,
+                "dtype": each.dtype,
+                "sha256": each.sha256,
+                "returned_sha256": each.returned_sha256,
+                "verdict": each.verdict,
+                **({"why": each.why} if each.why else {}),
+            }
+            for each in self.tensors
+        ]
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        return f'{json.dumps(head, indent=1)[:-2]},\n "tensors": [\n{lines}\n ]\n}}\n'.encode()
+
+
+def certify_return(
+    source: Store, contents: Contents, applied: Applied | None, store: Store, written: Contents, *, location: str
+) -> Certificate:
+    """Read both sides, and compare the digests of their tensors.
+
+    contents: what was converted, of `source`. written: what `store` holds of it now, and `location` what to call that.
+    Raises CheckpointError, naming them, for tensors that do not come back though the rewrite loses nothing of them.
+    """
+    trip = _RoundTrip(
+        checked=None if applied is None else applied.checked,
+        source=source,
+        sent=as_they_are(contents),
+        store=store,
+        back=as_they_are(written) if applied is None else _undone(contents, applied, written),
+    )
+    digests, returned = trip.digests()
+    differing = [name for name, digest in digests.items() if returned.get(name) != digest or trip.changes_kind(name)]
+    whys = trip.losses(differing)
+    problems = [
+        f"{name} ({trip.sent.tensors[name].dtype} {list(trip.sent.tensors[name].shape)}) does not come back out of "
+        f"{location} as it was in {contents.location}: sha256 {returned.get(name, 'of nothing')} instead of "
+        f"{digests[name]}"
+        for name in differing
+        if name not in whys
+    ]
+    if problems:
+        raise CheckpointError(
+            *problems, about="the conversion is not to be trusted; please report this fault of shardwise"
+        )
+    rows = [
+        CertifiedTensor(
+            name=name,
+            shape=trip.sent.tensors[name].shape,
+            dtype=trip.sent.tensors[name].dtype,
+            sha256=digest,
+            returned_sha256=returned.get(name),
+            verdict="lossy" if name in whys else "equal",
+            why=whys.get(name, ""),
+        )
+        for name, digest in digests.items()
+    ]
+    text = "" if applied is None else str(applied.rewrite)
+    return Certificate(source=contents.location, destination=location, rewrite=text, tensors=tuple(rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RoundTrip:
+    """Both sides of a certificate."""
+
+    checked: Checked | None
+    source: Store
+    sent: Outputs
+    store: Store
+    back: Outputs
+
+    def digests(self) -> tuple[dict[str, str], dict[str, str]]:
+        """sha256 of the elements of every tensor, and of what came back of it where something did."""
+        return self._both(_digests, self.sent, self.back)
+
+    def changes_kind(self, name: str) -> bool:
+        """Whether a tensor comes back in another dtype or shape."""
+        return _kind(self.sent.tensors[name]) != _kind(self.back.tensors[self._found(name)])
+
+    def losses(self, names: Collection[str]) -> dict[str, str]:
+        """What the rewrite loses of tensors that do not come back as they were, of those of which it loses something.
+
+        Reads again those of which it may have lost no more than the payload of NaNs.
+        """
+        if self.checked is None:
+            return {}
+        whys, casts = {}, {}
+        for name in names:
+            tensor, returns = self.sent.tensors[name], self._found(name) in self.back.tensors
+            if why := _loss(self.checked, tensor, returns=returns):
+                whys[name] = why
+            elif returns and not self.changes_kind(name) and (cast := _cast_of_nans(self.checked, tensor)):
+                casts[name] = f"the payload of NaNs (cast from {cast[0]} to {cast[1]})"
+        if casts:
+            digests, returned = self._both(
+                _digests_of_values, self._only(self.sent, casts), self._only(self.back, casts)
+            )
+            whys |= {name: why for name, why in casts.items() if digests[name] == returned[name]}
+        return whys
+
+    def _both(
+        self, digests: Callable[[Store, Outputs], dict[str, str]], sent: Outputs, back: Outputs
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """The digests of both sides, by the names of the source."""
+        with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as thread:
+            awaited = thread.submit(digests, self.source, sent)
+            found = digests(self.store, back)
+            there = awaited.result()
+        return there, {name: found[self._found(name)] for name in there if self._found(name) in found}
+
+    def _found(self, name: str) -> str:
+        """Under which name a tensor comes back."""
+        return self.back.aliases.get(name, name)
+
+    def _only(self, outputs: Outputs, names: Collection[str]) -> Outputs:
+        """Outputs without those that are not, or do not make, tensors of these names."""
+        kept = {*names} if outputs is self.sent else {self._found(name) for name in names}
+        return replace(outputs, tensors={name: each for name, each in outputs.tensors.items() if name in kept})
+
+
+def _undone(contents: Contents, applied: Applied, written: Contents) -> Outputs:
+    """What the inverse of a rewrite makes of what was written by it."""
+    inverse = applied.checked.inverse(lossy="allow")
+    checked = inverse.apply(metas_of_contents(written), recorded=metas_of_contents(contents), aliases=written.aliases)
+    return rewritten(written, checked, {})
+
+
+def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
+    """What a rewrite loses of a source; empty where it loses nothing. `returns`: whether its inverse makes it again."""
+    if tensor.name in checked.dropped:
+        return "dropped"
+    fragments = checked.push(tensor.name, tensor.whole.box)
+    lost = []
+    if not returns and checked.losses:
+        is_part = sum(each.num_elements for each in fragments) < tensor.whole.num_elements
+        lost.append("a part is dropped" if is_part else "a part of what it is joined with is dropped")
+    casts = (pair for fragment in fragments for pair in pairwise(fragment.dtypes))
+    if narrow := next((pair for pair in casts if not keeps_values(*pair)), None):
+        lost.append(f"cast from {narrow[0]} to {narrow[1]}")
+    return ", ".join(lost)
+
+
+def _kind(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape
+
+
+def _cast_of_nans(checked: Checked, tensor: StoredTensor) -> tuple[str, str] | None:
+    """The first cast of a tensor by which its NaNs, if it can have any, lose what else they say."""
+    fragments = checked.push(tensor.name, tensor.whole.box) if holds_nans(tensor.dtype) else ()
+    return next((pair for each in fragments for pair in pairwise(each.dtypes) if pair[0] != pair[1]), None)
+
+
+def _digests(store: Store, outputs: Outputs) -> dict[str, str]:
+    """sha256 of the elements of every output."""
+    sums = {name: hashlib.sha256() for name in outputs.tensors}
+    for name, elements in _elements(store, outputs):
+        sums[name].update(bytes_of(elements.view(torch.uint8)))
+    return {name: each.hexdigest() for name, each in sums.items()}
+
+
+def _digests_of_values(store: Store, outputs: Outputs) -> dict[str, str]:
+    """sha256 of the elements of every output, all of floats, as if there were one NaN only."""
+    sums = {name: hashlib.sha256() for name in outputs.tensors}
+    for name, elements in _elements(store, outputs):
+        for some in elements.split(_NANS_AT_ONCE):
+            sums[name].update(bytes_of(_with_one_nan(some).view(torch.uint8)))
+    return {name: each.hexdigest() for name, each in sums.items()}
+
+
+def _elements(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tensor]]:
+    """The elements of every output, some at a time and flat: they hold until the next."""
+    reader = outputs.reader(store)
+    for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
+        for piece, elements in zip(window, reader.read(window), strict=True):
+            yield piece.name, elements
+
+
+def _with_one_nan(elements: torch.Tensor) -> torch.Tensor:
+    """The bits of floats, or of the parts of complex numbers, with the same NaN for every NaN."""
+    parts = elements.view(_PARTS.get(elements.dtype, elements.dtype))
+    bits = parts.view(_BITS[parts.itemsize])
+    nan = torch.tensor([math.nan]).to(parts.dtype).view(bits.dtype)
+    # torch cannot tell NaNs of every dtype; float32 keeps them NaN, and makes none of what is too large for it.
+    return bits.masked_fill(parts.to(torch.float32).isnan(), int(nan))

@@ -1,0 +1,78 @@
+"""Import and export: a folder of Hugging Face files becomes a save of ours, and a save becomes such a folder."""
+
+import os
+
+from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.arguments import check_arguments
+from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport
+from shardwise.checkpoint.copying import Progress
+from shardwise.checkpoint.foreign import recognise
+from shardwise.checkpoint.model_config import config_at
+from shardwise.checkpoint.sources import read_contents
+from shardwise.errors import CheckpointError
+from shardwise.rewrite import Rewrite
+
+__all__ = ["export_hf", "import_hf"]
+
+
+def import_hf(
+    folder: Address,
+    out: Address,
+    rewrite: Rewrite | None = None,
+    *,
+    certify: bool = True,
+    progress: Progress = lambda done, total: None,
+) -> ConvertReport:
+    """Make a save in `out` of the safetensors files in `folder`, one or several with an index.
+
+    rewrite: what is saved are its outputs. Parameters that it was not given come from `config.json`, the nested
+        `text_config` included.
+    certify: read both again, the save back through the inverse of the rewrite, and write beside its manifest
+        `round-trip.json`, which says tensor by tensor whether it comes back; see `Certificate`. What should come back
+        and does not is an error, and leaves no save.
+
+    The save keeps `config.json` and `generation_config.json` in its extra, under "huggingface", so that `export_hf`
+    can write them again. It is made whole or not at all, in bounded memory; see `convert`.
+    Raises CheckpointError for a folder that holds no such files, or damaged ones, and RewriteError for a rewrite that
+    does not fit them.
+    """
+    check_arguments(rewrite=rewrite, flags={"certify": certify})
+    store = store_of(folder)
+    if (kind := recognise(store)) != "safetensors":
+        what = "holds no safetensors files" if kind is None else f"is a {kind} checkpoint"
+        raise CheckpointError(f"{store.location} {what}; give a folder of Hugging Face files, or use convert")
+    conversion = Conversion.of(store, read_contents(store), rewrite, model_only=False)
+    return conversion.to_save(out, "whole", certify=certify, progress=progress)
+
+
+def export_hf(
+    path: Address,
+    out: Address,
+    rewrite: Rewrite | None = None,
+    *,
+    config: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    certify: bool = True,
+    progress: Progress = lambda done, total: None,
+) -> ConvertReport:
+    """Make a folder `out` of Hugging Face files of the model in the checkpoint at `path`, for `from_pretrained`.
+
+    rewrite: its outputs are written; to undo that of an import, give its `inverse()`, which finds sizes and dtypes in
+        the save. Parameters that it was not given come from `config.json`.
+    config: what else belongs there: a folder, of which `config.json` and the files of the tokenizer are copied, or a
+        configuration file. The default is what `import_hf` has kept.
+    step, max_shard_bytes: see `convert`. certify: see `import_hf`; `round-trip.json` lies beside the files.
+
+    The model's tensors are written in the dtype in which they are stored, a tied one once, under its own name. The
+    folder must not exist or be empty; it is made whole or not at all, in bounded memory.
+    Raises CheckpointError and RewriteError as `convert` does.
+    """
+    check_arguments(rewrite=rewrite, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify})
+    if config is not None and not isinstance(config, str | os.PathLike):
+        raise CheckpointError(f"config is a {type(config).__name__}; give the path of a folder or a file, or None")
+    store = store_of(path)
+    contents = read_contents(store, step=step)
+    given = None if config is None else config_at(config)
+    conversion = Conversion.of(store, contents, rewrite, model_only=True, config=given)
+    return conversion.to_folder(out, max_shard_bytes=max_shard_bytes, config=config, certify=certify, progress=progress)

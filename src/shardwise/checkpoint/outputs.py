@@ -1,0 +1,218 @@
+"""Outputs: the tensors that a conversion writes, those of a checkpoint as they are or what a rewrite makes of them."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.checkpoint.assembly import LARGE_WINDOW_BYTES, AssembledReader, Batch, is_cheap_to_cut, unchanged_source
+from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.names import is_model_name
+from shardwise.checkpoint.rewritten import differences, value_of
+from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, check_whole, part_of_piece, windows
+from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.rewrite import Checked
+from shardwise.space import Piece
+
+__all__ = ["OutputReader", "Outputs", "as_they_are", "model_of", "rewritten"]
+
+
+_GRAINS = 8
+"""A window has room for so many grains at least: what is left of it is little."""
+
+
+class OutputReader(Protocol):
+    """Reads pieces of outputs."""
+
+    read_bytes: int
+    """Bytes of data files read so far."""
+
+    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """The elements of each piece, flat; they hold until the next call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What is written of a checkpoint."""
+
+    contents: Contents
+    """The checkpoint that is read."""
+    tensors: Mapping[str, StoredTensor]
+    """By name, in the order in which they are written. Their pieces are where their elements lie in the checkpoint, in
+    this order and maybe under another name and in another dtype; outputs that are put together have none."""
+    aliases: Mapping[str, str]
+    """Other names of outputs (ties)."""
+    settings: Mapping[str, Any]
+    checked: Checked | None = None
+    """What makes them; None: they are the tensors of the checkpoint."""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    """Outputs that are best read together: each with the first output of its group. Others can be cut anywhere."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all outputs."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def check_agreement(self, store: Store) -> None:
+        """Raise CheckpointError where one number is made of several that are not equal to the bit: reads these."""
+        if self.checked is None:
+            return
+        used = {each for name in self.tensors for each in self.checked.sources_of(name)}
+        groups = [group for group in self.checked.agree if not used.isdisjoint(group)]
+        wholes = {each: self.contents.tensors[self.contents.aliases.get(each, each)].whole for each in chain(*groups)}
+        reader = PieceReader(store, self.contents)
+        values = {}
+        for window in _cut(list(wholes.values())):
+            for piece, elements in zip(window, reader.read(window), strict=True):
+                values[piece.name] = value_of(elements)
+        if findings := differences(groups, {name: values[whole.name] for name, whole in wholes.items()}):
+            raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
+
+    def reader(self, store: Store, batch: Batch | None = None) -> OutputReader:
+        """A reader of any pieces of the outputs, out of the store that has the checkpoint.
+
+        batch: memory that it shares with readers which read when it does not.
+        """
+        if self.checked is None:
+            return PieceReader(store, self.contents)
+        return AssembledReader(store, self.contents, self.checked, batch or Batch())
+
+    def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+        """Cut pieces of outputs into parts that are read at a time, in order.
+
+        Windows are of WINDOW_BYTES, but outputs that need the same elements of the checkpoint, or need them in another
+        order, lie in one window up to LARGE_WINDOW_BYTES: else its blocks would be read once per window.
+        """
+        if self.checked is None:
+            yield from _cut(pieces)
+            return
+        window: list[Piece] = []
+        num_bytes = 0
+        for unit in self._units(pieces):
+            more = sum(each.num_elements * itemsize_bytes(each.dtype) for each in unit)
+            if window and num_bytes + more > WINDOW_BYTES:
+                yield window
+                window, num_bytes = [], 0
+            window += unit
+            num_bytes += more
+        if window:
+            yield window
+
+    def _units(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+        """Parts of pieces that lie in one window."""
+        for _, group in groupby(pieces, lambda piece: self.groups.get(piece.name, piece.name)):
+            together = list(group)
+            if together[0].name in self.groups:
+                yield from _cut(together, max_bytes=LARGE_WINDOW_BYTES)
+            else:
+                yield from _cut(together)
+
+
+def _cut(pieces: Sequence[Piece], *, max_bytes: int | None = None) -> Iterator[list[Piece]]:
+    sizes = [(piece.num_elements, itemsize_bytes(piece.dtype)) for piece in pieces]
+    grains = [_grain(piece, (max_bytes or WINDOW_BYTES) // _GRAINS) for piece in pieces]
+    for window in windows(sizes, max_bytes=max_bytes, grains=grains):
+        yield [part_of_piece(pieces[at], start, stop) for at, start, stop in window]
+
+
+def _grain(piece: Piece, max_bytes: int) -> int:
+    """Elements of a piece after whose multiples it is best cut: as many as fit in `max_bytes` of its last dims.
+
+    So parts are boxes, which are planned at once, and not a part of a row, rows, and a part of another.
+    """
+    grain = 1
+    room = max_bytes // itemsize_bytes(piece.dtype)
+    for size in reversed(piece.shape[1:]):
+        if grain * size > room:
+            break
+        grain *= size
+    return grain if grain and not piece.elements.start % grain else 1
+
+
+def as_they_are(contents: Contents) -> Outputs:
+    """The tensors of a checkpoint. Raises CheckpointError where stored pieces do not make them up."""
+    check_whole(contents, contents.tensors.values())
+    return Outputs(contents=contents, tensors=contents.tensors, aliases=contents.aliases, settings=contents.settings)
+
+
+def model_of(contents: Contents) -> Contents:
+    """What of a checkpoint belongs to the model."""
+    tensors = {name: each for name, each in contents.tensors.items() if is_model_name(name, contents.format)}
+    aliases = {alias: name for alias, name in contents.aliases.items() if name in tensors}
+    return replace(contents, tensors=tensors, aliases=aliases)
+
+
+def rewritten(
+    contents: Contents, checked: Checked, settings: Mapping[str, Any], *, model_only: bool = False
+) -> Outputs:
+    """What a rewrite makes of a checkpoint; `settings` are those that it makes of its settings.
+
+    model_only: outputs that are not the model's are left out. What it adds (`_ -> b`) has no elements, and is left out.
+    Raises CheckpointError for stored pieces that do not make up what is needed.
+    """
+    wholes = {
+        name: Piece(name=name, dtype=meta.dtype, global_shape=meta.shape)
+        for name, meta in checked.outputs.items()
+        if not model_only or is_model_name(name, contents.format)
+    }
+    sources = {name: _sources(contents, checked, name) for name in wholes}
+    needed = dict.fromkeys(each for found in sources.values() for each in found)
+    check_whole(contents, (contents.tensors[name] for name in needed))
+    groups = _groups(sources)
+    sizes = Counter(groups.values())
+    turn = {group: turn for turn, group in enumerate(dict.fromkeys(groups.values()))}
+    return Outputs(
+        contents=contents,
+        tensors={
+            name: _output(contents, checked, wholes[name])
+            for name in sorted(wholes, key=lambda each: turn[groups[each]])
+        },
+        aliases={alias: name for alias, name in checked.ties.items() if name in wholes},
+        settings=settings,
+        checked=checked,
+        groups={
+            name: group for name, group in groups.items() if sizes[group] > 1 or not is_cheap_to_cut(checked, name)
+        },
+    )
+
+
+def _sources(contents: Contents, checked: Checked, name: str) -> list[str]:
+    """The stored tensors of which an output has elements."""
+    return sorted({contents.aliases.get(each, each) for each in checked.sources_of(name)})
+
+
+def _output(contents: Contents, checked: Checked, whole: Piece) -> StoredTensor:
+    """An output, with its pieces where the checkpoint has its elements in this order."""
+    source = unchanged_source(checked, whole.name)
+    pieces = tuple(
+        StoredPiece(
+            piece=replace(whole, offset=each.piece.offset, shape=each.piece.shape, run=each.piece.run),
+            file=each.file,
+            start=each.start,
+            checksums=None,
+        )
+        for each in ([] if source is None else contents.tensors[contents.aliases.get(source, source)].pieces)
+    )
+    return StoredTensor(name=whole.name, dtype=whole.dtype, shape=whole.global_shape, pieces=pieces)
+
+
+def _groups(sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """For every output one that stands for all that common sources connect with it."""
+    leaders: dict[str, str] = {}
+
+    def leader(name: str) -> str:
+        while leaders[name] != name:
+            leaders[name] = name = leaders[leaders[name]]
+        return name
+
+    users: dict[str, str] = {}
+    for name, found in sources.items():
+        leaders[name] = name
+        for source in found:
+            leaders[leader(name)] = leader(users.setdefault(source, name))
+    return {name: leader(name) for name in leaders}

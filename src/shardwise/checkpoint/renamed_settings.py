@@ -1,0 +1,139 @@
+"""Settings under the names of a rewrite: which group of an optimizer trains what its tensors have become."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from shardwise.plan.optimizer_settings import ADDED, stored_optimizers
+from shardwise.plan.state_names import STATE_PREFIX, is_state_name
+from shardwise.rewrite import Checked, Rewrite, TensorMeta
+
+__all__ = ["names_state", "record_of", "recorded_metas", "renamed_settings", "rewrite_of_record"]
+
+_RECORD = "rewrite"
+"""Under this key the settings of a save say by which rewrite it was made."""
+
+_Place = tuple[int, int]
+"""The position of an optimizer, and of a group in it."""
+
+
+def renamed_settings(
+    settings: Mapping[str, Any], checked: Checked, aliases: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The settings of the sources as those of the outputs, and findings about what no group can train.
+
+    aliases: other names of sources (ties). A parameter belongs to the group of the tensors that it is made of; where
+    these are in groups with different settings it belongs to none, which is a finding.
+    Raises CheckpointError for settings that are not understood.
+    """
+    renamed = {key: value for key, value in settings.items() if key != _RECORD}
+    if "ties" in settings:
+        renamed["ties"] = dict(checked.ties)
+    if checked.added:
+        renamed[ADDED] = sorted(checked.added)
+    if not stored_optimizers(settings):
+        return renamed, []
+    groups = _Groups(settings["optimizers"], aliases)
+    members: dict[_Place, list[tuple[int, str]]] = {}
+    findings = []
+    for name in checked.outputs:
+        sources = [] if is_state_name(name) else sorted({aliases.get(each, each) for each in checked.sources_of(name)})
+        if not any(each in groups.places for each in sources):
+            continue
+        if finding := groups.finding(name, sources):
+            findings.append(finding)
+            continue
+        place, position = min(groups.places[each] for each in sources)
+        members.setdefault(place, []).append((position, name))
+    renamed["optimizers"] = [
+        {**optimizer, "groups": [_with(group, members.get((number, at), ())) for at, group in enumerate(groups_of)]}
+        for number, optimizer in enumerate(settings["optimizers"])
+        for groups_of in (optimizer["groups"],)
+    ]
+    return renamed, findings
+
+
+def _with(group: Mapping[str, Any], members: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    """A group with other parameters, in the order of those of which they are made."""
+    return {**group, "parameters": [name for _, name in sorted(members, key=lambda member: member[0])]}
+
+
+class _Groups:
+    """The groups of optimizers in which parameters are."""
+
+    def __init__(self, optimizers: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> None:
+        self._optimizers = optimizers
+        self.places: dict[str, tuple[_Place, int]] = {}
+        """For each parameter its group, and its position there."""
+        self._alike: dict[_Place, tuple[int, str]] = {}
+        """Equal for groups of one optimizer that say the same."""
+        for number, optimizer in enumerate(optimizers):
+            for at, group in enumerate(optimizer["groups"]):
+                self._alike[number, at] = number, json.dumps(group["settings"], sort_keys=True)
+                for position, name in enumerate(group["parameters"]):
+                    self.places[aliases.get(name, name)] = (number, at), position
+
+    def finding(self, name: str, sources: Sequence[str]) -> str | None:
+        """Why no group trains what is made of these tensors."""
+        kinds: dict[object, str] = {}
+        for each in sources:
+            kinds.setdefault(self._alike[self.places[each][0]] if each in self.places else None, each)
+        if len(kinds) == 1:
+            return None
+        one, other = list(kinds.values())[:2]
+        return (
+            f"{name} is made of {one}, which {self._trainer(one)}, and {other}, which {self._trainer(other)}"
+            f"{self._difference(one, other)}; keep tensors apart that are trained apart"
+        )
+
+    def _trainer(self, name: str) -> str:
+        if name not in self.places:
+            return "no optimizer trains"
+        number, at = self.places[name][0]
+        return f"group {at} of {self._optimizers[number]['kind']} trains"
+
+    def _difference(self, one: str, other: str) -> str:
+        """The first setting in which two groups differ."""
+        if one not in self.places or other not in self.places:
+            return ""
+        mine, yours = (
+            self._optimizers[number]["groups"][at]["settings"]
+            for number, at in (self.places[one][0], self.places[other][0])
+        )
+        key = next((key for key in {**mine, **yours} if mine.get(key) != yours.get(key)), None)
+        return "" if key is None else f" ({key} is {mine.get(key)!r} and {yours.get(key)!r})"
+
+
+def record_of(rewrite: Rewrite, sources: Mapping[str, TensorMeta]) -> dict[str, Any]:
+    """What the settings of a save say of the rewrite that made it: its text, and what a text cannot say of its sources.
+
+    Of an inverse the record has the text of what was undone: that says all, and the inverse is not without a record.
+    State of optimizers follows its parameters, and is left out unless the rewrite names it.
+    """
+    every = names_state(rewrite)
+    metas = {name: [list(meta.shape), meta.dtype] for name, meta in sources.items() if every or not is_state_name(name)}
+    return {_RECORD: {**rewrite.to_record(), "sources": metas}}
+
+
+def rewrite_of_record(settings: Mapping[str, Any]) -> Rewrite | None:
+    """The rewrite that made the save with these settings; None where they do not say."""
+    record = settings.get(_RECORD)
+    if not isinstance(record, Mapping) or not isinstance(record.get("text"), str):
+        return None
+    return Rewrite.from_record(record)
+
+
+def recorded_metas(settings: Mapping[str, Any], rewrite: Rewrite) -> dict[str, TensorMeta]:
+    """The tensors to which a rewrite leads back: the sources of the one that a save was made by, if it undoes that."""
+    if not any(stage.inverted for stage in rewrite.stages):
+        return {}
+    if rewrite_of_record(settings) != rewrite.inverse(lossy="allow"):
+        return {}
+    return {name: TensorMeta(tuple(shape), dtype) for name, (shape, dtype) in settings[_RECORD]["sources"].items()}
+
+
+def names_state(rewrite: Rewrite) -> bool:
+    """Whether a rewrite has statements on the state of optimizers itself, which else follows its parameters."""
+    names = chain.from_iterable((*each.left, *each.right) for each in rewrite.statements)
+    return any(isinstance(name.parts[0], str) and name.parts[0].startswith(STATE_PREFIX) for name in names)

@@ -1,0 +1,110 @@
+"""Slots: where in memory elements of stored tensors go, neighbours together.
+
+A tensor that is split into thousands of columns is thousands of stored pieces, of which every batch that is read has
+something. Planned one by one they cost more than their bytes. Where outputs of one size lie one after the other in
+memory, columns side by side are one slot.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.checkpoint.transfers import part_of
+from shardwise.space import Move, Piece
+
+__all__ = ["Slot", "together"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A stored piece, and the memory that takes its elements."""
+
+    source: Piece
+    view: torch.Tensor
+    """Of the shape of the piece, with the strides that it has in the output."""
+    dtypes: tuple[str, ...]
+    """Those that the values pass through; one only: they are copied as they are."""
+    folded: int | None = None
+    """A dim of the piece that is two of the view: which of several outputs, and the index in it."""
+
+    def copies(self, move: Move, taken: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What is copied, (target, source), where `taken` are the elements of a move into the piece."""
+        if self.folded is None:
+            yield part_of(self.view, move.target, move.shape), taken
+            return
+        dim = self.folded
+        box = [slice(first, first + size) for first, size in zip(move.target.offset, move.shape, strict=True)]
+        view = self.view[(*box[:dim], slice(None), slice(None), *box[dim + 1 :])]
+        size = view.shape[dim + 1]
+        begin, stop = box[dim].start, box[dim].stop
+        start = begin
+        while start < stop:  # a part of one output, several whole ones, a part
+            at, first = divmod(start, size)
+            whole = 0 if first else (stop - start) // size
+            length = whole * size or min(size - first, stop - start)
+            source = taken.narrow(dim, start - begin, length)
+            if whole:
+                yield view.narrow(dim, at, whole), source.unflatten(dim, (whole, size))
+            else:
+                yield view.select(dim, at).narrow(dim, first, length), source
+            start += length
+
+
+class _Row:
+    """Slots that follow one another along a dim of their source, at even distances in memory."""
+
+    __slots__ = ("_dim", "_distance", "_first", "_last", "_num")
+
+    def __init__(self, slot: Slot) -> None:
+        self._first = self._last = slot
+        self._num = 1
+        self._dim = self._distance = 0
+        """Known from the second slot on."""
+
+    def takes(self, slot: Slot) -> bool:
+        """Add a slot, if it is the next one."""
+        last = self._last
+        ours, theirs = last.source, slot.source
+        if ours.shape != theirs.shape or ours.run is not None or theirs.run is not None or last.dtypes != slot.dtypes:
+            return False
+        if last.view.dtype != slot.view.dtype or last.view.stride() != slot.view.stride():
+            return False
+        steps = [dim for dim, (a, b) in enumerate(zip(ours.offset, theirs.offset, strict=True)) if a != b]
+        if len(steps) != 1 or theirs.offset[steps[0]] != ours.offset[steps[0]] + ours.shape[steps[0]]:
+            return False
+        distance = int(slot.view.storage_offset()) - int(last.view.storage_offset())
+        if distance <= 0 or (self._num > 1 and (self._dim, self._distance) != (steps[0], distance)):
+            return False
+        self._dim, self._distance = steps[0], distance
+        self._last = slot
+        self._num += 1
+        return True
+
+    def slot(self) -> Slot:
+        """All of them as one."""
+        first, dim = self._first, self._dim
+        if self._num == 1:
+            return first
+        shape, strides = first.source.shape, tuple(first.view.stride())
+        source = replace(first.source, shape=(*shape[:dim], self._num * shape[dim], *shape[dim + 1 :]))
+        if shape[dim] == 1:
+            strides = (*strides[:dim], self._distance, *strides[dim + 1 :])
+        elif self._distance != shape[dim] * strides[dim]:
+            view = first.view.as_strided(
+                (*shape[:dim], self._num, *shape[dim:]), (*strides[:dim], self._distance, *strides[dim:])
+            )
+            return replace(first, source=source, view=view, folded=dim)
+        return replace(first, source=source, view=first.view.as_strided(source.shape, strides))
+
+
+def together(slots: Iterable[Slot]) -> list[Slot]:
+    """The same elements in as few slots as neighbours allow. All lie in one memory."""
+    rows: list[_Row] = []
+    latest: dict[str, _Row] = {}
+    for slot in slots:
+        row = latest.get(slot.source.name)
+        if row is None or not row.takes(slot):
+            row = latest[slot.source.name] = _Row(slot)
+            rows.append(row)
+    return [row.slot() for row in rows]

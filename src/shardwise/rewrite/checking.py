@@ -1,0 +1,112 @@
+"""Checking: what a rewrite makes of tensors is gathered, and compared with what a target wants."""
+
+import gc
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from shardwise.errors import RewriteError
+from shardwise.rewrite.inversion import Undoing
+from shardwise.rewrite.nodes import Node
+from shardwise.rewrite.proof import Claim, prove
+from shardwise.rewrite.stages import Done, Metas, Stage, carry_out
+
+__all__ = ["Proved", "agreeing", "dropped_sources", "fit", "mismatches", "uncollected"]
+
+
+class Proved(NamedTuple):
+    """A stage that was carried out, its way back, and what was proved of that."""
+
+    done: Done
+    undoing: Undoing
+    claim: Claim
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for no cyclic garbage meanwhile: all that is planned stays, and looking takes half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def fit(
+    stages: Sequence[Stage], sources: Metas, wanted: Metas | None, recorded: Metas | None, aliases: Mapping[str, str]
+) -> list[Proved]:
+    """Carry stages out and prove each one's way back. Raises RewriteError with all findings."""
+    proved = []
+    done = carry_out(stages, sources, wanted, recorded)
+    findings = done[-1].evaluation.findings
+    if findings:
+        problems = [str(each) for each in sorted(findings, key=lambda each: (each.place.line, each.place.column))]
+        if done[-1].unfit:
+            hint = "what the target tells of this inverse could not be used, since the rewrite does not fit the target"
+            problems.append(f"{hint}: {done[-1].unfit[0]}")
+        raise RewriteError(*problems)
+    for place, each in enumerate(done):
+        other_names = {} if place else aliases
+        undoing = each.undoing(other_names)
+        evaluation = each.evaluation
+        deeds = [deed for deeds in evaluation.trace for deed in deeds]
+        claim = Claim(
+            sources=each.sources,
+            outputs=evaluation.outputs,
+            agree=evaluation.agree,
+            lost=undoing.lost | other_names.keys(),
+            aliases=other_names,
+        )
+        prove(claim, deeds, undoing.tasks)
+        proved.append(Proved(each, undoing, claim))
+    return proved
+
+
+def mismatches(outputs: Metas, added: Collection[str], ties: Mapping[str, str], target: Metas) -> Iterator[str]:
+    """Say what of the outputs is not as a target wants it."""
+    for name, meta in target.items():
+        made = outputs.get(name)
+        if made is None:
+            if name not in added:
+                close = get_close_matches(name, outputs, n=1) if len(outputs) < 4000 else []
+                hint = f"; it makes {close[0]}" if close else ""
+                yield f"{name}: the target wants it, and the rewrite does not make it{hint}"
+        elif made.shape != meta.shape:
+            yield f"{name}: shape {list(meta.shape)} in the target, {list(made.shape)} by the rewrite"
+        elif made.dtype != meta.dtype:
+            here = f"{made.dtype} by the rewrite; cast it by dtype={meta.dtype!r}"
+            yield f"{name}: dtype {meta.dtype} in the target, {here}"
+    for name in (*outputs, *added):
+        if name not in target and name not in ties:
+            what = "adds it" if name in added else "makes it"
+            yield f"{name}: the rewrite {what}, and the target has no such tensor; drop it by `{name} -> _`"
+
+
+def agreeing(proved: Sequence[Proved], aliases: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """The groups of sources without dims of which one stands for all."""
+    groups = []
+    for each in proved:
+        for nodes in each.done.evaluation.agree:
+            names = dict.fromkeys([aliases.get(leaf, leaf) for node in nodes for leaf in node.leaves])
+            if len(names) > 1:
+                groups.append(tuple(names))
+    return tuple(dict.fromkeys(groups))
+
+
+def dropped_sources(
+    proved: Sequence[Proved], outputs: Mapping[str, Node], groups: Sequence[Sequence[str]], aliases: Mapping[str, str]
+) -> frozenset[str]:
+    """The sources of which nothing comes out."""
+    if not any(each.undoing.lost for each in proved):
+        return frozenset()
+    used: set[str] = set()
+    for node in outputs.values():
+        used.update(node.used)
+    for group in groups:
+        if not used.isdisjoint(group):
+            used.update(group)
+    used = {aliases.get(name, name) for name in used}
+    return frozenset([name for name in proved[0].done.sources if name not in aliases and name not in used])

@@ -1,0 +1,49 @@
+"""Deeds: what was carried out, instance by instance. What undoes a rewrite exactly is made of them."""
+
+from dataclasses import dataclass
+
+from shardwise.rewrite.environment import Variable
+from shardwise.rewrite.expansion import Expanded
+from shardwise.rewrite.kernels import Kernel
+from shardwise.rewrite.statements import Operation, Statement
+
+__all__ = ["Deed", "Part", "Task"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Instances to which the same operations apply."""
+
+    operations: tuple[Operation, ...]
+    instances: tuple[Expanded, ...] | None = None
+    """None: what the statement is expanded to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Instances that are carried out at once: those of one statement, or of what undoes one."""
+
+    statement: Statement
+    """What findings show."""
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, statement: Statement) -> "Task":
+        """Return the task that a statement is."""
+        return cls(statement, (Part(statement.operations),))
+
+
+class Deed:
+    """An instance that was carried out."""
+
+    __slots__ = ("along", "kernel", "left", "right")
+
+    def __init__(
+        self, left: tuple[Variable, ...], right: tuple[Variable, ...], kernel: Kernel | None, along: bool
+    ) -> None:
+        self.left = left
+        self.right = right
+        self.kernel = kernel
+        """None: nothing but names changed; or one value without dims stands for all."""
+        self.along = along
+        """Whether this is optimizer state that went along with its parameter."""

@@ -1,0 +1,304 @@
+"""Expansion: the instances of a statement, whose names are names of tensors, for the names that there are.
+
+A placeholder stands for the same digits in all left names: the matches of the left names are joined on what they share,
+and a match without partners is a finding. So ragged combinations (experts that only some layers have) are taken as they
+are. What only right names have (a placeholder, a star) is taken from the target's names.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from shardwise.rewrite.findings import SHOWN, Finding
+from shardwise.rewrite.patterns import NameIndex, NamePattern
+from shardwise.rewrite.statements import Name, Statement
+from shardwise.rewrite.steps import inverted
+
+__all__ = ["Expanded", "Names", "expand"]
+
+
+class Expanded(NamedTuple):
+    """One instance of a statement: the names on both sides."""
+
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+    transposed: tuple[bool, ...] | None = None
+    """Of each left name, whether all its dims are reversed first; None: of none."""
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.left) or '_'} -> {', '.join(self.right) or '_'}"
+
+
+class Names(Protocol):
+    """The names that statements can read at one point of a rewrite."""
+
+    def exists(self, name: str) -> bool:
+        """Whether a tensor has this name."""
+
+    def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
+        """Return what a pattern stands for, as `NameIndex.find` does."""
+
+    def absence(self, name: str) -> str:
+        """Say in a sentence that no tensor has this name, and what was perhaps meant."""
+
+
+_Row = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
+"""Digits of the placeholders that are bound; then, for each side name that is done, what it stands for."""
+
+_Groups = dict[tuple[str, ...], tuple[str, ...]]
+"""Digits of a pattern's variables -> the names it stands for, several for a star."""
+
+
+def expand(statement: Statement, names: Names, wanted: NameIndex | None) -> tuple[list[Expanded], list[Finding]]:
+    """Return the instances of a statement, in the order of the names, and what is wrong.
+
+    `wanted` are the target's names, None where no target is known.
+    """
+    if all(name.plain is not None for name in (*statement.left, *statement.right)):
+        return _expand_plain(statement, names)
+    expansion = _Expansion(statement, names, wanted)
+    return expansion.instances(), expansion.findings
+
+
+def _expand_plain(statement: Statement, names: Names) -> tuple[list[Expanded], list[Finding]]:
+    left = tuple([name.text for name in statement.left])
+    right = tuple([name.text for name in statement.right])
+    absent = [name for name in statement.left if not names.exists(name.text)]
+    if not absent:
+        transposed = tuple([name.transposed for name in statement.left])
+        return [Expanded(left, right, transposed if any(transposed) else None)], []
+    if statement.optional and len(absent) == len(left):
+        return [], []
+    return [], [Finding.of(statement, names.absence(name.text), at=name.place) for name in absent]
+
+
+class _Expansion:
+    """The expansion of one statement with patterns."""
+
+    def __init__(self, statement: Statement, names: Names, wanted: NameIndex | None) -> None:
+        self.statement = statement
+        self.names = names
+        self.wanted = wanted
+        self.findings: list[Finding] = []
+        self.left = [NamePattern(name) for name in statement.left]
+        self.right = [NamePattern(name) for name in statement.right]
+        self.bound: tuple[str, ...] = ()
+
+    def instances(self) -> list[Expanded]:
+        for name, pattern in zip((*self.statement.left, *self.statement.right), (*self.left, *self.right), strict=True):
+            if pattern.ambiguous:
+                self._find(
+                    name, f"nothing but digits stands between two placeholders of {pattern.text}: put text there"
+                )
+        if not self.findings and (simple := self._simple()) is not None:
+            return simple
+        rows = [] if self.findings else self._left_rows()
+        if not rows:
+            return []
+        lefts = [self._joined(groups) for _, groups in rows]
+        columns: list[list[tuple[str, ...]]] = []
+        for name, pattern in zip(self.statement.right, self.right, strict=True):
+            if pattern.star is None and all(variable in self.bound for variable in pattern.variables):
+                columns.append(self._filled(name, pattern, rows))
+                continue
+            rows, origins = self._from_target(name, pattern, rows)
+            lefts = [lefts[origin] for origin in origins]
+            columns = [[column[origin] for origin in origins] for column in columns]
+            columns.append([groups[-1] for _, groups in rows])
+        if self.findings:
+            return []
+        if len(columns) == 1:
+            return [Expanded(left, right, mask) for (left, mask), right in zip(lefts, columns[0], strict=True)]
+        rights = zip(*columns, strict=True) if columns else [()] * len(lefts)
+        return [
+            Expanded(left, tuple([name for group in groups for name in group]), mask)
+            for (left, mask), groups in zip(lefts, rights, strict=True)
+        ]
+
+    def _simple(self) -> list[Expanded] | None:
+        """The instances where one left name has all placeholders and there are no stars; by far the most have that."""
+        if len(self.left) != 1 or any(each.star is not None for each in (*self.left, *self.right)):
+            return None
+        (left,) = self.left
+        same = all(each.variables == left.variables for each in self.right)
+        if not same or not left.variables:
+            return None
+        found = self.names.find(left)
+        mask = (True,) if self.statement.left[0].transposed else None
+        made = []
+        for name, bindings, _ in found:
+            filled = [right.fill(bindings) for right in self.right]
+            names = tuple([each for each in filled if each is not None])
+            if len(names) < len(filled):
+                return None  # a number would be negative, which is told where all is looked at closely
+            made.append(Expanded((name,), names, mask))
+        return made or None
+
+    def _joined(self, groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], tuple[bool, ...] | None]:
+        """All left names of a row, and of each whether it is transposed."""
+        names = groups[0] if len(groups) == 1 else tuple([name for group in groups for name in group])
+        mask = [name.transposed for name, group in zip(self.statement.left, groups, strict=True) for _ in group]
+        return names, tuple(mask) if any(mask) else None
+
+    def _find(self, name: Name, message: str, *chain: str) -> None:
+        self.findings.append(Finding.of(self.statement, message, at=name.place, expansion=chain))
+
+    def _find_all(self, name: Name, messages: Sequence[str]) -> None:
+        """One finding for what may be as many as there are combinations."""
+        more = f" (and {len(messages) - SHOWN} more like it)" if len(messages) > SHOWN else ""
+        if messages:
+            self._find(name, "; ".join(messages[:SHOWN]) + more)
+
+    def _left_rows(self) -> list[_Row]:
+        """The combinations of digits that all left names have, each with the names."""
+        if not self.left:
+            return [((), ())]
+        groups = [self._groups(name, pattern) for name, pattern in zip(self.statement.left, self.left, strict=True)]
+        empty = [
+            (name, pattern)
+            for name, pattern, found in zip(self.statement.left, self.left, groups, strict=True)
+            if not found
+        ]
+        if empty:
+            if not self.statement.optional or len(empty) < len(groups):
+                self._find_empty(empty)
+            return []
+        order = sorted(range(len(self.left)), key=lambda place: -len(self.left[place].variables))
+        first = self.left[order[0]]
+        self.bound = first.variables
+        rows: list[_Row] = [(bindings, (found,)) for bindings, found in groups[order[0]].items()]
+        for place in order[1:]:
+            rows = self._join(rows, self.statement.left[place], self.left[place], groups[place], first)
+        if order != sorted(order):
+            rows = [(bindings, tuple([found[place] for place in inverted(order)])) for bindings, found in rows]
+        return rows
+
+    def _find_empty(self, empty: Iterable[tuple[Name, NamePattern]]) -> None:
+        for name, pattern in empty:
+            if name.plain is not None:
+                self._find(name, self.names.absence(name.plain))
+            else:
+                hint = "" if self.statement.optional else "; write optional=1 if that may be"
+                self._find(name, f"no tensor has a name like {pattern.text}{hint}")
+
+    def _groups(self, name: Name, pattern: NamePattern) -> _Groups:
+        """What a left name stands for."""
+        if name.plain is not None:
+            return {(): (name.plain,)} if self.names.exists(name.plain) else {}
+        return self._grouped(name, pattern, self.names.find(pattern))
+
+    def _grouped(self, name: Name, pattern: NamePattern, found: list[tuple[str, tuple[str, ...], str]]) -> _Groups:
+        """Matches by the digits of the placeholders; those of a star in numeric order."""
+        if pattern.star is None:
+            return {bindings: (match,) for match, bindings, _ in found}
+        many: dict[tuple[str, ...], list[tuple[int, str, str]]] = {}
+        for match, bindings, star in found:
+            digits = star.lstrip("0")  # with its length it orders as the number does, which may be too long for an int
+            many.setdefault(bindings, []).append((len(digits), digits, match))
+        groups: _Groups = {}
+        for bindings, numbered in many.items():
+            numbered.sort()
+            groups[bindings] = tuple([match for *_, match in numbered])
+            for (_, digits, match), (_, after, other) in pairwise(numbered):
+                if digits == after:
+                    number = digits or "0"
+                    self._find(name, f"the star of {pattern.text} stands for {number} in both {match} and {other}")
+        return groups
+
+    def _join(
+        self, rows: list[_Row], name: Name, pattern: NamePattern, groups: _Groups, first: NamePattern
+    ) -> list[_Row]:
+        """Rows with what one more left name stands for; what has no partner is a finding."""
+        fresh = [place for place, variable in enumerate(pattern.variables) if variable not in self.bound]
+        partners, key_of = self._partners(pattern, groups, fresh)
+        joined: list[_Row] = []
+        lonely = []
+        used = set()
+        for bindings, done in rows:
+            key = key_of(bindings)
+            matches = partners.get(key)
+            if matches is None:
+                known = dict(zip(self.bound, bindings, strict=True))
+                lonely.append(f"{_shown(pattern, known)} is not there, which {done[0][0]} needs beside it")
+                continue
+            used.add(key)
+            joined.extend([((*bindings, *extra), (*done, found)) for extra, found in matches])
+        for key, matches in partners.items():
+            if key not in used:
+                known = dict(
+                    zip([variable for variable in pattern.variables if variable in self.bound], key, strict=True)
+                )
+                lonely.append(f"{_shown(first, known)} is not there, which {matches[0][1][0]} needs beside it")
+        self._find_all(name, lonely)
+        self.bound = (*self.bound, *[pattern.variables[place] for place in fresh])
+        return joined
+
+    def _partners(
+        self, pattern: NamePattern, groups: _Groups, fresh: list[int]
+    ) -> tuple[
+        dict[tuple[str, ...], list[tuple[tuple[str, ...], tuple[str, ...]]]],
+        Callable[[tuple[str, ...]], tuple[str, ...]],
+    ]:
+        """What a name stands for, by the digits that it shares with the rows; and how a row's are had."""
+        shared = [place for place in range(len(pattern.variables)) if place not in fresh]
+        partners: dict[tuple[str, ...], list[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
+        for bindings, found in groups.items():
+            key = tuple([bindings[place] for place in shared]) if fresh else bindings
+            partners.setdefault(key, []).append((tuple([bindings[place] for place in fresh]), found))
+        places = [self.bound.index(pattern.variables[place]) for place in shared]
+        if places == list(range(len(self.bound))):
+            return partners, lambda bindings: bindings
+        return partners, lambda bindings: tuple([bindings[place] for place in places])
+
+    def _filled(self, name: Name, pattern: NamePattern, rows: list[_Row]) -> list[tuple[str, ...]]:
+        """What a right name stands for in each row, where the left names say it all."""
+        if name.plain is not None:
+            return [(name.plain,)] * len(rows)
+        places = [self.bound.index(variable) for variable in pattern.variables]
+        same = places == list(range(len(self.bound)))
+        column: list[tuple[str, ...]] = []
+        negative = []
+        for bindings, found in rows:
+            filled = pattern.fill(bindings if same else [bindings[place] for place in places])
+            if filled is None:
+                negative.append(f"{pattern.text} would hold a negative number for {found[0][0] if found else name}")
+                filled = ""
+            column.append((filled,))
+        self._find_all(name, negative)
+        return column
+
+    def _from_target(self, name: Name, pattern: NamePattern, rows: list[_Row]) -> tuple[list[_Row], list[int]]:
+        """Rows with what a right name stands for in the target; and which row each comes of."""
+        unbound = [f"${variable}" for variable in pattern.variables if variable not in self.bound]
+        what = " and ".join([*unbound, *(["*"] if pattern.star is not None else [])])
+        if self.wanted is None:
+            self._find(name, f"what {what} stands for is not on the left, and no target is known whose names say it")
+            return [], []
+        groups = self._grouped(name, pattern, self.wanted.find(pattern))
+        fresh = [place for place, variable in enumerate(pattern.variables) if variable not in self.bound]
+        partners, key_of = self._partners(pattern, groups, fresh)
+        joined: list[_Row] = []
+        origins = []
+        lonely = []
+        for origin, (bindings, done) in enumerate(rows):
+            matches = partners.get(key_of(bindings), [])
+            if not matches and not (self.statement.optional and not self.statement.left):
+                lonely.append(
+                    f"the target has no name like {_shown(pattern, dict(zip(self.bound, bindings, strict=True)))}"
+                )
+            joined.extend([((*bindings, *extra), (*done, found)) for extra, found in matches])
+            origins.extend([origin] * len(matches))
+        self._find_all(name, lonely)
+        self.bound = (*self.bound, *[pattern.variables[place] for place in fresh])
+        return joined, origins
+
+
+def _shown(pattern: NamePattern, known: dict[str, str]) -> str:
+    """A pattern with the digits that are known filled in."""
+    bindings = [known.get(variable) for variable in pattern.variables]
+    if pattern.star is None and None not in bindings:
+        return pattern.fill([digits for digits in bindings if digits is not None]) or pattern.text
+    text = pattern.text
+    for variable, digits in known.items():
+        text = text.replace(f"${variable}", digits)
+    return text

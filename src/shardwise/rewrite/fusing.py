@@ -1,0 +1,61 @@
+"""Fusing: in which order tensors lie in one fused tensor, and the sizes that this needs."""
+
+from collections.abc import Sequence
+
+from shardwise.rewrite.steps import Arrange, Stretch, undone
+
+__all__ = ["fuse", "heads_of_fused", "heads_of_three", "interleaved", "part"]
+
+
+def interleaved(sizes: Sequence[int], parts: int) -> tuple[Stretch, ...]:
+    """Return the stretches of a fused tensor: part after part, each with its share of each tensor.
+
+    `sizes` are the tensors' along the axis; `parts` divides them all.
+
+    >>> interleaved((4, 2), 2)
+    ((0, 0, 2), (1, 0, 1), (0, 2, 4), (1, 1, 2))
+    """
+    if parts <= 1:
+        return tuple([(tensor, 0, size) for tensor, size in enumerate(sizes)])
+    return tuple(
+        [
+            (tensor, part * size // parts, (part + 1) * size // parts)
+            for part in range(parts)
+            for tensor, size in enumerate(sizes)
+        ]
+    )
+
+
+def fuse(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
+    """Return what joins tensors of these sizes to one that is interleaved part by part."""
+    return Arrange(axis, tuple(sizes), (interleaved(sizes, parts),))
+
+
+def part(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
+    """Return what makes tensors of these sizes of the one that `fuse` makes of them."""
+    (step,) = undone([fuse(axis, sizes, parts)])
+    assert isinstance(step, Arrange)
+    return step
+
+
+def heads_of_three(sizes: Sequence[int], num_heads: int, num_groups: int) -> str | None:
+    """Say why query, key and value of these sizes do not consist of so many heads of one size; None where they do."""
+    query, key, value = sizes
+    for what, size, heads in (("query", query, num_heads), ("key", key, num_groups), ("value", value, num_groups)):
+        if size % heads:
+            return f"the {what} has {size}, which {heads} heads do not divide"
+    if not query // num_heads == key // num_groups == value // num_groups:
+        return (
+            f"query heads have size {query // num_heads}, key heads {key // num_groups}, value heads "
+            f"{value // num_groups}: all must be equal; check num_heads={num_heads}, num_key_value_groups={num_groups}"
+        )
+    return None
+
+
+def heads_of_fused(size: int, num_heads: int, num_groups: int) -> tuple[int, int, int] | None:
+    """Return the sizes of query, key and value in a fused tensor; None where its heads do not divide it."""
+    heads = num_heads + 2 * num_groups
+    if size % heads:
+        return None
+    head = size // heads
+    return num_heads * head, num_groups * head, num_groups * head

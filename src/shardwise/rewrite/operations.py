@@ -1,0 +1,385 @@
+"""Operations on tensors of known shape and dtype: checked, and brought down to steps.
+
+Instances of one statement are alike: `layers.0` and `layers.31` have the same shapes. So what a statement does to given
+metas is worked out once, as a `Kernel` (or a `Refusal`) that names no tensors.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+from shardwise.rewrite.fusing import fuse, heads_of_fused, heads_of_three, part
+from shardwise.rewrite.kernels import Inverse, Kernel, Refusal, tensor
+from shardwise.rewrite.metas import TensorMeta
+from shardwise.rewrite.statements import (
+    Cast,
+    Concat,
+    Ffn,
+    Operation,
+    Permute,
+    Qkv,
+    QkvPerRank,
+    Reshape,
+    Split,
+    Stack,
+    Unstack,
+)
+from shardwise.rewrite.steps import Arrange, Casts, Permutes, Reshapes, Stacks, Step, Unstacks, inverted
+
+__all__ = ["work_out"]
+
+
+def work_out(
+    operations: Sequence[Operation],
+    transposed: Sequence[bool],
+    metas: Sequence[TensorMeta],
+    num_results: int,
+    degrees: tuple[int, int],
+) -> Kernel | Refusal:
+    """Return what operations do to tensors with these metas, or why they do not fit.
+
+    `transposed` tells of each tensor whether all its dims are reversed first; `degrees` are the tensor-parallel degrees
+    of a fused left and of a fused right tensor, for the operations that need them.
+    """
+    try:
+        return _Working(metas, num_results, degrees).through(operations, transposed)
+    except Refusal as refusal:
+        return refusal.with_traceback(None)
+
+
+class _Working:
+    """Shapes and dtypes while operations are gone through from left to right."""
+
+    def __init__(self, metas: Sequence[TensorMeta], num_results: int, degrees: tuple[int, int]) -> None:
+        self.shapes = [meta.shape for meta in metas]
+        self.dtypes = [meta.dtype for meta in metas]
+        self.num_results = num_results
+        self.source_degree, self.target_degree = degrees
+        self.steps: list[Step] = []
+        self.joint: Operation | None = None
+        """What undoes the joint operation, once it was gone through."""
+        self.back: list[list[Operation]] = [[] for _ in metas]
+        """What undoes the operations since then, for each tensor, in the order in which it undoes."""
+        self.before: list[list[Operation]] | None = None
+        """What undoes those before it."""
+
+    def through(self, operations: Sequence[Operation], transposed: Sequence[bool]) -> Kernel:
+        if any(transposed):
+            self._permute(
+                [tuple(range(len(s)))[::-1] if t else None for s, t in zip(self.shapes, transposed, strict=True)]
+            )
+        for operation in operations:
+            self._take(operation)
+        if len(self.shapes) != self.num_results:
+            raise Refusal(
+                f"{len(self.shapes)} tensors are to become {self.num_results}: say how, by axis=, stack= or a fused_ "
+                f"operation"
+            )
+        metas = tuple([TensorMeta(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)])
+        after, before = (self.back, self.before) if self.before is not None else ([[]], self.back)
+        inverse = Inverse(tuple(map(tuple, after)), self.joint, tuple(map(tuple, before)))
+        return Kernel(tuple(self.steps), metas, inverse)
+
+    def _take(self, operation: Operation) -> None:
+        places = range(len(self.shapes))
+        match operation:
+            case Permute(dims):
+                self._permute([self._order(place, dims) for place in places])
+            case Reshape(shape):
+                self._reshape([self._shape_asked(place, shape) for place in places])
+            case Cast():
+                self._cast([self._dtype_asked(place, operation) for place in places])
+            case Concat(axis, sizes):
+                self._concat(axis, sizes)
+            case Split():
+                self._split(operation)
+            case Stack(axis):
+                self._stack(axis)
+            case Unstack(axis):
+                self._unstack(axis)
+            case Qkv():
+                self._qkv(operation)
+            case QkvPerRank():
+                self._qkv_per_rank(operation)
+            case Ffn():
+                self._ffn(operation)
+
+    def _join(self, steps: Sequence[Step], back: Operation) -> None:
+        """Take the steps of a joint operation, which `back` undoes."""
+        self.steps += steps
+        self.joint, self.before = back, self.back
+        self.back = [[] for _ in range(self.num_results)]
+
+    def _named(self, place: int) -> str:
+        """A tensor as it is called in messages."""
+        return tensor(place) if self.before is None else "the result"
+
+    def _order(self, place: int, dims: tuple[int, ...] | None) -> tuple[int, ...]:
+        shape = self.shapes[place]
+        if dims is None:
+            return tuple(range(len(shape)))[::-1]
+        if len(dims) != len(shape):
+            raise Refusal(
+                f"permute {list(dims)} is for {len(dims)} dims, but {self._named(place)} has {len(shape)}: "
+                f"{list(shape)}"
+            )
+        return dims
+
+    def _permute(self, orders: list[tuple[int, ...] | None]) -> None:
+        orders = [None if order is None or order == tuple(range(len(order))) else order for order in orders]
+        if all(order is None for order in orders):
+            return
+        self.steps.append(Permutes(tuple(orders)))
+        for place, order in enumerate(orders):
+            if order is not None:
+                self.shapes[place] = tuple([self.shapes[place][dim] for dim in order])
+                _prepend(self.back[place], Permute(inverted(order)))
+
+    def _shape_asked(self, place: int, asked: tuple[int, ...] | None) -> tuple[int, ...]:
+        shape = self.shapes[place]
+        if asked is None:
+            raise Refusal(
+                f"what shape {self._named(place)} had before it was reshaped is not known: check the inverse against "
+                f"the tensors that the rewrite was made for, or write reshape='[..]'"
+            )
+        elements, known = prod(shape), prod(size for size in asked if size != -1)
+        fits = elements == known if -1 not in asked else known != 0 and elements % known == 0
+        if not fits:
+            raise Refusal(
+                f"{self._named(place)} has {elements} elements {list(shape)}, which do not make up {list(asked)}"
+            )
+        return tuple([elements // known if size == -1 else size for size in asked])
+
+    def _reshape(self, shapes: list[tuple[int, ...]]) -> None:
+        if shapes == self.shapes:
+            return
+        self.steps.append(Reshapes(tuple(shapes), tuple(self.shapes)))
+        for back, old, new in zip(self.back, self.shapes, shapes, strict=True):
+            if old != new:
+                _prepend(back, Reshape(old))
+        self.shapes = shapes
+
+    def _dtype_asked(self, place: int, cast: Cast) -> str:
+        if cast.source is not None and cast.source != self.dtypes[place]:
+            raise Refusal(f"src_dtype is {cast.source!r}, but {self._named(place)} has dtype {self.dtypes[place]}")
+        if cast.to is None:
+            raise Refusal(
+                f"what dtype {self._named(place)} had before it was cast is not known: check the inverse against the "
+                f"tensors that the rewrite was made for, or write src_dtype= and dst_dtype= in it"
+            )
+        return cast.to
+
+    def _cast(self, dtypes: list[str]) -> None:
+        if dtypes == self.dtypes:
+            return
+        self.steps.append(Casts(tuple(dtypes), tuple(self.dtypes)))
+        for back, old, new in zip(self.back, self.dtypes, dtypes, strict=True):
+            if old != new:
+                _prepend(back, Cast(old))
+        self.dtypes = dtypes
+
+    def _axis(self, place: int, axis: int | None, *, new: bool = False) -> int:
+        """The dim that is meant, counted from the front."""
+        rank = len(self.shapes[place]) + new
+        if axis is None:
+            axis = 1 if rank > 1 else 0
+        if not -rank <= axis < rank:
+            dims = f"{rank} dims" if rank != 1 else "one dim"
+            shape = list(self.shapes[place])
+            made = f" would have {dims} then" if new else f" has {dims}: {shape}"
+            raise Refusal(f"there is no dim {axis} in {self._named(place)}, which{made}")
+        return axis % rank
+
+    def _one(self, what: str) -> None:
+        if len(self.shapes) != 1:
+            raise Refusal(f"{what} parts one tensor, but there are {len(self.shapes)}")
+
+    def _alike(self, axis: int | None) -> None:
+        """All tensors have one dtype, and one shape but for a dim."""
+        first = self.shapes[0]
+        for place, shape in enumerate(self.shapes[1:], 1):
+            same = len(shape) == len(first) and all(
+                a == b for dim, (a, b) in enumerate(zip(shape, first, strict=True)) if dim != axis
+            )
+            if not same:
+                besides = "" if axis is None else f" but for dim {axis}"
+                raise Refusal(
+                    f"tensors that are joined have the same shape{besides}, but {tensor(0)} has {list(first)} "
+                    f"and {tensor(place)} has {list(shape)}"
+                )
+            if self.dtypes[place] != self.dtypes[0]:
+                raise Refusal(
+                    f"tensors that are joined have the same dtype, but {tensor(0)} has {self.dtypes[0]} and "
+                    f"{tensor(place)} has {self.dtypes[place]}: cast one of them in a statement before"
+                )
+
+    def _sizes(self, axis: int) -> tuple[int, ...]:
+        return tuple([shape[axis] for shape in self.shapes])
+
+    def _concat(self, asked_axis: int, sizes: tuple[int, ...] | None) -> None:
+        axis = self._axis(0, asked_axis)
+        self._alike(axis)
+        actual = self._sizes(axis)
+        if sizes is not None and sizes != actual:
+            raise Refusal(f"sizes says {list(sizes)} along dim {axis}, but the tensors have {list(actual)} there")
+        if len(actual) > 1:
+            self._arrange([fuse(axis, actual, 1)], Split(axis, None if len(set(actual)) == 1 else actual))
+
+    def _split(self, split: Split) -> None:
+        self._one("a split")
+        axis = self._axis(0, split.axis)
+        size, parts = self.shapes[0][axis], self.num_results
+        sizes = split.sizes
+        if sizes is None and split.recorded and parts > 1:
+            raise Refusal(
+                f"what sizes the {parts} parts of {self._named(0)} had along dim {axis} is not known: check the "
+                f"inverse against the tensors that the rewrite was made for, or write sizes='[..]'"
+            )
+        if sizes is None:
+            if size % parts:
+                raise Refusal(
+                    f"{self._named(0)} has size {size} along dim {axis}, which is not divisible into {parts} equal "
+                    f"parts: say which by sizes='[..]'"
+                )
+            sizes = (size // parts,) * parts
+        if len(sizes) != parts or sum(sizes) != size:
+            raise Refusal(
+                f"sizes {list(sizes)} are {len(sizes)} parts with {sum(sizes)} together, but {self._named(0)} has size "
+                f"{size} along dim {axis} and becomes {parts} tensors"
+            )
+        if parts > 1:
+            self._arrange([part(axis, sizes, 1)], Concat(axis))
+
+    def _arrange(self, steps: list[Arrange], back: Operation) -> None:
+        """Rearrange along an axis; the tensors were found to be alike."""
+        axis = steps[-1].axis
+        first = self.shapes[0]
+        sizes = [sum([stop - start for _, start, stop in stretches]) for stretches in steps[-1].table]
+        self._join(steps, back)
+        self.shapes = [(*first[:axis], size, *first[axis + 1 :]) for size in sizes]
+        self.dtypes = [self.dtypes[0]] * len(sizes)
+
+    def _stack(self, asked_axis: int) -> None:
+        axis = self._axis(0, asked_axis, new=True)
+        self._alike(None)
+        shape, count = self.shapes[0], len(self.shapes)
+        if count == 1:
+            self._reshape([(*shape[:axis], 1, *shape[axis:])])
+            return
+        self._join([Stacks(axis, count)], Unstack(axis))
+        self.shapes, self.dtypes = [(*shape[:axis], count, *shape[axis:])], self.dtypes[:1]
+
+    def _unstack(self, asked_axis: int) -> None:
+        self._one("stack=")
+        axis = self._axis(0, asked_axis)
+        shape = self.shapes[0]
+        if shape[axis] != self.num_results:
+            raise Refusal(
+                f"{self._named(0)} has {shape[axis]} indices along dim {axis}, one tensor each, but "
+                f"{self.num_results} are named"
+            )
+        part = shape[:axis] + shape[axis + 1 :]
+        if self.num_results == 1:
+            self._reshape([part])
+            return
+        self._join([Unstacks(axis, self.num_results)], Stack(axis))
+        self.shapes = [part] * self.num_results
+        self.dtypes = self.dtypes * self.num_results
+
+    def _heads(self, axis: int, num_heads: int, num_groups: int) -> tuple[int, ...]:
+        """Sizes of query, key and value along the axis, whether they are fused or not."""
+        if len(self.shapes) == 1:
+            size = self.shapes[0][axis]
+            sizes = heads_of_fused(size, num_heads, num_groups)
+            if sizes is None:
+                raise Refusal(
+                    f"{self._named(0)} has size {size} along dim {axis}, which its {num_heads} query heads and twice "
+                    f"{num_groups} key-value heads do not divide: check axis=, num_heads= and num_key_value_groups="
+                )
+            return sizes
+        wrong = heads_of_three(self._sizes(axis), num_heads, num_groups)
+        if wrong is not None:
+            raise Refusal(f"along dim {axis}, {wrong}")
+        return self._sizes(axis)
+
+    def _joined_axis(self, axis: int | None) -> int:
+        found = self._axis(0, axis)
+        self._alike(found)
+        return found
+
+    def _qkv(self, qkv: Qkv) -> None:
+        axis = self._joined_axis(qkv.axis)
+        sizes = self._heads(axis, qkv.num_heads, qkv.num_groups)
+        made = fuse if qkv.joins else part
+        self._arrange([made(axis, sizes, qkv.num_groups)], replace(qkv, axis=axis, joins=not qkv.joins))
+
+    def _qkv_per_rank(self, qkv: QkvPerRank) -> None:
+        axis = self._joined_axis(qkv.axis)
+        sizes = self._heads(axis, qkv.num_heads, qkv.num_groups)
+        for side, degree in self._degrees(qkv, axis):
+            if qkv.num_heads % degree or qkv.num_groups % degree:
+                raise Refusal(
+                    f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide num_heads="
+                    f"{qkv.num_heads} and num_key_value_groups={qkv.num_groups}"
+                )
+        self._lay(qkv, axis, sizes)
+
+    def _degrees(self, operation: Ffn | QkvPerRank, axis: int) -> Iterator[tuple[str, int]]:
+        """The degrees of what is fused, with the side on which it is."""
+        for side, attribute, count, degree in (
+            ("left", "src_tp", operation.sources, self.source_degree),
+            ("right", "dst_tp", operation.targets, self.target_degree),
+        ):
+            if count != 1:
+                continue
+            if not degree:
+                raise Refusal(
+                    f"the {side} tensor is cut along dim {axis} by its layout, and it is not known whether by tensor "
+                    f"parallelism: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
+                    "parallelism that cuts it"
+                )
+            yield side, degree
+
+    def _ffn(self, ffn: Ffn) -> None:
+        axis = self._joined_axis(ffn.axis)
+        sizes = self._sizes(axis)
+        if len(sizes) == 1:
+            if sizes[0] % 2:
+                raise Refusal(
+                    f"{self._named(0)} has size {sizes[0]} along dim {axis}, which is not divisible into gate and up: "
+                    f"check axis="
+                )
+            sizes = (sizes[0] // 2,) * 2
+        if sizes[0] != sizes[1]:
+            raise Refusal(f"gate and up have the same size, but along dim {axis} they have {sizes[0]} and {sizes[1]}")
+        for side, degree in self._degrees(ffn, axis):
+            if sizes[0] % degree:
+                raise Refusal(
+                    f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide gate and "
+                    f"up of size {sizes[0]} each, {sum(sizes)} together, along dim {axis}"
+                )
+        self._lay(ffn, axis, sizes)
+
+    def _lay(self, operation: QkvPerRank | Ffn, axis: int, sizes: tuple[int, ...]) -> None:
+        """Bring what is fused for one degree, or not fused, to what is fused for another, or not."""
+        sources, targets = operation.sources, operation.targets
+        left = self.source_degree if sources == 1 else None
+        right = self.target_degree if targets == 1 else None
+        if left == right:
+            return
+        steps = [part(axis, sizes, left)] if left is not None else []
+        steps += [fuse(axis, sizes, right)] if right is not None else []
+        back = replace(operation, axis=axis, sources=targets, targets=sources, source_degree=right, target_degree=left)
+        self._arrange(steps, back)
+
+
+def _prepend(back: list[Operation], operation: Permute | Reshape | Cast) -> None:
+    """Let an operation be carried out before others: with the first of them in one, where they are of one kind."""
+    if back and type(back[0]) is type(operation):
+        if isinstance(operation, Permute) and isinstance(back[0], Permute):
+            dims, others = operation.dims, back[0].dims
+            assert dims is not None
+            assert others is not None
+            back[0] = Permute(tuple([dims[dim] for dim in others]))
+        return
+    back.insert(0, operation)

@@ -1,0 +1,226 @@
+"""Patterns of names, and the index that finds what they stand for without trying every pattern on every name.
+
+Placeholders and stars stand for digits only. So a name belongs to its skeleton, the name with every run of digits
+replaced by a mark. A pattern can only match names of its own skeleton; those are told apart by their runs of digits.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from decimal import MAX_EMAX, Context, Decimal
+
+from shardwise.rewrite.statements import Name, Number, Star
+
+__all__ = ["NameIndex", "NamePattern", "shifted"]
+
+_DIGITS = re.compile("[0-9]+")
+_MARK = "\0"
+"""In skeletons in place of digits: no name holds it."""
+
+_SHORT = 18
+"""Runs of more digits are shifted as decimals: Python reads no integers of more than a few thousand digits."""
+
+
+def shifted(digits: str, shift: int) -> str | None:
+    """Return the digits of the number plus `shift`, leading zeros kept; None where that is negative.
+
+    >>> shifted("007", 1), shifted("10", -1), shifted("0", -1)
+    ('008', '9', None)
+    """
+    if not shift:
+        return digits
+    if len(digits) <= _SHORT:
+        number: int | Decimal = int(digits) + shift
+        moved = str(number)
+    else:
+        exact = Context(prec=len(digits) + len(str(shift)), Emax=MAX_EMAX)
+        number = exact.add(Decimal(digits), Decimal(shift))
+        moved = f"{number:f}"
+    return None if number < 0 else moved.zfill(len(digits) if digits.startswith("0") else 1)
+
+
+class NamePattern:
+    """A name with placeholders or a star, in the form in which it is matched and filled in."""
+
+    __slots__ = (
+        "_places",
+        "_text",
+        "ambiguous",
+        "constants",
+        "mixed",
+        "num_runs",
+        "numbers",
+        "skeleton",
+        "star",
+        "takes_all",
+        "text",
+        "variables",
+    )
+
+    def __init__(self, name: Name) -> None:
+        runs = _runs_of(name)
+        self.text = name.text
+        self.num_runs = len(runs)
+        sample = "".join(part if isinstance(part, str) else "0" for part in name.parts)
+        self.skeleton = _DIGITS.sub(_MARK, sample)
+        self.variables = tuple(dict.fromkeys(part.name for part in name.parts if isinstance(part, Number)))
+        self.constants: list[tuple[int, str]] = []
+        """Runs of digits that are text: which, and what they are."""
+        self.numbers: list[tuple[int, str, int]] = []
+        """Runs that are a placeholder: which, its name, its shift."""
+        self.star: int | None = None
+        self.mixed: list[tuple[int, re.Pattern[str]]] = []
+        """Runs that are text beside a placeholder or star: the group of the expression is what that stands for."""
+        self.ambiguous = False
+        """Whether digits could be told apart in several ways: only digits stand between two placeholders."""
+        for place, run in enumerate(runs):
+            self.ambiguous |= sum(not isinstance(part, str) for part in run) > 1
+            for part in run:
+                if isinstance(part, Number):
+                    self.numbers.append((place, part.name, part.shift))
+                elif isinstance(part, Star):
+                    self.star = place
+            if len(run) > 1:
+                expression = "".join(part if isinstance(part, str) else "([0-9]+)" for part in run)
+                self.mixed.append((place, re.compile(expression)))
+            elif isinstance(run[0], str):
+                self.constants.append((place, run[0]))
+        distinct = len(self.variables) == len(self.numbers) == len(runs)
+        self.takes_all = distinct and not any(shift for _, _, shift in self.numbers)
+        """Whether the runs of a name are what its variables are."""
+        self._text: list[str] = [part if isinstance(part, str) else "" for part in name.parts]
+        """The parts, with those that are filled in left empty."""
+        self._places: list[tuple[int, int, int]] = []
+        """Which part is filled in, with which variable (-1: the star), and the shift."""
+        for place, part in enumerate(name.parts):
+            if isinstance(part, Number):
+                self._places.append((place, self.variables.index(part.name), part.shift))
+            elif isinstance(part, Star):
+                self._places.append((place, -1, 0))
+
+    def fill(self, bindings: Sequence[str], star: str = "") -> str | None:
+        """Return the name for the digits of `variables` and of the star; None where a number would be negative."""
+        parts = self._text.copy()
+        for place, variable, shift in self._places:
+            digits = star if variable < 0 else bindings[variable]
+            if shift:
+                moved = shifted(digits, shift)
+                if moved is None:
+                    return None
+                digits = moved
+            parts[place] = digits
+        return "".join(parts)
+
+    def read(self, runs: Sequence[str]) -> tuple[tuple[str, ...], str] | None:
+        """Return what `variables` and the star ("" without one) are in a name with these runs of digits.
+
+        The runs that are constant are taken to agree. None where a placeholder would be two numbers, or a negative one.
+        """
+        if self.mixed:
+            runs = list(runs)
+            for place, expression in self.mixed:
+                match = expression.fullmatch(runs[place])
+                if match is None:
+                    return None
+                runs[place] = match[1]
+        star = "" if self.star is None else runs[self.star]
+        if self.takes_all:
+            return (runs, star) if type(runs) is tuple else (tuple(runs), star)
+        if len(self.numbers) == 1:
+            place, _, shift = self.numbers[0]
+            digits = runs[place] if not shift else shifted(runs[place], -shift)
+            return None if digits is None else ((digits,), star)
+        found: dict[str, str] = {}
+        for place, variable, shift in self.numbers:
+            digits = shifted(runs[place], -shift)
+            if digits is None or found.setdefault(variable, digits) != digits:
+                return None
+        return tuple(found.values()), star
+
+
+def _runs_of(name: Name) -> list[list[str | Number | Star]]:
+    """The runs of digits of a name: text and placeholders that stand side by side are one run."""
+    runs: list[list[str | Number | Star]] = []
+    touching = False
+    for part in name.parts:
+        if not isinstance(part, str):
+            if touching:
+                runs[-1].append(part)
+            else:
+                runs.append([part])
+            touching = True
+            continue
+        for match in _DIGITS.finditer(part):
+            if touching and match.start() == 0:
+                runs[-1].append(match[0])
+            else:
+                runs.append([match[0]])
+        touching = part[-1] in "0123456789"
+    return runs
+
+
+class _Bucket:
+    """The names of one skeleton, with their runs of digits; on demand also by some of those runs."""
+
+    __slots__ = ("by_runs", "names")
+
+    def __init__(self) -> None:
+        self.names: dict[str, tuple[str, ...]] = {}
+        self.by_runs: dict[tuple[int, ...], dict[tuple[str, ...], dict[str, tuple[str, ...]]]] = {}
+
+    def add(self, name: str, runs: tuple[str, ...]) -> None:
+        self.names[name] = runs
+        for places, groups in self.by_runs.items():
+            groups.setdefault(tuple([runs[place] for place in places]), {})[name] = runs
+
+    def remove(self, name: str) -> None:
+        runs = self.names.pop(name)
+        for places, groups in self.by_runs.items():
+            del groups[tuple([runs[place] for place in places])][name]
+
+    def having(self, constants: list[tuple[int, str]]) -> dict[str, tuple[str, ...]]:
+        if not constants:
+            return self.names
+        places = tuple([place for place, _ in constants])
+        groups = self.by_runs.get(places)
+        if groups is None:
+            groups = self.by_runs[places] = {}
+            for name, runs in self.names.items():
+                groups.setdefault(tuple([runs[place] for place in places]), {})[name] = runs
+        return groups.get(tuple([digits for _, digits in constants]), {})
+
+
+class NameIndex:
+    """Names that come and go, found by pattern. The cost of a search is what it finds, not what there is."""
+
+    __slots__ = ("_buckets",)
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._buckets: dict[str, _Bucket] = {}
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        """Let `name` be found; adding it again changes nothing."""
+        skeleton = _DIGITS.sub(_MARK, name)
+        bucket = self._buckets.get(skeleton)
+        if bucket is None:
+            bucket = self._buckets[skeleton] = _Bucket()
+        if name not in bucket.names:
+            bucket.add(name, tuple(_DIGITS.findall(name)))
+
+    def remove(self, name: str) -> None:
+        """Let `name`, which is there, not be found any more."""
+        self._buckets[_DIGITS.sub(_MARK, name)].remove(name)
+
+    def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
+        """Return (name, digits of the pattern's variables, digits of its star) of every name that it stands for."""
+        bucket = self._buckets.get(pattern.skeleton)
+        if bucket is None:
+            return []
+        found = []
+        read = pattern.read
+        for name, runs in bucket.having(pattern.constants).items():
+            values = read(runs)
+            if values is not None:
+                found.append((name, *values))
+        return found

@@ -1,0 +1,105 @@
+"""Proof: what undoes a rewrite is carried out on what the rewrite made, and must give every source back.
+
+This is a check of this library, not of its user: whoever sees it fail has found a fault of ours.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.rewrite.deeds import Deed, Task
+from shardwise.rewrite.evaluation import evaluate
+from shardwise.rewrite.kernels import Kernel
+from shardwise.rewrite.metas import TensorMeta
+from shardwise.rewrite.nodes import Node
+from shardwise.rewrite.statements import Statement
+from shardwise.rewrite.steps import apply_steps
+from shardwise.rewrite.tiles import Value
+
+__all__ = ["Claim", "gives_back", "prove"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """That of what came out the sources can be made again."""
+
+    sources: Mapping[str, Node]
+    outputs: Mapping[str, Node]
+    agree: Sequence[tuple[Node, ...]]
+    """Nodes of which any stands for all."""
+    lost: Collection[str]
+    """Sources that need not come back."""
+    aliases: Mapping[str, str]
+    """Other names of sources."""
+
+    def failing(self, tasks: Iterable[Task]) -> list[str]:
+        """The sources that tasks, carried out on the outputs, do not give back, or what else is wrong."""
+        returned = evaluate(tasks, self.outputs)
+        if returned.findings:
+            return [str(returned.findings[0])]
+        standing = _standing(self.agree)
+        back = returned.outputs
+        return [
+            name
+            for name, node in self.sources.items()
+            if name not in self.lost and not _same(back.get(name), node, standing, self.aliases)
+        ]
+
+
+def prove(claim: Claim, deeds: Iterable[Deed], tasks: Iterable[Task]) -> None:
+    """Carry out the tasks that undo deeds. Raises AssertionError naming the sources that do not come back."""
+    for deed in deeds:
+        if deed.kernel is not None and not deed.kernel.proved:
+            _prove_kernel(deed.kernel, [variable.node.meta for variable in deed.left if variable.node is not None])
+    wrong = claim.failing(tasks)
+    assert not wrong, f"what undoes a rewrite does not give back {', '.join(wrong[:10])} ({len(wrong)} findings)"
+
+
+def gives_back(claim: Claim, statements: Iterable[Statement]) -> bool:
+    """Whether statements, carried out on the outputs, give each source as it was."""
+    return not claim.failing([Task.of(each) for each in statements])
+
+
+def _prove_kernel(kernel: Kernel, metas: Sequence[TensorMeta]) -> None:
+    """Carry a kernel and what undoes it out on tensors of its metas."""
+    values = [Value.source(str(place), meta) for place, meta in enumerate(metas)]
+    returned = apply_steps(kernel.undo, apply_steps(kernel.steps, values))
+    same = all(
+        back.dtype == value.dtype and _bare(back).same_elements(_bare(value))
+        for back, value in zip(returned, values, strict=True)
+    )
+    assert same, f"what undoes {kernel.steps} does not lead back"
+    kernel.proved = True
+
+
+def _standing(agree: Sequence[tuple[Node, ...]]) -> dict[Node, Node]:
+    """For each node that another stands for: one that stands for all of its group."""
+    standing: dict[Node, Node] = {}
+
+    def head(node: Node) -> Node:
+        while node in standing:
+            node = standing[node]
+        return node
+
+    for group in agree:
+        first = head(group[0])
+        for node in group[1:]:
+            other = head(node)
+            if other is not first:
+                standing[other] = first
+    return {node: head(node) for node in standing}
+
+
+def _same(returned: Node | None, node: Node, standing: Mapping[Node, Node], aliases: Mapping[str, str]) -> bool:
+    """Whether a source came back."""
+    if returned is None:
+        return False
+    if returned is node or standing.get(returned, returned) is standing.get(node, node):
+        return True
+    one, other = (_bare(each.value_under(aliases)) for each in (returned, node))
+    return returned.meta.dtype == node.meta.dtype and one.same_elements(other)
+
+
+def _bare(value: Value) -> Value:
+    """A value as elements alone: without dtypes, which casts led through, and without tiles that have no elements."""
+    tiles = [tile._replace(dtypes=()) for tile in value.tiles if 0 not in tile.shape]
+    return Value(value.shape, "", tuple(tiles))

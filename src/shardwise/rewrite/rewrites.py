@@ -1,0 +1,331 @@
+"""Rewrites: what users make, check, invert and compose."""
+
+import json
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+from shardwise.errors import RewriteError
+from shardwise.rewrite.arguments import Parameters
+from shardwise.rewrite.checking import Proved, agreeing, dropped_sources, fit, mismatches, uncollected
+from shardwise.rewrite.correspondence import Correspondence
+from shardwise.rewrite.explanation import explain
+from shardwise.rewrite.metas import TensorMeta, metas_of
+from shardwise.rewrite.proof import gives_back
+from shardwise.rewrite.spelling_out import spelled_out
+from shardwise.rewrite.stages import Stage, refuse_losses
+from shardwise.rewrite.statements import Statement
+from shardwise.rewrite.texts import BOUNDARY, Text, parsed, texts_of, with_parameters
+from shardwise.rewrite.ties import ties_of
+from shardwise.rewrite.writing import text_of
+
+__all__ = ["Checked", "Rewrite"]
+
+Lossy: TypeAlias = Literal["refuse", "allow"]
+
+
+class Rewrite:
+    """A declared transformation between the names and shapes of two state dicts. Immutable.
+
+    `source` is text, a sequence of statements, or an AOA configuration: a mapping with `aoa_statements` and perhaps
+    `aoa_config_reverse`. `parameters` are the values of what stands in braces in the text. Raises `RewriteError` with
+    everything that is wrong in the text, and for parameters that it does not name.
+
+    A line `---` parts the text into stages, as `then` composes them.
+    `docs/rewrite.md` describes the language.
+
+    >>> fuse = Rewrite("q, k -> qk, axis=0")
+    >>> fuse.check({"q": (2, 4), "k": (3, 4)}).outputs["qk"].shape
+    (5, 4)
+    >>> print(fuse.inverse())
+    qk -> q, k, axis=0, sizes=recorded
+    >>> print(fuse.inverse({"q": (2, 4), "k": (3, 4)}))
+    qk -> q, k, axis=0, sizes='[2,3]'
+    """
+
+    __slots__ = ("_stages", "_texts")
+
+    def __init__(
+        self,
+        source: str | Sequence[str] | Mapping[str, Any],
+        *,
+        parameters: Parameters | None = None,
+    ) -> None:
+        self._texts = texts_of(source, {} if parameters is None else parameters)
+        self._stages = parsed(self._texts)
+        """None while parameters are lacking: the text cannot be read without them."""
+
+    @classmethod
+    def _made(cls, texts: tuple[Text, ...], stages: tuple[Stage, ...] | None) -> "Rewrite":
+        made = cls.__new__(cls)
+        made._texts, made._stages = texts, stages
+        return made
+
+    @classmethod
+    def file(cls, path: str | PathLike[str], *, parameters: Parameters | None = None) -> "Rewrite":
+        """Read a rewrite from a file: statements, or, if its name ends in `.json`, an AOA configuration.
+
+        Raises RewriteError where the file cannot be read, or holds no statement, and with everything that is wrong in
+        it.
+        """
+        if not isinstance(path, str | PathLike):
+            raise RewriteError(f"a file is named by a path, not {path!r:.100}")
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+            source = json.loads(text) if Path(path).suffix == ".json" else text
+        except (OSError, ValueError) as error:
+            raise RewriteError(f"{path} cannot be read as a rewrite: {error}") from None
+        try:
+            made = cls(source, parameters=parameters)
+        except RewriteError as error:
+            raise RewriteError(*error.problems, about=str(path)) from None
+        if made._stages is not None and not any(stage.statements for stage in made._stages):
+            raise RewriteError(f"{path} holds no statement: write one a line, such as `a -> b`")
+        return made
+
+    # What it says
+
+    @property
+    def parameters_needed(self) -> frozenset[str]:
+        """What the text names in braces."""
+        return frozenset(name for each in self._texts for name in each.needed)
+
+    @property
+    def parameters(self) -> Mapping[str, int | str]:
+        """The values that were given.
+
+        A composed rewrite has those that no side lacks; where sides have different values for a name, the last one's.
+        """
+        lacking = {name for each in self._texts for name in each.lacking}
+        given = [pair for each in self._texts for pair in each.given]
+        return MappingProxyType({name: value for name, value in given if name not in lacking})
+
+    def with_parameters(self, parameters: Parameters) -> "Rewrite":
+        """Return the rewrite with more parameters given: all sides of a composed one have them that lack them.
+
+        What was given before stays. Raises RewriteError as the class does, and for another value of what nothing lacks.
+        """
+        texts = with_parameters(self._texts, parameters)
+        return self._made(texts, parsed(texts))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The rewrites that this is composed of, one after the other. Raises RewriteError without its parameters."""
+        if self._stages is None:
+            lacking = sorted(frozenset().union(*[each.lacking for each in self._texts]))
+            names = ", ".join(f"{{{name}}}" for name in lacking)
+            example = ", ".join(f"{name!r}: 8" for name in lacking)
+            raise RewriteError(
+                f"the rewrite has parameters without a value: {names}; give them, parameters={{{example}}}"
+            )
+        return self._stages
+
+    @property
+    def statements(self) -> tuple[Statement, ...]:
+        """All statements, as far as text says them: of an inverse those that undo."""
+        return tuple([statement for stage in self.stages for statement in stage.effective])
+
+    def __str__(self) -> str:
+        """The statements as text.
+
+        Only a rewrite whose parameters are known is read into an equal one. Otherwise it is what was written; of an
+        inverse the way there, under a line `# inverse of:`.
+        """
+        if self._stages is None:
+            parts = [str(each) for each in self._texts]
+        else:
+            parts = ["\n".join([text_of(statement) for statement in stage.effective]) for stage in self._stages]
+        return f"\n{BOUNDARY}\n".join(parts)
+
+    def to_record(self) -> dict[str, Any]:
+        """JSON values from which `from_record` makes it: the statements as written, and which stages go backward."""
+        parts = ["\n".join([text_of(statement) for statement in stage.statements]) for stage in self.stages]
+        inverted = [place for place, stage in enumerate(self.stages) if stage.inverted]
+        record: dict[str, Any] = {"text": f"\n{BOUNDARY}\n".join(parts)}
+        return {**record, "inverted": inverted} if inverted else record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Rewrite":
+        """The reverse of `to_record`; inverses may lose what cannot be undone. Raises RewriteError for other texts."""
+        inverted = record.get("inverted", ())
+        written = texts_of(record["text"], {})
+        texts = tuple(
+            [each._replace(inverted=place in inverted, lossy=place in inverted) for place, each in enumerate(written)]
+        )
+        return cls._made(texts, parsed(texts))
+
+    def __repr__(self) -> str:
+        return f"Rewrite({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rewrite):
+            return NotImplemented
+        return self._canonical == other._canonical
+
+    def __hash__(self) -> int:
+        return hash(self._canonical)
+
+    @property
+    def _canonical(self) -> tuple[object, ...]:
+        if self._stages is None:
+            return self._texts
+        return tuple([tuple([text_of(statement) for statement in stage.effective]) for stage in self._stages])
+
+    # What is made of it
+
+    def then(self, other: "Rewrite") -> "Rewrite":
+        """Return the rewrite that does this and then the other, which sees this one's outputs; also `self >> other`.
+
+        Each keeps the parameters that it was given, and has none of the other's.
+        """
+        if not isinstance(other, Rewrite):
+            raise RewriteError(f"a rewrite is followed by a rewrite, not {other!r:.100}; give sw.Rewrite(text)")
+        known = self._stages is not None and other._stages is not None
+        return self._made(self._texts + other._texts, self.stages + other.stages if known else None)
+
+    def __rshift__(self, other: "Rewrite") -> "Rewrite":
+        return self.then(other)
+
+    def inverse(self, sources: Mapping[str, Any] | None = None, *, lossy: Lossy = "refuse") -> "Rewrite":
+        """Return the rewrite that undoes this one.
+
+        `sources`: the tensors that this is applied to; then the inverse is exact. Without them it has what the text
+        says, and takes the rest from the target that it is checked against. What cannot be undone (a drop, a cast that
+        loses values, a copy) is refused by name; with `lossy="allow"` the rest is undone: what was dropped keeps the
+        value that it has in the target, of copies the first counts. Raises RewriteError.
+        """
+        allowed = _allowed(lossy)
+        if sources is not None:
+            return self.apply(sources).inverse(lossy=lossy)
+        texts = tuple([each._replace(inverted=not each.inverted, lossy=allowed) for each in reversed(self._texts)])
+        if self._stages is None:  # parameters are lacking: what is lost is found when they are given
+            return self._made(texts, None)
+        if not allowed:
+            refuse_losses([loss for stage in self.stages for loss in stage.textual_losses])
+        stages = tuple([stage.turned(lossy=allowed) for stage in reversed(self.stages)])
+        return self._made(texts, stages)
+
+    # What it does
+
+    def check(
+        self,
+        sources: Mapping[str, Any],
+        target: Mapping[str, Any] | None = None,
+        *,
+        aliases: Mapping[str, str] | None = None,
+    ) -> "Checked":
+        """Find out what the rewrite makes of tensors, without touching one, and prove that it can be undone.
+
+        sources: what is rewritten, by name: shapes, pairs (shape, dtype), `TensorMeta` or tensors.
+        target: what is to come out; names, shapes and dtypes are compared. It also says what stars and placeholders
+            stand for that are on the right only.
+        aliases: other names of sources: alias -> source.
+
+        Raises RewriteError with all that does not fit.
+        """
+        wanted = None if target is None else metas_of(target, "tensors of the target")
+        checked = self.apply(sources, wanted=wanted, aliases=aliases)
+        if wanted is not None:
+            problems = list(mismatches(checked.outputs, checked.added, checked.ties, wanted))
+            if problems:
+                raise RewriteError(*problems, about="the rewrite does not make what the target wants")
+        return checked
+
+    def apply(
+        self,
+        sources: Mapping[str, Any],
+        *,
+        wanted: Mapping[str, Any] | None = None,
+        recorded: Mapping[str, Any] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> "Checked":
+        """Do as `check` does, but leave the comparison with a target to the caller.
+
+        wanted: the tensors of the target, which resolve names and degrees, and of which those come out that were read.
+        recorded: of an inverse, the tensors to which it leads back, where more is known of them than `wanted` says.
+        """
+        with uncollected():
+            metas = metas_of(sources, "sources")
+            other_names = _other_names({} if aliases is None else aliases, metas)
+            metas |= {alias: metas[name] for alias, name in other_names.items()}
+            targets = None if wanted is None else metas_of(wanted, "tensors of the target")
+            proved = fit(self.stages, metas, targets, metas_of(recorded or {}), other_names)
+            return Checked(self, proved, targets, other_names)
+
+    def explain(self, sources: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> str:
+        """Check, and return a table of what becomes of what: target, box, source, box, operations."""
+        return self.check(sources, target).explain()
+
+
+class Checked(Correspondence):
+    """A rewrite and the tensors that it fits: which element of which source every element of every output is."""
+
+    def __init__(
+        self,
+        rewrite: Rewrite,
+        proved: Sequence[Proved],
+        wanted: Mapping[str, TensorMeta] | None,
+        aliases: Mapping[str, str],
+    ) -> None:
+        self._rewrite = rewrite
+        self._proved = proved
+        last = proved[-1].done.evaluation
+        self.ties = ties_of(last.outputs, aliases, wanted)
+        """Other names of outputs: alias -> output."""
+        nodes = {name: node for name, node in last.outputs.items() if name not in self.ties}
+        self.added = last.added
+        """Targets that keep their current value (`_ -> b`)."""
+        self.agree = agreeing(proved, aliases)
+        """Groups of sources without dims, of which one stands for all: their values have to be equal."""
+        self.dropped = dropped_sources(proved, last.outputs, self.agree, aliases)
+        """Sources of which nothing is used, as the rewrite says (`a -> _`)."""
+        self.losses = tuple([loss for each in proved for loss in each.undoing.losses])
+        """What cannot be undone, in words."""
+        sources = {name: meta for name, meta in proved[0].done.metas.items() if name not in aliases}
+        super().__init__(sources=sources, nodes=nodes, aliases=aliases)
+
+    @property
+    def invertible(self) -> bool:
+        """Whether nothing is lost: no drop, no narrowing cast, no copy; of NaNs that are cast not the payload."""
+        return not self.losses
+
+    def inverse(self, *, lossy: Lossy = "refuse") -> Rewrite:
+        """Return the rewrite that makes the sources of the outputs, exactly. See `Rewrite.inverse`."""
+        if not _allowed(lossy):
+            refuse_losses(self.losses)
+        stages = tuple([Stage(_undoing(each)) for each in reversed(self._proved)])
+        texts = tuple([Text("\n".join([each.text for each in stage.statements]), False, False) for stage in stages])
+        return Rewrite._made(texts, stages)
+
+    def explain(self) -> str:
+        """Return a table of what becomes of what: target, box, source, box, operations."""
+        return explain(self)
+
+
+def _undoing(proved: Proved) -> tuple[Statement, ...]:
+    """The statements that undo a stage: with placeholders, where those undo it too."""
+    statements = spelled_out(proved.undoing.tasks, patterns=True)
+    return statements if gives_back(proved.claim, statements) else spelled_out(proved.undoing.tasks, patterns=False)
+
+
+def _allowed(lossy: object) -> bool:
+    """Whether a loss is accepted."""
+    if lossy not in ("refuse", "allow"):
+        raise RewriteError(f"lossy is 'refuse' or 'allow', not {lossy!r:.100}")
+    return lossy == "allow"
+
+
+def _other_names(aliases: object, metas: Mapping[str, TensorMeta]) -> dict[str, str]:
+    """Aliases, if all of them are other names of sources."""
+    if not isinstance(aliases, Mapping):
+        raise RewriteError(f"aliases are a mapping of other names to names of sources, not {aliases!r:.100}")
+    unknown = [
+        f"{alias!r:.100} is to be another name of {name!r:.100}, which is no source"
+        for alias, name in aliases.items()
+        if not isinstance(alias, str) or name not in metas
+    ]
+    if unknown:
+        raise RewriteError(*unknown, about="aliases")
+    return dict(aliases)

@@ -1,0 +1,144 @@
+"""Stages: a rewrite's statements, to be carried out forward or backward; and what they did to given tensors.
+
+A composed rewrite has several stages: each sees only what the one before gives out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.errors import RewriteError
+from shardwise.rewrite.deeds import Deed, Task
+from shardwise.rewrite.evaluation import Evaluation, evaluate
+from shardwise.rewrite.findings import Finding
+from shardwise.rewrite.inversion import Undoing, undo
+from shardwise.rewrite.metas import TensorMeta
+from shardwise.rewrite.nodes import Form, Node, source_node
+from shardwise.rewrite.statements import Statement
+from shardwise.rewrite.swapping import swapped, textual_losses
+
+__all__ = ["Done", "Metas", "Stage", "carry_out", "nodes_of", "refuse_losses"]
+
+Metas = Mapping[str, TensorMeta]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Statements, and which way they are carried out."""
+
+    statements: tuple[Statement, ...]
+    """As they were written, also where they are carried out backward."""
+    inverted: bool = False
+    lossy: bool = False
+    """Of an inverted stage: whether it may lose what cannot be undone."""
+
+    @property
+    def effective(self) -> tuple[Statement, ...]:
+        """The statements that are carried out, as far as text can say them."""
+        return swapped(self.statements) if self.inverted else self.statements
+
+    @property
+    def textual_losses(self) -> tuple[str, ...]:
+        """What the statements alone tell cannot be undone."""
+        return () if self.inverted else textual_losses(self.statements)
+
+    def turned(self, *, lossy: bool) -> "Stage":
+        """The inverse; of an inverse that is what was written."""
+        return replace(self, inverted=not self.inverted, lossy=lossy)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A stage that was carried out."""
+
+    tasks: Sequence[Task]
+    sources: Mapping[str, Node]
+    evaluation: Evaluation
+    unfit: tuple[Finding, ...]
+    """Of an inverse that could not be exact: why what is known of the target does not fit the statements."""
+
+    @property
+    def metas(self) -> dict[str, TensorMeta]:
+        """What went in."""
+        return {name: node.meta for name, node in self.sources.items()}
+
+    @property
+    def deeds(self) -> list[tuple[Statement, list[Deed]]]:
+        """The statements and what each did."""
+        trace = self.evaluation.trace
+        return [(task.statement, deeds) for task, deeds in zip(self.tasks, trace, strict=True)]
+
+    def undoing(self, aliases: Mapping[str, str]) -> Undoing:
+        """The way back."""
+        environment = self.evaluation.environment
+        outputs = {name: environment.variables[name] for name in self.evaluation.outputs}
+        return undo(self.deeds, environment.first, outputs, aliases)
+
+
+def nodes_of(metas: Metas) -> dict[str, Node]:
+    """Tensors as sources."""
+    forms: dict[TensorMeta, Form] = {}
+    return {name: source_node(name, meta, forms) for name, meta in metas.items()}
+
+
+def carry_out(stages: Sequence[Stage], sources: Metas, wanted: Metas | None, recorded: Metas | None) -> list[Done]:
+    """Carry stages out, one on what the other gives, up to one with findings.
+
+    `wanted` is the target, where it is known; `recorded` what is known otherwise of the tensors to which inverted
+    stages lead back. Raises RewriteError where an inverted stage would lose something.
+    """
+    known = _known(stages, recorded or wanted)
+    nodes = nodes_of(sources)
+    added: frozenset[str] = frozenset()
+    done: list[Done] = []
+    for place, stage in enumerate(stages):
+        metas = {name: node.meta for name, node in nodes.items()} if stage.inverted else {}
+        tasks, unfit = _tasks(stage, known[place], metas)
+        evaluation = evaluate(tasks, nodes, wanted if place == len(stages) - 1 else known[place], added)
+        evaluation.findings += evaluation.undecided()
+        done.append(Done(tasks, nodes, evaluation, unfit))
+        if evaluation.findings:
+            break
+        nodes, added = evaluation.outputs, evaluation.added
+    return done
+
+
+def _known(stages: Sequence[Stage], last: Metas | None) -> list[Metas | None]:
+    """What is known of that which each stage leads to: an inverted stage tells what it starts from."""
+    known: list[Metas | None] = []
+    for place in reversed(range(len(stages))):
+        known.append(last)
+        stage = stages[place]
+        start = last if stage.inverted else None
+        last = None
+        if start is not None and place:
+            forward = evaluate([Task.of(each) for each in stage.statements], nodes_of(start))
+            if not forward.findings:
+                last = {name: node.meta for name, node in forward.outputs.items()}
+    return known[::-1]
+
+
+def _tasks(stage: Stage, known: Metas | None, sources: Metas) -> tuple[list[Task], tuple[Finding, ...]]:
+    """What a stage carries out: for an inverse the exact one, where that is known to which it leads."""
+    if not stage.inverted:
+        return [Task.of(each) for each in stage.statements], ()
+    unfit: tuple[Finding, ...] = ()
+    if known is not None:
+        forward_tasks = [Task.of(each) for each in stage.statements]
+        forward = Done(forward_tasks, {}, evaluate(forward_tasks, nodes_of(known), sources), ())
+        if not forward.evaluation.findings:
+            undoing = forward.undoing({})
+            if not stage.lossy:
+                refuse_losses(undoing.losses)
+            return list(undoing.tasks), ()
+        unfit = tuple(forward.evaluation.findings)
+    if not stage.lossy:
+        refuse_losses(textual_losses(stage.statements))
+    return [Task.of(each) for each in stage.effective], unfit
+
+
+def refuse_losses(losses: Sequence[str]) -> None:
+    """Raise RewriteError where something is lost."""
+    if losses:
+        way = 'inverse(lossy="allow") of the rewrite as it is written undoes what can be'
+        about = f"the rewrite cannot be undone exactly; {way}"
+        raise RewriteError(*losses, about=about)

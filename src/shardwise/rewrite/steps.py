@@ -1,0 +1,154 @@
+"""Steps: what the operations of a statement come down to once shapes and dtypes are known. Each can be undone.
+
+There are six. Whatever joins, parts or interleaves tensors along a dim that they have is one `Arrange`: it says of
+which stretches of which tensors each result consists, in order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardwise.rewrite.tiles import Value
+
+__all__ = [
+    "Arrange",
+    "Casts",
+    "Permutes",
+    "Reshapes",
+    "Stacks",
+    "Step",
+    "Stretch",
+    "Unstacks",
+    "apply_steps",
+    "inverted",
+    "undone",
+]
+
+Stretch: TypeAlias = tuple[int, int, int]
+"""Which tensor; from which index along the axis; to which (exclusive)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Permutes:
+    """Dim i of result j is dim `dims[j][i]` of tensor j; a tensor whose `dims` are None stays as it is."""
+
+    dims: tuple[tuple[int, ...] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshapes:
+    """Tensor j gets shape `shapes[j]`, out of `old[j]`."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    old: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """Tensor j gets dtype `dtypes[j]`, out of `old[j]`."""
+
+    dtypes: tuple[str, ...]
+    old: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrange:
+    """Result j consists of the stretches `table[j]`, one after the other along `axis`. Each index is used once."""
+
+    axis: int
+    sizes: tuple[int, ...]
+    """Of the tensors, along the axis."""
+    table: tuple[tuple[Stretch, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """All `count` tensors become one, along the new dim `axis`."""
+
+    axis: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unstacks:
+    """The tensor becomes `count`, one per index of dim `axis`."""
+
+    axis: int
+    count: int
+
+
+Step: TypeAlias = Permutes | Reshapes | Casts | Arrange | Stacks | Unstacks
+
+
+def undone(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Return the steps that lead back."""
+    return tuple([_undo(step) for step in reversed(steps)])
+
+
+def _undo(step: Step) -> Step:
+    match step:
+        case Permutes(dims):
+            return Permutes(tuple([None if each is None else inverted(each) for each in dims]))
+        case Reshapes(shapes, old):
+            return Reshapes(old, shapes)
+        case Casts(dtypes, old):
+            return Casts(old, dtypes)
+        case Stacks(axis, count):
+            return Unstacks(axis, count)
+        case Unstacks(axis, count):
+            return Stacks(axis, count)
+        case Arrange():
+            return _rearranged(step)
+
+
+def inverted(dims: Sequence[int]) -> tuple[int, ...]:
+    """Return the dims that permute back."""
+    return tuple(sorted(range(len(dims)), key=dims.__getitem__))
+
+
+def _rearranged(step: Arrange) -> Arrange:
+    """Where each stretch went, in the order in which the tensors have them."""
+    went: list[list[tuple[int, Stretch]]] = [[] for _ in step.sizes]
+    sizes = []
+    for result, stretches in enumerate(step.table):
+        at = 0
+        for tensor, start, stop in stretches:
+            went[tensor].append((start, (result, at, at + stop - start)))
+            at += stop - start
+        sizes.append(at)
+    table = tuple([tuple([stretch for _, stretch in sorted(stretches)]) for stretches in went])
+    for size, stretches in zip(step.sizes, table, strict=True):
+        assert size == sum(stop - start for _, start, stop in stretches), "an arrangement uses every index once"
+    return Arrange(step.axis, tuple(sizes), table)
+
+
+def apply_steps(steps: Sequence[Step], values: Sequence[Value]) -> list[Value]:
+    """Return what the steps make of values of the shapes for which they were made."""
+    current = list(values)
+    for step in steps:
+        current = _applied(step, current)
+    return current
+
+
+def _applied(step: Step, values: list[Value]) -> list[Value]:
+    match step:
+        case Permutes(dims):
+            return [v if order is None else v.permute(order) for v, order in zip(values, dims, strict=True)]
+        case Reshapes(shapes, _):
+            return [value.reshape(shape) for value, shape in zip(values, shapes, strict=True)]
+        case Casts(dtypes, _):
+            return [value.cast(dtype) for value, dtype in zip(values, dtypes, strict=True)]
+        case Stacks(axis, _):
+            return [Value.stack(values, axis)]
+        case Unstacks(axis, count):
+            return [values[0].crop(axis, index, index + 1).drop_dim(axis) for index in range(count)]
+        case Arrange(axis, sizes, table):
+            return [_arranged(values, axis, sizes, stretches) for stretches in table]
+
+
+def _arranged(values: list[Value], axis: int, sizes: tuple[int, ...], stretches: tuple[Stretch, ...]) -> Value:
+    parts = [
+        values[tensor] if stop - start == sizes[tensor] else values[tensor].crop(axis, start, stop)
+        for tensor, start, stop in stretches
+    ]
+    return parts[0] if len(parts) == 1 else Value.concat(parts, axis)

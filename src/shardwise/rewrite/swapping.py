@@ -1,0 +1,200 @@
+"""Swapping: the inverse of a rewrite as its text says it, where the tensors that it was made for are not known.
+
+Statements are reversed and their sides swapped. What the text does not say (out of which dtype a cast was, of which
+sizes the parts were) is left open in the swapped statement, and is a finding when it is needed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shardwise.rewrite.casts import keeps_values
+from shardwise.rewrite.statements import (
+    Cast,
+    Concat,
+    Ffn,
+    Name,
+    NamePart,
+    Number,
+    Operation,
+    Permute,
+    Place,
+    Qkv,
+    QkvPerRank,
+    Reshape,
+    Split,
+    Stack,
+    Statement,
+    Unstack,
+)
+from shardwise.rewrite.steps import inverted
+from shardwise.rewrite.writing import text_of
+
+__all__ = ["other_side", "swapped", "textual_losses"]
+
+
+def swapped(statements: Sequence[Statement]) -> tuple[Statement, ...]:
+    """Return the statements that undo others, as far as these say how. Of copies the first counts.
+
+    A drop that may match nothing is taken not to have matched: where it is known that it has, this is not asked.
+    """
+    made: list[Statement] = []
+    spare = _spare_marks(statements)
+    for statement, copies in reversed(list(zip(statements, _copies(statements), strict=True))):
+        if not statement.right and statement.optional:
+            continue
+        if copies and all(copies):
+            made.append(_made(statement, statement.right, (), ()))
+        elif not _keeps(statement):
+            made.extend(_swap(statement, copies, spare))
+    return tuple(made)
+
+
+def textual_losses(statements: Sequence[Statement]) -> tuple[str, ...]:
+    """Return what the statements alone tell to be lost: drops, casts that do not hold all values, copies."""
+    losses = []
+    read: set[tuple[NamePart, ...]] = set()
+    for statement, copies in zip(statements, _copies(statements), strict=True):
+        shown = f"line {statement.place.line}, `{' '.join(statement.text.split())}`,"
+        if not statement.right and not statement.optional:
+            losses += [f"{shown} drops {name.text}" for name in statement.left if name.parts not in read]
+        for each in statement.operations:
+            if isinstance(each, Cast) and each.source and each.to and not keeps_values(each.source, each.to):
+                losses.append(f"{shown} casts from {each.source} to {each.to}, which does not hold all its values")
+        for name, copied in zip(statement.left, copies, strict=False):  # none where nothing is read
+            if copied:
+                losses.append(
+                    f"{shown} copies {name.text}, which other statements read or keep: copies may differ later"
+                )
+            read.add(name.parts)
+        read -= {name.parts for name in statement.right}
+    return tuple(losses)
+
+
+def _copies(statements: Sequence[Statement]) -> list[tuple[bool, ...]]:
+    """Of each left name of each statement, whether something else has what it reads: an earlier one, or the tensor."""
+    version: dict[tuple[NamePart, ...], int] = {}
+    kept = set()
+    reads = []
+    for statement in statements:
+        versions = [(name.parts, version.get(name.parts, 0)) for name in statement.left]
+        if _keeps(statement):
+            kept.update(versions)
+        reads.append(versions if statement.right and not _keeps(statement) else [])
+        if not _keeps(statement):
+            version.update((name.parts, version.get(name.parts, 0) + 1) for name in statement.right)
+    seen = set(kept)
+    copies = []
+    for versions in reads:
+        mask = []
+        for each in versions:
+            mask.append(each in seen)
+            seen.add(each)
+        copies.append(tuple(mask))
+    return copies
+
+
+def _keeps(statement: Statement) -> bool:
+    """Whether this says no more than that a tensor comes out although it is read."""
+    same = [name.parts for name in statement.left] == [name.parts for name in statement.right]
+    return same and not statement.operations and not any(name.transposed for name in statement.left)
+
+
+def _spare_marks(statements: Sequence[Statement]) -> tuple[str, str]:
+    """What stands before names of what is transposed on the way back, and of copies: no name has it already."""
+    texts = [
+        part
+        for statement in statements
+        for name in (*statement.left, *statement.right)
+        for part in name.parts
+        if isinstance(part, str)
+    ]
+
+    def unused(mark: str) -> str:
+        while any(f"{mark}." in text for text in texts):
+            mark += "_"
+        return f"{mark}."
+
+    return unused("transposed"), unused("copy")
+
+
+def _swap(statement: Statement, copies: Sequence[bool], spare_marks: tuple[str, str]) -> Iterator[Statement]:
+    """The statements that undo one; more than one where left names are treated differently."""
+    left, others = other_side(statement.right, statement.left)
+    right = list(others)
+    operations = [_undo(each) for each in reversed(statement.operations)]
+    transposed = [name.transposed for name in statement.left]
+    after: list[Statement] = []
+    if transposed and all(transposed):
+        operations.append(Permute(None))
+        transposed = [False] * len(right)
+    for place, name in enumerate(right):
+        if transposed[place]:
+            spare = right[place] = _called(spare_marks[0], name)
+            after.append(_made(statement, (Name(spare.parts, True, name.place),), (name,), ()))
+        elif any(copies) and copies[place]:
+            spare = right[place] = _called(spare_marks[1], name)
+            after.append(_made(statement, (spare,), (), ()))
+    yield _made(statement, left, tuple(right), tuple(operations))
+    yield from after
+
+
+def _called(prefix: str, name: Name) -> Name:
+    """A name with something before it."""
+    first, *rest = name.parts
+    parts = (prefix + first, *rest) if isinstance(first, str) else (prefix, *name.parts)
+    return Name(parts, False, name.place)
+
+
+def _made(
+    statement: Statement, left: tuple[Name, ...], right: tuple[Name, ...], operations: tuple[Operation, ...]
+) -> Statement:
+    """A statement at the place of the one that it undoes; of its names no more is known than that."""
+    text = text_of(Statement(left, right, operations, statement.optional, statement.place, ""))
+    place = Place(statement.place.line, statement.place.column, len(text))
+    left, right = (tuple([replace(name, place=place) for name in names]) for names in (left, right))
+    return Statement(left, right, operations, statement.optional, place, text)
+
+
+def other_side(*sides: Sequence[Name]) -> list[tuple[Name, ...]]:
+    """Return names of one statement for the other side.
+
+    AOA's $LAYER_ID_OFFSET, which is another number on each side, becomes $LAYER_ID where that is free.
+    """
+    used = {part.name for names in sides for name in names for part in name.parts if isinstance(part, Number)}
+    old = "LAYER_ID_OFFSET"
+    new = old if "LAYER_ID" in used else "LAYER_ID"
+
+    def turned(name: Name) -> Name:
+        parts = [
+            Number(new, each.shift) if isinstance(each, Number) and each.name == old else each for each in name.parts
+        ]
+        return Name(tuple(parts), False, name.place)
+
+    return [tuple(map(turned, names)) for names in sides]
+
+
+def _undo(operation: Operation) -> Operation:
+    match operation:
+        case Permute(None):
+            return operation
+        case Permute(dims):
+            assert dims is not None
+            return Permute(inverted(dims))
+        case Reshape():
+            return Reshape(None)
+        case Cast(to, source):
+            return Cast(source, to if source is not None else None)
+        case Concat(axis, sizes):
+            return Split(axis, sizes, recorded=sizes is None)
+        case Split(axis, sizes):
+            return Concat(axis, sizes)
+        case Stack(axis):
+            return Unstack(axis)
+        case Unstack(axis):
+            return Stack(axis)
+        case Qkv(heads, groups, axis, joins):
+            return Qkv(heads, groups, axis, not joins)
+        case QkvPerRank(heads, groups, axis, sources, targets, source, target):
+            return QkvPerRank(heads, groups, axis, targets, sources, target, source)
+        case Ffn(axis, sources, targets, source, target):
+            return Ffn(axis, targets, sources, target, source)

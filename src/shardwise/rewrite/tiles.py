@@ -1,0 +1,331 @@
+"""Tiles: which element of which source each element of a value is. The geometry of rewrites.
+
+A value is what a variable stands for: a tensor that need not exist. Its tiles are disjoint boxes that make it up, and
+on a tile one step along a dim is always the same number of row-major steps in the source. So dims can be permuted,
+boxes cut and joined, and shapes changed, without looking at an element.
+
+Figure 1. `q, k, v -> qkv, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0` for heads of one element. The value
+qkv has six tiles, of which each is a box of one source::
+
+    qkv    q0 q1 k0 v0 q2 q3 k1 v1
+           ----- -- -- ----- -- --
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from operator import mul
+from typing import NamedTuple
+
+from shardwise.rewrite.metas import TensorMeta
+from shardwise.space import Box, Run, boxes_of_run
+from shardwise.space.boxes import row_major_strides
+
+__all__ = ["Tile", "Value"]
+
+_FEW = 8
+"""So many tiles are asked one by one; more are sorted first."""
+
+
+class Tile(NamedTuple):
+    """A box of a value, and where its elements come from."""
+
+    offset: tuple[int, ...]
+    """Where in the value it begins."""
+    shape: tuple[int, ...]
+    source: str
+    """The tensor that has its elements."""
+    base: int
+    """The row-major element of the source with which the box begins."""
+    strides: tuple[int, ...]
+    """Elements of the source that one step along each dim passes; 0 along dims of size 1."""
+    dtypes: tuple[str, ...]
+    """The dtypes that a value passes through: the source's first, no two alike next to each other."""
+
+
+class Value:
+    """What a variable stands for. Immutable; operations give new values, and do not check their arguments."""
+
+    __slots__ = ("_most_cut", "_sorted", "dtype", "shape", "tiles")
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, tiles: tuple[Tile, ...]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        """In which its elements come out."""
+        self.tiles = tiles
+        """Disjoint, together all elements; a value without elements may have none."""
+        self._sorted: dict[int, tuple[list[Tile], list[int], int]] | None = None
+        self._most_cut: int | None = None
+        """The dim along which most tiles follow one another."""
+
+    @staticmethod
+    def source(name: str, meta: TensorMeta) -> "Value":
+        """The whole of a source."""
+        shape = meta.shape
+        strides = _normal(shape, row_major_strides(shape))
+        return Value(shape, meta.dtype, (Tile((0,) * len(shape), shape, name, 0, strides, (meta.dtype,)),))
+
+    def permute(self, dims: Sequence[int]) -> "Value":
+        """Dim i of the result is dim `dims[i]` of this."""
+
+        def permuted(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple([numbers[dim] for dim in dims])
+
+        tiles = tuple(
+            [
+                Tile(permuted(offset), permuted(shape), source, base, permuted(strides), dtypes)
+                for offset, shape, source, base, strides, dtypes in self.tiles
+            ]
+        )
+        return Value(permuted(self.shape), self.dtype, tiles)
+
+    def cast(self, dtype: str) -> "Value":
+        """The same elements in another dtype."""
+        if dtype == self.dtype:
+            return self
+        return Value(self.shape, dtype, tuple([tile._replace(dtypes=(*tile.dtypes, dtype)) for tile in self.tiles]))
+
+    def crop(self, axis: int, start: int, stop: int) -> "Value":
+        """The indices from `start` to `stop` of one dim."""
+        shape = _put(self.shape, axis, stop - start)
+        tiles = []
+        for tile in self._meeting(axis, start, stop):
+            first = tile.offset[axis]
+            low, high = max(first, start), min(first + tile.shape[axis], stop)
+            if low >= high:
+                continue
+            size = high - low
+            tiles.append(
+                Tile(
+                    _put(tile.offset, axis, low - start),
+                    _put(tile.shape, axis, size),
+                    tile.source,
+                    tile.base + (low - first) * tile.strides[axis],
+                    tile.strides if size > 1 else _put(tile.strides, axis, 0),
+                    tile.dtypes,
+                )
+            )
+        return Value(shape, self.dtype, tuple(tiles))
+
+    @staticmethod
+    def concat(values: Sequence["Value"], axis: int) -> "Value":
+        """The values one after the other along a dim."""
+        tiles: list[Tile] = []
+        start = 0
+        for value in values:
+            for tile in value.tiles:
+                moved = tile._replace(offset=_put(tile.offset, axis, tile.offset[axis] + start)) if start else tile
+                joined = _joined(tiles[-1], moved, axis) if tiles else None
+                if joined is None:
+                    tiles.append(moved)
+                else:
+                    tiles[-1] = joined
+            start += value.shape[axis]
+        return Value(_put(values[0].shape, axis, start), values[0].dtype, tuple(tiles))
+
+    @staticmethod
+    def stack(values: Sequence["Value"], axis: int) -> "Value":
+        """The values, of one shape, one after the other along a new dim."""
+        return Value.concat([value._with_dim(axis) for value in values], axis)
+
+    def drop_dim(self, axis: int) -> "Value":
+        """Without a dim of size 1."""
+
+        def without(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return numbers[:axis] + numbers[axis + 1 :]
+
+        tiles = tuple(
+            [
+                tile._replace(offset=without(tile.offset), shape=without(tile.shape), strides=without(tile.strides))
+                for tile in self.tiles
+            ]
+        )
+        return Value(without(self.shape), self.dtype, tiles)
+
+    def _with_dim(self, axis: int) -> "Value":
+        """With a new dim of size 1."""
+
+        def more(numbers: tuple[int, ...], number: int) -> tuple[int, ...]:
+            return (*numbers[:axis], number, *numbers[axis:])
+
+        tiles = tuple(
+            [
+                tile._replace(offset=more(tile.offset, 0), shape=more(tile.shape, 1), strides=more(tile.strides, 0))
+                for tile in self.tiles
+            ]
+        )
+        return Value(more(self.shape, 1), self.dtype, tiles)
+
+    def reshape(self, shape: tuple[int, ...]) -> "Value":
+        """The same row-major elements in another shape, which has as many."""
+        if shape == self.shape:
+            return self
+        if 0 in shape:
+            return Value(shape, self.dtype, ())
+        return Value(shape, self.dtype, tuple(_reshaped(self, shape)))
+
+    def meeting(self, box: Box) -> Iterator[Tile]:
+        """The parts of tiles that lie in a box of the value."""
+        if len(self.tiles) > _FEW:
+            if self._most_cut is None:
+                self._most_cut = max(
+                    range(len(self.shape)), key=lambda dim: len({tile.offset[dim] for tile in self.tiles})
+                )
+            axis = self._most_cut
+            found: Sequence[Tile] = self._meeting(axis, box.offset[axis], box.offset[axis] + box.shape[axis])
+        else:
+            found = self.tiles
+        stop = box.stop
+        for tile in found:
+            offset, shape, source, base, strides, dtypes = tile
+            low = tuple(map(max, offset, box.offset))
+            sizes = tuple([min(a + n, b) - c for a, n, b, c in zip(offset, shape, stop, low, strict=True)])
+            if min(sizes, default=1) <= 0:
+                continue
+            if sizes == shape:
+                yield tile
+                continue
+            first = base + sum([(new - old) * step for new, old, step in zip(low, offset, strides, strict=True)])
+            yield Tile(low, sizes, source, first, _normal(sizes, strides), dtypes)
+
+    def _meeting(self, axis: int, start: int, stop: int) -> Sequence[Tile]:
+        """The tiles that may have indices from `start` to `stop` of a dim: of many, only those nearby."""
+        if len(self.tiles) <= _FEW:
+            return self.tiles
+        if self._sorted is None:
+            self._sorted = {}
+        if axis not in self._sorted:
+            tiles = sorted(self.tiles, key=lambda tile: tile.offset[axis])
+            starts = [tile.offset[axis] for tile in tiles]
+            self._sorted[axis] = tiles, starts, max(tile.shape[axis] for tile in tiles)
+        tiles, starts, longest = self._sorted[axis]
+        return tiles[bisect_right(starts, start - longest) : bisect_left(starts, stop)]
+
+    def is_identity_of(self, name: str, meta: TensorMeta) -> bool:
+        """Whether every element is the element of source `name` that has its place there."""
+        if self.shape != meta.shape:
+            return False
+        strides = row_major_strides(self.shape)
+        return all(
+            tile.source == name
+            and tile.base == sum(map(mul, tile.offset, strides))
+            and tile.strides == _normal(tile.shape, strides)
+            for tile in self.tiles
+        )
+
+    def same_elements(self, other: "Value") -> bool:
+        """Whether every element is the same element of the same source as in another value, by the same casts."""
+        if self.shape != other.shape or self.dtype != other.dtype:
+            return False
+        if self.tiles == other.tiles:
+            return True
+        for tile in self.tiles:
+            box = Box(tile.offset, tile.shape)
+            for theirs in other.meeting(box):
+                delta = [b - a for a, b in zip(tile.offset, theirs.offset, strict=True)]
+                base = tile.base + sum(map(mul, delta, tile.strides))
+                ours = (tile.source, base, _normal(theirs.shape, tile.strides), tile.dtypes)
+                if ours != (theirs.source, theirs.base, theirs.strides, theirs.dtypes):
+                    return False
+        return True
+
+
+def _put(numbers: tuple[int, ...], at: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:at], number, *numbers[at + 1 :])
+
+
+def _normal(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in their one form: 0 along dims in which there are no steps."""
+    return tuple([stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)])
+
+
+def _joined(a: Tile, b: Tile, axis: int) -> Tile | None:
+    """Two tiles as one, where the second goes on along `axis` as the first does; None where it does not."""
+    if a.source != b.source or a.dtypes != b.dtypes:
+        return None
+    size, more = a.shape[axis], b.shape[axis]
+    stride = a.strides[axis] or b.strides[axis]
+    if (
+        not stride
+        or b.base != a.base + size * stride
+        or b.offset != _put(a.offset, axis, a.offset[axis] + size)
+        or b.shape != _put(a.shape, axis, more)
+        or {a.strides[axis], b.strides[axis]} - {0, stride}
+        or _put(a.strides, axis, 0) != _put(b.strides, axis, 0)
+    ):
+        return None
+    return Tile(a.offset, _put(a.shape, axis, size + more), a.source, a.base, _put(a.strides, axis, stride), a.dtypes)
+
+
+_Numbers = tuple[int, ...]
+
+_Group = tuple[slice, slice]
+"""Dims of the old shape and dims of the new one that hold equally many elements."""
+
+_Part = tuple[_Numbers, _Numbers, int, _Numbers]
+"""Within the new dims of a group a box (offset, shape), its first element, counted from the tile's, and strides."""
+
+
+def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[_Group]:
+    """Pair dims of two shapes of equally many elements and no dim of size 0 or 1, as few at a time as possible."""
+    at_old = at_new = 0
+    while at_old < len(old):
+        begun_old, begun_new = at_old, at_new
+        size_old, size_new = old[at_old], new[at_new]
+        at_old, at_new = at_old + 1, at_new + 1
+        while size_old != size_new:
+            if size_old < size_new:
+                size_old *= old[at_old]
+                at_old += 1
+            else:
+                size_new *= new[at_new]
+                at_new += 1
+        yield slice(begun_old, at_old), slice(begun_new, at_new)
+
+
+def _reshaped(value: Value, shape: tuple[int, ...]) -> Iterator[Tile]:
+    """The tiles of a value with elements under another shape."""
+    old = [dim for dim, size in enumerate(value.shape) if size > 1]
+    new = [dim for dim, size in enumerate(shape) if size > 1]
+    old_shape, new_shape = (tuple([sizes[dim] for dim in dims]) for sizes, dims in ((value.shape, old), (shape, new)))
+    groups = list(_groups(old_shape, new_shape))
+    for tile in value.tiles:
+        offset, sizes, strides = (tuple([each[dim] for dim in old]) for each in (tile.offset, tile.shape, tile.strides))
+        parts = [list(_regrouped(old_shape[a], offset[a], sizes[a], strides[a], new_shape[b])) for a, b in groups]
+        for chosen in product(*parts):
+            offsets, lengths, steps = [0] * len(shape), [1] * len(shape), [0] * len(shape)
+            dims = iter(new)
+            for part_offset, part_shape, _, part_strides in chosen:
+                for start, size, stride in zip(part_offset, part_shape, part_strides, strict=True):
+                    dim = next(dims)
+                    offsets[dim], lengths[dim], steps[dim] = start, size, stride
+            base = tile.base + sum(first for _, _, first, _ in chosen)
+            yield Tile(tuple(offsets), tuple(lengths), tile.source, base, tuple(steps), tile.dtypes)
+
+
+def _regrouped(
+    old: tuple[int, ...],
+    offset: tuple[int, ...],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    new: tuple[int, ...],
+) -> Iterator[_Part]:
+    """A box within the old dims of a group, cut into boxes within its new dims."""
+    if len(old) == len(new) == 1:
+        yield offset, sizes, 0, strides
+        return
+    # Inner dims that are there as a whole, and through which the source is passed in even steps, are one stretch.
+    dim = len(old) - 1
+    step = strides[dim]
+    while dim > 0 and sizes[dim] == old[dim] and (sizes[dim - 1] == 1 or strides[dim - 1] == old[dim] * strides[dim]):
+        dim -= 1
+    stretch = prod(sizes[dim:])
+    passed, steps = row_major_strides(old), tuple([step * each for each in row_major_strides(new)])
+    begin = sum(map(mul, offset, passed))
+    for index in product(*map(range, sizes[:dim])):
+        start = begin + sum(map(mul, index, passed))
+        first = sum(map(mul, index, strides))
+        for box in boxes_of_run(new, Run(start, start + stretch)):
+            yield box.offset, box.shape, first, _normal(box.shape, steps)
+            first += box.num_elements * step

@@ -1,0 +1,284 @@
+"""Inverses: what they say, what they refuse and name as lost, and that a wrong one is caught by the proof."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.errors import RewriteError
+from shardwise.rewrite import Rewrite, TensorMeta
+from shardwise.rewrite.deeds import Task
+from shardwise.rewrite.inversion import undo
+from shardwise.rewrite.proof import Claim, gives_back, prove
+from shardwise.rewrite.stages import carry_out
+from shardwise.rewrite.syntax import parse
+
+A = (2, 3)
+LAYERS = {f"l.{at}.{x}": (4, 2) for at in range(3) for x in "qk"}
+
+
+def back(text: str, sources: Mapping[str, Any]) -> list[str]:
+    """The lines of the exact inverse, which is tried: it gives the sources back."""
+    checked = Rewrite(text).check(sources)
+    inverse = checked.inverse(lossy="allow")
+    again = inverse.check(checked.outputs, checked.sources)
+    assert again.outputs.keys() | again.added == checked.sources.keys()
+    assert all(checked.sources[name] == meta for name, meta in again.outputs.items())
+    return str(inverse).split("\n")
+
+
+INVERSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "rename": ("a -> b", {"a": A}, ["b -> a"]),
+    "transpose": ("a^T -> b", {"a": (2, 3, 4)}, ["b -> a, permute='[2,1,0]'"]),
+    "permute": ("a -> b, permute='[2,0,1]'", {"a": (2, 3, 4)}, ["b -> a, permute='[1,2,0]'"]),
+    "reshape": ("a -> b, reshape='[-1]'", {"a": A}, ["b -> a, reshape='[2,3]'"]),
+    "even join": ("a, b -> c, axis=0", {"a": A, "b": A}, ["c -> a, b, axis=0"]),
+    "uneven join": ("a, b -> c, axis=-1", {"a": A, "b": (2, 4)}, ["c -> a, b, axis=1, sizes='[3,4]'"]),
+    "split": ("a -> b, c, axis=0, sizes='[1,3]'", {"a": (4,)}, ["b, c -> a, axis=0"]),
+    "stack": ("a, b -> c, stack=1", {"a": A, "b": A}, ["c -> a, b, stack=1"]),
+    "unstack": ("c -> a, b, stack=0", {"c": A}, ["a, b -> c, stack=0"]),
+    "a join of one": ("e.* -> b, axis=0", {"e.0": A}, ["b -> e.0"]),
+    "a stack of one": ("e.* -> b, stack=0", {"e.0": A}, ["b -> e.0, reshape='[2,3]'"]),
+    "wider": ("a -> b, dtype='float32'", {"a": (A, "float16")}, ["b -> a, dtype='float16'"]),
+    "narrower": ("a -> b, dtype='float16'", {"a": A}, ["b -> a, dtype='float32'"]),
+    "many at once": (
+        "a^T, b^T -> c, axis=1, reshape='[12]', dtype='float32'",
+        {"a": (A, "float16"), "b": (A, "float16")},
+        ["c -> a, b, dtype='float16', reshape='[3,4]', axis=1, permute='[1,0]'"],
+    ),
+    "two permutes": ("a^T -> b, permute='[2,0,1]'", {"a": (2, 3, 4)}, ["b -> a, permute='[0,2,1]'"]),
+    "one transposed": (
+        "a^T, b -> c, axis=0",
+        {"a": (3, 2), "b": (1, 3)},
+        [
+            'c -> "part 0 of c", "part 1 of c", axis=0, sizes=\'[2,1]\'',
+            "\"part 0 of c\" -> a, permute='[1,0]'",
+            '"part 1 of c" -> b',
+        ],
+    ),
+    "placeholders": ("l.$L.q, l.$L.k -> l.$L.f, axis=1", LAYERS, ["l.$L.f -> l.$L.q, l.$L.k, axis=1"]),
+    "layers that differ": (
+        "l.$L.q, l.$L.k -> l.$L.f, axis=0",
+        LAYERS | {"l.1.k": (2, 2)},
+        [
+            "l.0.f -> l.0.q, l.0.k, axis=0",
+            "l.2.f -> l.2.q, l.2.k, axis=0",
+            "l.1.f -> l.1.q, l.1.k, axis=0, sizes='[4,2]'",
+        ],
+    ),
+    "other names that are alike": (
+        "l.$L.q -> m.$L",
+        {"l.0.q": A, "l.1.q": A, "m.7": A},
+        ["m.0 -> l.0.q", "m.1 -> l.1.q"],
+    ),
+    "star": ("e.*.w -> b, stack=0", {"e.2.w": A, "e.10.w": A}, ["b -> e.2.w, e.10.w, stack=0"]),
+    "offset": (
+        "m.$LAYER_ID_OFFSET -> m.$LAYER_ID_OFFSET",
+        {"m.1": A, "m.2": (3,)},
+        ["m.$LAYER_ID-1 -> m.$LAYER_ID"],
+    ),
+    "swap": ("a -> t; b -> a; t -> b", {"a": A, "b": (1,)}, ["b -> t", "a -> b", "t -> a"]),
+    "qkv": (
+        "q^T, k^T, v^T -> f, fused_qkv, num_heads=4, num_key_value_groups=2",
+        {"q": (8, 2), "k": (4, 2), "v": (4, 2)},
+        ["f -> q, k, v, fused_qkv, num_heads=4, num_key_value_groups=2, axis=1, permute='[1,0]'"],
+    ),
+    "ffn again": ("x -> x, fused_ffn, src_tp=2", {"x": (1, 8)}, ["x -> x, fused_ffn, axis=1, src_tp=1, dst_tp=2"]),
+    "drop": ("a -> _", {"a": A, "b": A}, ["_ -> a"]),
+    "a part dropped": ("a -> b, c, axis=0; c -> _", {"a": A}, ["b -> _", "_ -> a"]),
+    "copies": ("a -> b; a -> c", {"a": A}, ["c -> _", "b -> a"]),
+    "a copy of what is kept": ("a -> a; a -> b", {"a": A}, ["b -> _"]),
+    "the same twice": ("a, a -> b, axis=0", {"a": A}, ['b -> a, "copy 0 of a", axis=0', '"copy 0 of a" -> _']),
+    "added": ("_ -> n", {"a": A}, ["n -> _, optional=1"]),
+}
+
+
+@pytest.mark.parametrize("name", INVERSES)
+def test_an_exact_inverse_says_everything(name: str) -> None:
+    text, sources, expected = INVERSES[name]
+    assert back(text, sources) == expected
+
+
+def test_statements_in_a_circle_are_undone_through_new_names() -> None:
+    sources: dict[str, Any] = {"m.0.1": (1,), "m.1.0": (2,), "m.2.2": (3,)}
+    assert back("m.$A.$B -> m.$B.$A", sources) == ["m.$B.$A -> m.$A.$B"]
+    assert back("m.$A.$B^T -> m.$B.$A", sources | {"m.0.1": (1, 2)}) == [
+        "m.1.0 -> \"new m.0.1\", permute='[1,0]'",
+        'm.0.1 -> "new m.1.0"',
+        '"new m.0.1" -> m.0.1',
+        '"new m.1.0" -> m.1.0',
+    ]
+
+
+def test_instances_of_one_statement_are_undone_in_an_order_in_which_none_overwrites_another() -> None:
+    sources: dict[str, Any] = {"m.0": (1,), "m.1": (2, 3), "m.2": (3,)}
+    assert back("m.$L^T -> m.$L+1", sources) == ["m.1 -> m.0", "m.2 -> m.1, permute='[1,0]'", "m.3 -> m.2"]
+
+
+def test_optimizer_state_follows_the_inverse_of_its_parameter() -> None:
+    sources = {"a": A, "b": A} | {
+        f"optimizer/{x}/{key}": shape for x in "ab" for key, shape in (("m", A), ("step", ()))
+    }
+    assert back("a, b -> c, axis=0", sources) == ["c -> a, b, axis=0"]
+    assert back("a -> _", sources) == ["_ -> a"]
+
+
+def losses(text: str, sources: Mapping[str, Any], **options: Any) -> tuple[str, ...]:
+    return Rewrite(text).check(sources, **options).losses
+
+
+def test_what_cannot_be_undone_is_named() -> None:
+    assert losses("a -> _", {"a": A}) == ("line 1, `a -> _`, drops a",)
+    assert losses("l.$L.q -> _", LAYERS) == ("line 1, `l.$L.q -> _`, drops l.0.q (and 2 more)",)
+    assert losses("a -> b, c, axis=0\nc -> _", {"a": A}) == (
+        "line 2, `c -> _`, drops a part of a, of which nothing comes back",
+    )
+    assert losses("a, b -> t, axis=0; t -> _", {"a": A, "b": A}) == ("line 1, `t -> _`, drops a (and 1 more)",)
+    assert losses("a, b -> t, axis=0; t -> u, v, axis=0, sizes='[3,1]'; v -> _", {"a": A, "b": A}) == (
+        "line 1, `v -> _`, drops a part of b, of which nothing comes back",
+        "line 1, `v -> _`, drops a part of what was joined with a, of which nothing comes back: what was joined is "
+        "parted again only as a whole",
+    )
+    assert losses("l.$L.q -> m.$L, dtype='bfloat16'", LAYERS) == (
+        "line 1, `l.$L.q -> m.$L, dtype='bfloat16'`, casts l.0.q (and 2 more) from float32 to bfloat16, which does not "
+        "hold all its values",
+    )
+    assert losses("a -> b\na -> c", {"a": A}) == (
+        "line 2, `a -> c`, copies a beside what b has of it: copies may differ later",
+    )
+    assert losses("a -> b", {"a": A}, target={"a": A, "b": A}) == (
+        "line 1, `a -> b`, copies a which comes out itself: copies may differ later",
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a -> b, dtype='float64'",
+        "a -> b; a -> c; c -> _",  # what is dropped is there once more
+        "a -> b; a -> _",
+    ],
+)
+def test_what_can_be_undone_is_not_named(text: str) -> None:
+    assert losses(text, {"a": A, "c0": A}) == ()
+
+
+def test_a_lossy_rewrite_is_inverted_only_when_told_to() -> None:
+    rewrite = Rewrite("a -> b, dtype='float16'")
+    with pytest.raises(RewriteError) as refused:
+        rewrite.inverse({"a": A})
+    assert str(refused.value) == (
+        'the rewrite cannot be undone exactly; inverse(lossy="allow") of the rewrite as it is written undoes '
+        "what can be: line 1, "
+        "`a -> b, dtype='float16'`, casts a from float32 to float16, which does not hold all its values"
+    )
+    assert str(rewrite.inverse({"a": A}, lossy="allow")) == "b -> a, dtype='float32'"
+    assert rewrite.inverse({"a": (A, "float16")}).check({"b": A}).outputs["a"].dtype == "float32"
+
+
+TEXTUAL = {
+    "a, b -> c, axis=0": "c -> a, b, axis=0, sizes=recorded",
+    "a -> b, c, axis=1": "b, c -> a, axis=1",
+    "a^T, b -> c, axis=0": "c -> transposed.a, b, axis=0, sizes=recorded\ntransposed.a^T -> a",
+    "a^T -> b, reshape='[4]', dtype='float32'": "b -> a, dtype=recorded, reshape=recorded, permute='[]'",
+    "a -> b, src_dtype='float16', dst_dtype='float32'": "b -> a, src_dtype='float32', dst_dtype='float16'",
+    "m.$LAYER_ID_OFFSET -> m.$LAYER_ID_OFFSET": "m.$LAYER_ID-1 -> m.$LAYER_ID",
+    "e.* -> b, stack=0": "b -> e.*, stack=0",
+    "x -> y, fused_ffn, src_tp=2": "y -> x, fused_ffn, dst_tp=2",
+    "a -> b; b -> c": "c -> b\nb -> a",
+    "a -> a": "",
+    "_ -> n": "n -> _",
+}
+
+
+@pytest.mark.parametrize("text", TEXTUAL)
+def test_without_tensors_an_inverse_says_what_the_text_tells(text: str) -> None:
+    inverse = Rewrite(text).inverse()
+    assert str(inverse) == TEXTUAL[text]
+    assert inverse.inverse() == Rewrite(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "loss", "inverse"),
+    [
+        ("a -> _", "line 1, `a -> _`, drops a", "_ -> a"),
+        ("a -> b\na -> c", "line 2, `a -> c`, copies a, which other statements read or keep", "c -> _\nb -> a"),
+        ("a -> a\na -> c", "line 2, `a -> c`, copies a, which other statements read or keep", "c -> _"),
+        (
+            "a -> x, src_dtype='float32', dst_dtype='float16'",
+            "line 1, `a -> x, src_dtype='float32', dst_dtype='float16'`, casts from float32 to float16",
+            "x -> a, src_dtype='float16', dst_dtype='float32'",
+        ),
+    ],
+)
+def test_what_the_text_tells_to_be_lost_is_refused(text: str, loss: str, inverse: str) -> None:
+    with pytest.raises(RewriteError) as refused:
+        Rewrite(text).inverse()
+    assert refused.value.problems[0].startswith(loss)
+    assert str(Rewrite(text).inverse(lossy="allow")) == inverse
+
+
+def test_what_the_text_does_not_tell_comes_from_the_target() -> None:
+    inverse = Rewrite("a, b -> c, axis=0; e.* -> f, stack=0, dtype='float32'").inverse()
+    sources = {"c": (5, 2), "f": (2, 3)}
+    target = {"a": (2, 2), "b": (3, 2), "e.0": ((3,), "float16"), "e.7": ((3,), "float16")}
+    assert inverse.check(sources, target).outputs.keys() == target.keys()
+    assert inverse.apply(sources, recorded=target).outputs.keys() == target.keys()
+    with pytest.raises(RewriteError) as refused:
+        inverse.check(sources)
+    assert "what sizes the 2 parts of c had along dim 0 is not known" in refused.value.problems[0]
+    assert refused.value.problems[1] == (
+        "line 1, column 20: what * stands for is not on the left, and no target is known whose names say it\n"
+        "    f -> e.*, dtype=recorded, stack=0\n"
+        "    ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^"
+    )
+
+
+def test_a_target_that_the_rewrite_does_not_fit_is_told_beside_what_the_text_lacks() -> None:
+    with pytest.raises(RewriteError) as refused:
+        Rewrite("a, b -> c, axis=0").inverse().check({"c": (4,)}, {"a": (2,)})
+    assert "what sizes the 2 parts of c had" in refused.value.problems[0]
+    assert "could not be used, since the rewrite does not fit the target" in refused.value.problems[1]
+    assert "there is no tensor b" in refused.value.problems[1]
+
+
+def test_a_target_tells_losses_that_the_text_does_not() -> None:
+    inverse = Rewrite("a -> b, dtype='float16'").inverse()
+    with pytest.raises(RewriteError, match="casts a from float32 to float16"):
+        inverse.check({"b": (A, "float16")}, {"a": A})
+
+
+def test_the_proof_finds_a_wrong_way_back() -> None:
+    sources = {"a": TensorMeta(A, "float32"), "b": TensorMeta(A, "float32")}
+    rewrite = Rewrite("a, b -> c, axis=0; c^T -> d")
+    (done,) = carry_out(rewrite.stages, sources, None, None)
+    outputs, environment = done.evaluation.outputs, done.evaluation.environment
+    undoing = undo(done.deeds, environment.first, {name: environment.variables[name] for name in outputs}, {})
+    deeds = [deed for deeds in done.evaluation.trace for deed in deeds]
+    claim = Claim(sources=done.sources, outputs=outputs, agree=(), lost=(), aliases={})
+    prove(claim, deeds, undoing.tasks)
+    for text in (
+        "d^T -> c; c -> b, a, axis=0",
+        "d^T -> c; c -> a, b2, axis=0",
+        "d -> a, b, axis=1",
+        "d -> c",
+        "x -> y",
+    ):
+        wrong = parse(text, {})
+        assert not gives_back(claim, wrong)
+        with pytest.raises(AssertionError, match="what undoes a rewrite does not give back"):
+            prove(claim, deeds, [Task.of(each) for each in wrong])
+    without_b = replace(claim, lost={"b"})
+    assert gives_back(without_b, parse("d^T -> c; c -> a, b2, axis=0", {}))
+
+
+def test_names_for_what_is_in_between_are_none_that_the_user_has() -> None:
+    text = 'q^T, k -> qk, axis=0\n"part 0 of qk" -> z\n"transposed.q" -> y'
+    shapes = {"q": (2, 3), "k": (1, 2), "part 0 of qk": (5,), "transposed.q": (7,)}
+    rewrite = Rewrite(text)
+    checked = rewrite.check(shapes)
+    for inverse in (checked.inverse(), rewrite.inverse()):
+        back = inverse.check(checked.outputs, shapes).outputs
+        assert {name: meta.shape for name, meta in back.items()} == shapes
+    assert "transposed_.q" in str(rewrite.inverse())
