@@ -6,14 +6,13 @@ Where time goes in our own step: python -m benchmarks --profile ours --shape 1x3
 """
 
 import argparse
-import importlib.util
 import shlex
 import sys
 from pathlib import Path
 
 from benchmarks import asked, cells, phases, table
 from benchmarks.rank import Cell, Outcome
-from benchmarks.sides import SIDES
+from benchmarks.sides import SIDES, installed
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ("2x128", "1x32")
@@ -63,9 +62,7 @@ def _grid(arguments: argparse.Namespace) -> list[tuple[int, str]]:
 
 def _measure(arguments: argparse.Namespace, num_microbatches: int, shape: str) -> Outcome:
     names = arguments.sides or asked.sides_of(asked.pairs(shape, num_microbatches))
-    if importlib.util.find_spec("deepspeed") is None and (left_out := [n for n in names if n.startswith("deepspeed")]):
-        print(f"without {', '.join(left_out)}: pip install 'shardwise[bench]' brings DeepSpeed", file=sys.stderr)
-        names = tuple(name for name in names if name not in left_out)
+    names = installed(names)
     print(f"k = {num_microbatches}, {shape} tokens, {len(names)} sides", file=sys.stderr)
     cell = Cell(sides=names, shape=shape, num_microbatches=num_microbatches, num_rounds=arguments.rounds)
     return cells.run(cell)

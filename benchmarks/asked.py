@@ -51,6 +51,8 @@ class Pair:
     ours: str
     against: str
     asked: Asked | None = None
+    of_passes: bool = False
+    """Of forwards and backwards only; False: of whole steps."""
 
 
 BELOW = Asked(limit=1.0, strictly=True)

@@ -11,7 +11,6 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.rank import Cell, Outcome, enter, measure
 
-WORLD_SIZE = 2
 CHILD_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
@@ -21,10 +20,10 @@ CHILD_ENVIRONMENT = {
 }
 
 
-def in_processes(work: Callable[[int, Path], None], folder: Path) -> None:
-    """Run `work(rank, folder)` in `WORLD_SIZE` fresh processes joined by gloo; raise when one of them fails."""
+def in_processes(work: Callable[[int, Path], None], folder: Path, *, num_ranks: int = 2) -> None:
+    """Run `work(rank, folder)` in fresh processes joined by gloo; raise when one of them fails."""
     os.environ.update(CHILD_ENVIRONMENT)  # the children read it at import; this process has nothing else to do
-    spawn(enter, args=(WORLD_SIZE, str(folder), work), nprocs=WORLD_SIZE, join=True)
+    spawn(enter, args=(num_ranks, str(folder), work), nprocs=num_ranks, join=True)
 
 
 def run(cell: Cell) -> Outcome:
@@ -32,5 +31,5 @@ def run(cell: Cell) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name:
         folder = Path(name)
         (folder / "cell.json").write_text(json.dumps(asdict(cell)))
-        in_processes(measure, folder)
+        in_processes(measure, folder, num_ranks=cell.num_ranks)
         return Outcome.read(folder / "outcome.json")

@@ -15,6 +15,7 @@ from shardwise.comm import Channel
 
 Wire = Literal["shared memory", "tcp", "silent"]
 
+STAGE_1 = sw.Sharding(stage=1)
 ONCE = sw.Precision(compute="bfloat16")
 """The library's own choice: one cast per update, gradients of several microbatches added and sent in float32."""
 ONCE_NARROW_WIRE = sw.Precision(compute="bfloat16", accumulate="float32", reduce="bfloat16")
@@ -42,9 +43,15 @@ def engine(
     *,
     precision: sw.Precision,
     over: Channel,
+    sharding: sw.Sharding = STAGE_1,
 ) -> sw.Engine:
-    """Put the workload's model under stage 1 on all ranks of the channel."""
-    plan = sw.Plan(mesh=sw.Mesh(dp_shard=over.size), merge=sw.Merge(microbatches=num_microbatches), precision=precision)
+    """Put the workload's model on all ranks of the channel, which see other samples each."""
+    plan = sw.Plan(
+        mesh=sw.Mesh(dp_shard=over.size),
+        sharding=sharding,
+        merge=sw.Merge(microbatches=num_microbatches),
+        precision=precision,
+    )
     return sw.parallelize(
         model, plan, optimizer=lambda parameters: torch.optim.AdamW(parameters, **ADAMW), channel=over
     )
@@ -58,12 +65,14 @@ class Settings:
     precision: sw.Precision
     wire: Wire
     autocast: bool = False
+    sharding: sw.Sharding = STAGE_1
 
 
 def _prepare(model: nn.Module, num_microbatches: int, *, settings: Settings) -> Training:
     if settings.autocast:
         cast_each_time(model)
-    trained = engine(model, num_microbatches, precision=settings.precision, over=channel(settings.wire))
+    over = channel(settings.wire)
+    trained = engine(model, num_microbatches, precision=settings.precision, over=over, sharding=settings.sharding)
 
     def step(batch: Batch) -> float:
         return trained.step(batch.whole).loss
@@ -85,6 +94,18 @@ OURS_SETTINGS = {
     "ours-bf16-silent": Settings(about=_NARROW, precision=ONCE_NARROW, wire="silent"),
     "cast-each": Settings(about=_EACH, precision=EACH, wire="shared memory", autocast=True),
     "cast-each-silent": Settings(about=_EACH, precision=EACH, wire="silent", autocast=True),
+}
+_SHARDED = "bf16 working copies, one cast per update, gradients travel in bf16 per microbatch, accumulate in fp32"
+_SHARDINGS = {
+    "stage2": (sw.Sharding(stage=2), "shardwise stage 2"),
+    "stage3": (sw.Sharding(stage=3), "shardwise stage 3, a unit gathered anew for each forward and backward"),
+    "stage3-keep": (sw.Sharding(stage=3, keep_gathered=True), "shardwise stage 3, units gathered once per update"),
+}
+_WIRES: dict[str, Wire] = {"": "shared memory", "-tcp": "tcp", "-silent": "silent"}
+OURS_SETTINGS |= {
+    f"{name}{suffix}": Settings(about=f"{about}, {_SHARDED}", precision=ONCE, wire=wire, sharding=sharding)
+    for name, (sharding, about) in _SHARDINGS.items()
+    for suffix, wire in _WIRES.items()
 }
 OURS = tuple(
     Side(

@@ -63,7 +63,10 @@ def _ddp(
     return Training(step=step)
 
 
-def _fsdp2(model: Any, num_microbatches: int, *, reshard: bool, reduce_dtype: torch.dtype) -> Training:
+def _fsdp2(
+    model: Any, num_microbatches: int, *, reshard: bool, reduce_dtype: torch.dtype, hold: bool = True
+) -> Training:
+    """`hold`: gradients stay whole until the last microbatch; False: each microbatch's are reduced and freed."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for layer in model.model.layers:
@@ -75,10 +78,10 @@ def _fsdp2(model: Any, num_microbatches: int, *, reshard: bool, reduce_dtype: to
         total = torch.zeros(())
         for index, microbatch in enumerate(batch.microbatches):
             last = index == num_microbatches - 1
-            model.set_requires_gradient_sync(last)
+            model.set_requires_gradient_sync(last or not hold)
             model.set_is_last_backward(last)
             # Whole from one microbatch's backward to the next forward: an all-gather less per group and microbatch.
-            model.set_reshard_after_backward(last)
+            model.set_reshard_after_backward(last or (reshard and not hold))
             loss = model(**microbatch).loss / num_microbatches
             loss.backward()
             total += loss.detach()
@@ -89,14 +92,16 @@ def _fsdp2(model: Any, num_microbatches: int, *, reshard: bool, reduce_dtype: to
     return Training(step=step)
 
 
-def _deepspeed(model: nn.Module, num_microbatches: int, *, accumulate: str, **zero: bool) -> Training:
+def _deepspeed(
+    model: nn.Module, num_microbatches: int, *, accumulate: str = "bf16", stage: int = 1, **zero: bool | int
+) -> Training:
     import deepspeed  # an optional extra; needs DS_ACCELERATOR=cpu, which `cells` sets
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": num_microbatches,
         "gradient_clipping": 0.0,  # its default clips at 1.0
-        "zero_optimization": {"stage": 1, **zero},
+        "zero_optimization": {"stage": stage, **zero},
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": accumulate},
     }
@@ -117,7 +122,9 @@ def _deepspeed(model: nn.Module, num_microbatches: int, *, accumulate: str, **ze
 
 
 _FSDP2 = "fully_shard per layer and root, param_dtype bf16, gradients kept whole and sent on the last microbatch only"
+_FSDP2_EACH = "fully_shard per layer and root, param_dtype bf16, gradients of each microbatch sent in bf16, added in fp32"
 _DEEPSPEED = "DeepSpeed ZeRO stage 1, bf16, no clipping, client AdamW"
+_LATER = "bf16, no clipping, client AdamW, grad_accum_dtype bf16"
 _TUNED = "contiguous_gradients=False and reduce_scatter=False (faster here than its defaults)"
 PEERS = (
     Side(
@@ -174,5 +181,35 @@ PEERS = (
         name="deepspeed-fp32",
         about=f"{_DEEPSPEED}, grad_accum_dtype fp32 (its BF16_Optimizer), {_TUNED}",
         prepare=partial(_deepspeed, accumulate="fp32", contiguous_gradients=False, reduce_scatter=False),
+    ),
+    Side(
+        name="fsdp2-each",
+        about=f"{_FSDP2_EACH}; reshard_after_forward=True",
+        prepare=partial(_fsdp2, reshard=True, reduce_dtype=torch.bfloat16, hold=False),
+    ),
+    Side(
+        name="fsdp2-keep-each",
+        about=f"{_FSDP2_EACH}; reshard_after_forward=False, whole until the last microbatch's backward",
+        prepare=partial(_fsdp2, reshard=False, reduce_dtype=torch.bfloat16, hold=False),
+    ),
+    Side(
+        name="deepspeed2",
+        about=f"DeepSpeed ZeRO stage 2, {_LATER}, {_TUNED}",
+        prepare=partial(_deepspeed, stage=2, contiguous_gradients=False, reduce_scatter=False),
+    ),
+    Side(
+        name="deepspeed2-default",
+        about=f"DeepSpeed ZeRO stage 2, {_LATER}, its own defaults",
+        prepare=partial(_deepspeed, stage=2),
+    ),
+    Side(
+        name="deepspeed3",
+        about=f"DeepSpeed ZeRO stage 3, {_LATER}, TUNED3",
+        prepare=partial(_deepspeed, stage=3),
+    ),
+    Side(
+        name="deepspeed3-default",
+        about=f"DeepSpeed ZeRO stage 3, {_LATER}, its own defaults",
+        prepare=partial(_deepspeed, stage=3),
     ),
 )

@@ -161,7 +161,7 @@ def _profile(rank: int, folder: Path) -> None:
         cast_each_time(model)
     _clock_model(model, clock)
     over = ClockedChannel(channel=channel(settings.wire), clock=clock)
-    trained = engine(model, num_microbatches, precision=settings.precision, over=over)
+    trained = engine(model, num_microbatches, precision=settings.precision, over=over, sharding=settings.sharding)
     trained.optimizer.register_step_pre_hook(lambda *_: clock.enter("optimizer"))
     trained.optimizer.register_step_post_hook(lambda *_: clock.leave())
     drawn = batches(Shape.parse(shape), num_microbatches, rank=rank, count=NUM_STEPS)

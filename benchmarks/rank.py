@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.sides import side_named
-from benchmarks.workload import Batch, Shape, Side, Step, batches, llama
+from benchmarks.workload import Batch, Shape, Side, Training, batches, llama
 
 NUM_BATCHES = 32
 NUM_PROOF_STEPS = 6
@@ -31,6 +31,11 @@ class Cell:
     shape: str
     num_microbatches: int
     num_rounds: int
+    num_ranks: int = 2
+    num_heads: int = 6
+    """Of the model."""
+    same_samples: bool = False
+    """All ranks see the same samples, as they do along tp; False: each has its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +45,9 @@ class Outcome:
     cell: Cell
     num_steps_per_turn: int
     seconds: dict[str, list[float]]
-    """By side, one value per round: seconds of a step, of the slower rank."""
+    """By side, one value per round: seconds of a step, of the slowest rank."""
+    passes: dict[str, list[float]]
+    """The same of its forwards and backwards, for sides that clock them."""
     losses: dict[str, list[float]]
     """By side, the losses of the proof steps, all on one batch, averaged over ranks."""
     held_bytes: dict[str, int]
@@ -63,25 +70,31 @@ class Outcome:
 def run_cell(cell: Cell) -> Outcome:
     """Run a cell on this rank of the default process group; every rank gets the same outcome but for `held_bytes`."""
     sides = [side_named(name) for name in cell.sides]
-    drawn = batches(Shape.parse(cell.shape), cell.num_microbatches, rank=dist.get_rank(), count=NUM_BATCHES)
-    steps: dict[str, Step] = {}
+    sees = 0 if cell.same_samples else dist.get_rank()
+    drawn = batches(Shape.parse(cell.shape), cell.num_microbatches, rank=sees, count=NUM_BATCHES)
+    trainings: dict[str, Training] = {}
     losses: dict[str, list[float]] = {}
     held: dict[str, int] = {}
     predicted: dict[str, int] = {}
     for side in sides:
         before = live_tensor_bytes()
-        training = side.prepare(llama(), cell.num_microbatches)
-        steps[side.name] = training.step
+        training = side.prepare(llama(cell.num_heads), cell.num_microbatches)
+        trainings[side.name] = training
         if training.predicted_bytes is not None:
             predicted[side.name] = training.predicted_bytes
-        losses[side.name] = [_mean_of_ranks(steps[side.name](drawn[0])) for _ in range(NUM_PROOF_STEPS)]
+        losses[side.name] = [_mean_of_ranks(training.step(drawn[0])) for _ in range(NUM_PROOF_STEPS)]
         held[side.name] = live_tensor_bytes() - before
     prove_training(sides, losses)
-    seconds, num_steps = _alternate(steps, drawn, cell.num_rounds)
+    turns, num_steps = _alternate(trainings, drawn, cell.num_rounds)
     return Outcome(
         cell=cell,
         num_steps_per_turn=num_steps,
-        seconds=seconds,
+        seconds={name: [each.step_s for each in rounds] for name, rounds in turns.items()},
+        passes={
+            name: [each.passes_s for each in rounds]
+            for name, rounds in turns.items()
+            if trainings[name].passes_s is not None
+        },
         losses=losses,
         held_bytes=held,
         predicted_bytes=predicted,
@@ -108,30 +121,43 @@ def prove_training(sides: list[Side], losses: dict[str, list[float]]) -> None:
         raise RuntimeError("a side does not train as the others do:\n" + "\n".join(problems))
 
 
-def _alternate(steps: dict[str, Step], drawn: list[Batch], num_rounds: int) -> tuple[dict[str, list[float]], int]:
-    warm = [_turn(step, drawn, 0, 2) for step in steps.values()]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Turn:
+    """A turn of one side; the same numbers on every rank."""
+
+    step_s: float
+    """Seconds per step, from a common start to the end of the slowest rank."""
+    passes_s: float
+    """Of them in forwards and backwards, on the slowest rank; 0 for a side that does not clock them."""
+
+
+def _alternate(
+    trainings: dict[str, Training], drawn: list[Batch], num_rounds: int
+) -> tuple[dict[str, list[_Turn]], int]:
+    warm = [_turn(training, drawn, 0, 2).step_s for training in trainings.values()]
     num_steps = max(1, round(SECONDS_PER_TURN / statistics.median(warm)))
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    order = list(steps)
+    turns: dict[str, list[_Turn]] = {name: [] for name in trainings}
+    order = list(trainings)
     for index in range(num_rounds):
         # Each round starts with another side, every second one runs backwards: nobody has one neighbour all the time.
         turned = order[index % len(order) :] + order[: index % len(order)]
         for name in turned if index % 2 == 0 else reversed(turned):
-            seconds[name].append(_turn(steps[name], drawn, index * num_steps, num_steps))
+            turns[name].append(_turn(trainings[name], drawn, index * num_steps, num_steps))
         if dist.get_rank() == 0:
             print(f"    round {index + 1} of {num_rounds}", file=sys.stderr, flush=True)
-    return seconds, num_steps
+    return turns, num_steps
 
 
-def _turn(step: Step, drawn: list[Batch], first: int, num_steps: int) -> float:
-    """Seconds per step, from a common start to the end of the slower rank; the same number on every rank."""
+def _turn(training: Training, drawn: list[Batch], first: int, num_steps: int) -> _Turn:
+    passes_s = training.passes_s or float
     dist.barrier()
-    start = time.perf_counter()
+    start, start_passes = time.perf_counter(), passes_s()
     for index in range(first, first + num_steps):
-        step(drawn[index % len(drawn)])
-    elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        training.step(drawn[index % len(drawn)])
+    elapsed = torch.tensor([time.perf_counter() - start, passes_s() - start_passes], dtype=torch.float64)
     dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-    return elapsed.item() / num_steps
+    step_s, passes = (elapsed / num_steps).tolist()
+    return _Turn(step_s=step_s, passes_s=passes)
 
 
 def _mean_of_ranks(loss: float) -> float:

@@ -11,23 +11,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.asked import Pair, pairs, sides_of
+from benchmarks.markdown import Row, markdown
 from benchmarks.rank import Outcome
 from benchmarks.sides import side_named
 
-_HEADER = ("k", "tokens", "ours", "against", "ours ms", "its ms", "ratio", "quartiles", "asked", "met", "held MB")
+HEADER = ("k", "tokens", "ours", "against", "ours ms", "its ms", "ratio", "quartiles", "asked", "met", "held MB")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Return a markdown table with a row for each pair of sides that were measured together."""
-    rows: list[tuple[str, ...]] = [_HEADER]
-    for outcome in outcomes:
-        rows += [_row(outcome, pair) for pair in _measured_pairs(outcome)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADER))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+    return markdown(HEADER, [row(outcome, pair) for outcome in outcomes for pair in _measured_pairs(outcome)])
 
 
 def partial(outcomes: Sequence[Outcome]) -> str:
@@ -37,7 +30,7 @@ def partial(outcomes: Sequence[Outcome]) -> str:
         compared = sides_of(_measured_pairs(outcome))
         cell = f"k = {outcome.cell.num_microbatches}, {outcome.cell.shape}"
         lines += [
-            f"{cell}: {name} {_milliseconds(seconds)} ms"
+            f"{cell}: {name} {milliseconds(seconds)} ms"
             for name, seconds in outcome.seconds.items()
             if name not in compared
         ]
@@ -77,8 +70,10 @@ def _measured_pairs(outcome: Outcome) -> list[Pair]:
     return [pair for pair in listed if {pair.ours, pair.against} <= outcome.seconds.keys()]
 
 
-def _row(outcome: Outcome, pair: Pair) -> tuple[str, ...]:
-    ours, its = outcome.seconds[pair.ours], outcome.seconds[pair.against]
+def row(outcome: Outcome, pair: Pair) -> Row:
+    """What was measured of a pair of sides, under `HEADER`."""
+    measured = outcome.passes if pair.of_passes else outcome.seconds
+    ours, its = measured[pair.ours], measured[pair.against]
     ratios = [mine / theirs for mine, theirs in zip(ours, its, strict=True)]
     ratio = statistics.median(ratios)
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratio, ratio, ratio)
@@ -88,8 +83,8 @@ def _row(outcome: Outcome, pair: Pair) -> tuple[str, ...]:
         outcome.cell.shape,
         pair.ours,
         pair.against,
-        _milliseconds(ours),
-        _milliseconds(its),
+        milliseconds(ours),
+        milliseconds(its),
         f"{ratio:.3f}",
         f"{low:.2f}-{high:.2f}",
         str(pair.asked or ""),
@@ -108,7 +103,8 @@ def _predictions(outcomes: Sequence[Outcome]) -> list[str]:
     return [" ".join(dict.fromkeys(lines))] if lines else []
 
 
-def _milliseconds(seconds: list[float]) -> str:
+def milliseconds(seconds: Sequence[float]) -> str:
+    """Their median."""
     return f"{1e3 * statistics.median(seconds):.1f}"
 
 

@@ -37,7 +37,7 @@ class Batch:
     microbatches: list[dict[str, torch.Tensor]]
 
 
-def llama() -> nn.Module:
+def llama(num_heads: int = 6) -> nn.Module:
     """Build a Llama of 15.7 M parameters, 8 layers, in float32; the same values on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,8 +47,8 @@ def llama() -> nn.Module:
         hidden_size=384,
         intermediate_size=1024,
         num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=6,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         use_cache=False,
@@ -85,6 +85,8 @@ class Training:
     step: Step
     predicted_bytes: int | None = None
     """What the side says it holds between two steps, where it says so."""
+    passes_s: Callable[[], float] | None = None
+    """Seconds of all its forwards and backwards so far, where it clocks them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

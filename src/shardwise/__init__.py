@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from shardwise.comm.processes import processes
     from shardwise.engine import Engine, EvaluationReport, StepReport
     from shardwise.engine.parallelize import parallelize
+    from shardwise.engine.relayout import relayout
     from shardwise.errors import ShardwiseError
-    from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding
+    from shardwise.moving import reshard, reshard_tensor
+    from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding, Tensor
     from shardwise.rewrite import Rewrite
     from shardwise.space import Mesh, Piece
 
@@ -37,11 +39,15 @@ _ROOM_OF = {
     "Sharding": "plan",
     "ShardwiseError": "errors",
     "StepReport": "engine",
+    "Tensor": "plan",
     "default_channel": "comm",
     "full": "checkpoint",
     "load": "checkpoint",
     "parallelize": "engine",
     "processes": "comm",
+    "relayout": "engine",
+    "reshard": "moving",
+    "reshard_tensor": "moving",
     "save": "checkpoint",
     "simulate": "comm",
 }
@@ -64,6 +70,7 @@ __all__ = [
     "Sharding",
     "ShardwiseError",
     "StepReport",
+    "Tensor",
     "__version__",
     "checkpoint",
     "default_channel",
@@ -71,6 +78,9 @@ __all__ = [
     "load",
     "parallelize",
     "processes",
+    "relayout",
+    "reshard",
+    "reshard_tensor",
     "save",
     "simulate",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding
+from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding, Tensor
 from shardwise.plan.schedules import make_schedule
 from shardwise.space import Mesh
 
@@ -29,19 +29,17 @@ def test_defaults_are_one_rank_stage_one_slices_of_64_mib_in_float32() -> None:
 
 
 def test_every_problem_of_a_sharding_is_listed() -> None:
-    assert problems_of(Sharding, stage=2, partition="slices", bucket_bytes=0, owners="tp") == [
-        "sharding.stage: 2 asked; this version has the stages 0 and 1",
+    assert problems_of(Sharding, stage=4, partition="slices", bucket_bytes=0, owners="tp") == [
+        "sharding.stage: 4 asked; the stages are 0, 1, 2 and 3",
         "sharding.partition: 'slices' is not one of 'slice', 'whole'",
         "sharding.owners: 'tp' is not one of 'all', 'dp_shard'",
         "sharding.bucket_bytes: 0 is not a whole number of at least 1",
     ]
 
 
-@pytest.mark.parametrize("stage", [-1, 3, True, "1", None, 0.5])
-def test_a_stage_that_is_neither_0_nor_1_is_refused(stage: object) -> None:
-    assert problems_of(Sharding, stage=stage) == [
-        f"sharding.stage: {stage!r} asked; this version has the stages 0 and 1"
-    ]
+@pytest.mark.parametrize("stage", [-1, 4, True, "1", None, 0.5])
+def test_an_unknown_stage_is_refused(stage: object) -> None:
+    assert problems_of(Sharding, stage=stage) == [f"sharding.stage: {stage!r} asked; the stages are 0, 1, 2 and 3"]
 
 
 @pytest.mark.parametrize("count", [0, -3, 1.0, True, "2", None])
@@ -98,10 +96,40 @@ def test_a_clip_that_is_no_number_above_zero_is_refused(clip: object) -> None:
     ]
 
 
-def test_axes_that_this_version_does_not_run_are_refused_by_name() -> None:
+def test_ranks_along_tp_without_rules_are_refused() -> None:
     assert problems_of(Plan, mesh=Mesh(pp=2, tp=4, dp_shard=2)) == [
-        "mesh.tp=4: this version runs the axes pp, dp_replicate and dp_shard; leave tp at 1",
+        "mesh.tp=4: tensor.rules does not say what is cut over these ranks; give rules=\"auto\" for a model that carries "
+        "a plan, or {name: rule}",
     ]
+    assert Plan(mesh=Mesh(tp=4), tensor=Tensor(rules="auto")).tensor.rules == "auto"
+
+
+@pytest.mark.parametrize("rules", [5, ["a"], {1: "column"}, {"a": 1}, "all"])
+def test_rules_that_are_no_mapping_of_names_are_refused(rules: object) -> None:
+    assert problems_of(Tensor, rules=rules) == [
+        f"tensor.rules: {rules!r} is neither \"auto\" nor a mapping of names to rules; write "
+        "rules={'layers.*.up': 'column'}"
+    ]
+
+
+def test_a_plan_with_rules_has_a_text_that_parses_back_and_a_hash() -> None:
+    plan = Plan(mesh=Mesh(tp=2), tensor=Tensor(rules={"layers.*.up": "column", "odd \"name\"": "row"}))
+    assert Plan.parse(plan.text()) == plan
+    assert hash(Plan.parse(plan.text())) == hash(plan)
+
+
+def test_units_and_keeping_are_for_stage_3() -> None:
+    findings = problems_of(Sharding, stage=2, units=("a",), keep_gathered=True)
+    assert [each.split(",")[0] for each in findings] == [
+        "sharding.units: given with stage 2",
+        "sharding.keep_gathered: given with stage 2",
+    ]
+    assert problems_of(Sharding, stage=3, units=()) == [
+        "sharding.units: () is not a tuple of names of modules; write units=('layers.*',)"
+    ]
+    plan = Plan(sharding=Sharding(stage=3, units=["layers.*"], keep_gathered=True))
+    assert plan.sharding.units == ("layers.*",)
+    assert Plan.parse(plan.text()) == plan
 
 
 def test_every_problem_of_a_pipeline_is_listed() -> None:

@@ -121,7 +121,7 @@ def test_every_problem_is_listed_at_once_with_the_nearest_known_key(tmp_path: Pa
         "mesh dp_shard=2 asks for 2 ranks, but the world has 3; start 2 processes, or set dp_shard=3, so that the "
         "sizes multiply to the world",
         "sharding.partitions: unknown setting; did you mean sharding.partition?",
-        "sharding.stage: 7 asked; this version has the stages 0 and 1",
+        "sharding.stage: 7 asked; the stages are 0, 1, 2 and 3",
         "precision.compute: 'float7' is not one of float16, bfloat16, float32, float64",
     ]
 
@@ -155,8 +155,14 @@ def test_problems_between_tables_are_listed_too(tmp_path: Path) -> None:
     assert "clip_grad_norm" in str(problems_of(tmp_path, MINIMAL, "train.clip_grad_norm=-1.0"))
 
 
-def test_a_plan_that_this_version_does_not_run_is_refused(tmp_path: Path) -> None:
-    assert "leave tp at 1" in str(problems_of(tmp_path, MINIMAL + "[mesh]\ntp = 2\n", num_processes=2))
+def test_ranks_along_tp_need_rules(tmp_path: Path) -> None:
+    text = MINIMAL + "[mesh]\ntp = 2\n"
+    assert "tensor.rules does not say" in str(problems_of(tmp_path, text, num_processes=2))
+    config = read_config(written(tmp_path, text + '[tensor.rules]\n"up" = "column"\n'), num_processes=2)
+    assert dict(config.plan.tensor.rules) == {"up": "column"}
+    assert "the rule 'colum' is unknown" in str(
+        problems_of(tmp_path, text + '[tensor.rules]\n"up" = "colum"\n', num_processes=2)
+    )
 
 
 def test_set_changes_and_adds_values_in_any_table(tmp_path: Path) -> None:

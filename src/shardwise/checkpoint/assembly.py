@@ -5,43 +5,29 @@ from itertools import pairwise
 
 import torch
 
+from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.demand import under_name
 from shardwise.checkpoint.held import torch_dtype
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
-from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes
+from shardwise.checkpoint.reading import BatchReader, batches_of
 from shardwise.checkpoint.rewritten import counterparts, hops, metas_of_contents
 from shardwise.checkpoint.slots import Slot, together
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.strided_copies import copy_strided
 from shardwise.checkpoint.transfers import aligned, cast_through, part_of
+from shardwise.checkpoint.windows import BATCH_BYTES
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.rewrite import Checked
 from shardwise.space import Piece
 
-__all__ = ["LARGE_WINDOW_BYTES", "AssembledReader", "Batch", "is_cheap_to_cut", "unchanged_source"]
+__all__ = ["LARGE_WINDOW_BYTES", "AssembledReader", "is_cheap_to_cut", "unchanged_source"]
 
 LARGE_WINDOW_BYTES = 32 << 20
 """So much is put together at a time where smaller parts would read blocks again and again."""
 
 _MANY = 64
 """Tiles side by side."""
-
-_BATCH_BYTES = 4 << 20
-"""So much is read at a time: it is verified and copied while it is in the cache."""
-
-
-class Batch:
-    """Memory for what is read at a time, kept for the next."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def room(self, num_bytes: int) -> torch.Tensor:
-        """At least so many bytes."""
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(max(num_bytes, _BATCH_BYTES), dtype=torch.uint8)
-        return self._memory
 
 
 class AssembledReader:
@@ -51,7 +37,8 @@ class AssembledReader:
     places in the pieces where its elements go.
     """
 
-    def __init__(self, store: Store, contents: Contents, checked: Checked, batch: Batch) -> None:
+    def __init__(self, store: Store, contents: Contents, checked: Checked, batch: Buffer | None = None) -> None:
+        """`batch` is memory that it shares with readers which read when it does not."""
         self.read_bytes = 0
         """Bytes of data files read so far."""
         self._store = store
@@ -59,8 +46,8 @@ class AssembledReader:
         self._checked = checked
         metas = metas_of_contents(contents)
         self._metas = metas | {alias: metas[name] for alias, name in contents.aliases.items()}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._batch = batch
+        self._buffer = Buffer(LARGE_WINDOW_BYTES)
+        self._batch = batch or Buffer(BATCH_BYTES)
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The elements of each piece, flat, in the dtype of the output; they hold until the next call.
@@ -83,11 +70,10 @@ class AssembledReader:
         stored = [each for name in _names(wanted) for each in self._contents.tensors[name].pieces]
         block_bytes = self._contents.block_bytes
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
-        reader = BatchReader(self._store, self._contents, stored, verify=True)
+        reader = BatchReader(self._store, self._contents, stored, verify=True, buffer=self._batch)
         try:
-            for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=_BATCH_BYTES):
-                num_bytes = buffer_bytes(batch, stored, block_bytes=block_bytes)
-                for span, elements in reader.read(batch, self._batch.room(num_bytes)).items():
+            for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=BATCH_BYTES):
+                for span, elements in reader.read(batch).items():
                     for index, moves in plan.transfers(span, 0):
                         slot = slots[index]
                         for move in moves:
@@ -101,14 +87,11 @@ class AssembledReader:
     def _parts(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Room in the buffer for every piece."""
         sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in pieces]
-        room = sum(map(aligned, sizes))
-        if self._buffer.numel() < room:
-            # As large as any: what is not used takes no memory, and buffers that grow would leave theirs to the heap.
-            self._buffer = torch.empty(max(room, LARGE_WINDOW_BYTES), dtype=torch.uint8)
+        memory = self._buffer.room(sum(map(aligned, sizes)))
         parts = []
         start = 0
         for piece, num_bytes in zip(pieces, sizes, strict=True):
-            parts.append(self._buffer[start : start + num_bytes].view(torch_dtype(piece.dtype)))
+            parts.append(memory[start : start + num_bytes].view(torch_dtype(piece.dtype)))
             start += aligned(num_bytes)
         return parts
 

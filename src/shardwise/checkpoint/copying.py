@@ -8,11 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from shardwise.checkpoint.assembly import Batch
+from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.commit import Written
 from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.stores import Store, Writer
+from shardwise.checkpoint.windows import BATCH_BYTES
 from shardwise.checkpoint.writing import DataFile, Filling
 
 __all__ = ["Copying", "Progress"]
@@ -26,7 +27,7 @@ class Copying:
 
     def __init__(self, store: Store, outputs: Outputs, progress: Progress) -> None:
         self._outputs = outputs
-        batch = Batch()  # windows are read one after the other
+        batch = Buffer(BATCH_BYTES)  # windows are read one after the other
         self._readers = (outputs.reader(store, batch), outputs.reader(store, batch))
         self._progress = progress
         self._done = 0

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardwise.checkpoint.addresses import Address, store_of
+from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.conversion import Progress
 from shardwise.checkpoint.difference_table import table
 from shardwise.checkpoint.elements import Elements, Number, compare, larger
 from shardwise.checkpoint.names import is_model_name
 from shardwise.checkpoint.sources import read_contents
-from shardwise.checkpoint.windows import PieceReader, check_whole, part_of_piece, windows
+from shardwise.checkpoint.windows import BATCH_BYTES, PieceReader, check_whole, part_of_piece, windows
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space.boxes import index_of_element
 
@@ -129,7 +130,8 @@ def diff(
         check_whole(side, side.tensors.values())
     pairs, alone = _paired(*sides)
     unread, by_checksum = _sorted_out(pairs, *sides)
-    readers = PieceReader(stores[0], sides[0]), PieceReader(stores[1], sides[1])
+    batch = Buffer(BATCH_BYTES)  # sides are read one after the other
+    readers = PieceReader(stores[0], sides[0], batch), PieceReader(stores[1], sides[1], batch)
     different = _compared([pair for pair in pairs if pair.name in unread], *readers, progress)
     rows = [row for pair in pairs if (row := _row(pair, different.get(pair.name)))] + alone
     equal = [pair for pair in pairs if pair.finding is None and pair.name not in different]

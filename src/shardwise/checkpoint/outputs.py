@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.checkpoint.assembly import LARGE_WINDOW_BYTES, AssembledReader, Batch, is_cheap_to_cut, unchanged_source
+from shardwise.checkpoint.assembly import LARGE_WINDOW_BYTES, AssembledReader, is_cheap_to_cut, unchanged_source
+from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.names import is_model_name
 from shardwise.checkpoint.rewritten import differences, value_of
@@ -73,14 +74,14 @@ class Outputs:
         if findings := differences(groups, {name: values[whole.name] for name, whole in wholes.items()}):
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
-    def reader(self, store: Store, batch: Batch | None = None) -> OutputReader:
+    def reader(self, store: Store, batch: Buffer | None = None) -> OutputReader:
         """A reader of any pieces of the outputs, out of the store that has the checkpoint.
 
         batch: memory that it shares with readers which read when it does not.
         """
         if self.checked is None:
-            return PieceReader(store, self.contents)
-        return AssembledReader(store, self.contents, self.checked, batch or Batch())
+            return PieceReader(store, self.contents, batch)
+        return AssembledReader(store, self.contents, self.checked, batch)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.checkpoint.blocks import checksum, damaged_blocks
+from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of, torch_dtype
 from shardwise.checkpoint.read_plan import Span
@@ -63,14 +64,23 @@ def batches_of(
 class BatchReader:
     """Reads batches of spans and verifies them."""
 
-    def __init__(self, store: Store, contents: Contents, stored: Sequence[StoredPiece], *, verify: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        contents: Contents,
+        stored: Sequence[StoredPiece],
+        *,
+        verify: bool,
+        buffer: Buffer | None = None,
+    ) -> None:
+        """`buffer` is memory for batches that others had before; None: it has its own."""
         self.read_bytes = 0
         """Bytes of data files read so far."""
         self._store = store
         self._contents = contents
         self._stored = stored
         self._verify = verify
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = buffer or Buffer()
         self._threads: ThreadPoolExecutor | None = None
         if store.parallel_reads > 1:
             self._threads = ThreadPoolExecutor(store.parallel_reads, thread_name_prefix="shardwise-read")
@@ -88,9 +98,7 @@ class BatchReader:
         """
         stretches = list(_stretches(batch, self._stored, self._contents.block_bytes))
         if buffer is None:
-            if self._buffer.numel() < _end(stretches):
-                self._buffer = torch.empty(_end(stretches), dtype=torch.uint8)
-            buffer = self._buffer
+            buffer = self._buffer.room(_end(stretches))
         findings = self._fill(stretches, buffer)
         if findings:
             raise CheckpointError(*findings)

@@ -21,7 +21,7 @@ from shardwise.checkpoint.contents import BLOCK_BYTES
 from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, check_json, hold, torch_dtype
 from shardwise.checkpoint.renamed_settings import record_of, renamed_settings
 from shardwise.checkpoint.rewritten_state import RewrittenState, StateRewriting
-from shardwise.checkpoint.sharing import Gathering, merge_settings, merge_ties, pack_pieces, unpack_pieces
+from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_pieces
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.streaming import stream_whole
@@ -32,6 +32,7 @@ from shardwise.comm.agreement import agree
 from shardwise.comm.default import given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Plan
+from shardwise.plan.settings import merge_settings
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 

@@ -15,7 +15,6 @@ from shardwise.space import Piece
 __all__ = [
     "Gathering",
     "gather_findings",
-    "merge_settings",
     "merge_ties",
     "pack_pieces",
     "unpack_alike",
@@ -117,29 +116,3 @@ def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piec
                     "in another order); tie the same tensors on all ranks, and give states in the same order"
                 )
     return merged
-
-
-def merge_settings(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings that ranks know together. Raises MismatchError where two say different things under one key."""
-    merged: dict[str, Any] = {}
-    for rank, settings in enumerate(by_rank):
-        merged = _merge(merged, settings, rank, "settings")
-    return merged
-
-
-def _merge(one: Any, other: Any, rank: int, place: str) -> Any:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return {
-            **one,
-            **{key: _merge(one.get(key, value), value, rank, f"{place}.{key}") for key, value in other.items()},
-        }
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [
-            _merge(mine, yours, rank, f"{place}[{at}]") for at, (mine, yours) in enumerate(zip(one, other, strict=True))
-        ]
-    if one != other:
-        raise MismatchError(
-            f"{place} is {one!r} on the ranks before rank {rank}, and {other!r} there; settings (learning rates, "
-            "groups) are to be equal on all ranks when they are saved"
-        )
-    return one

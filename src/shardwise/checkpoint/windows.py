@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.held import torch_dtype
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
@@ -14,12 +15,12 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover
 
-__all__ = ["WINDOW_BYTES", "PieceReader", "Stretch", "check_whole", "part_of_piece", "windows"]
+__all__ = ["BATCH_BYTES", "WINDOW_BYTES", "PieceReader", "Stretch", "check_whole", "part_of_piece", "windows"]
 
 WINDOW_BYTES = 8 << 20
 """So much is in memory at a time, beside the batch that is being read."""
 
-_BATCH_BYTES = 4 << 20
+BATCH_BYTES = 4 << 20
 """So much is read at a time: it is verified and copied while it is in the cache."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -75,13 +76,15 @@ def part_of_piece(piece: Piece, start: int, stop: int) -> Piece:
 class PieceReader:
     """Reads pieces of stored tensors into a buffer of its own, which each call takes over from the one before."""
 
-    def __init__(self, store: Store, contents: Contents) -> None:
+    def __init__(self, store: Store, contents: Contents, batch: Buffer | None = None) -> None:
+        """`batch` is memory that it shares with readers which read when it does not."""
         self.contents = contents
         """What the checkpoint holds."""
         self.read_bytes = 0
         """Bytes of data files read so far."""
         self._store = store
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = Buffer(WINDOW_BYTES)
+        self._batch = batch or Buffer(BATCH_BYTES)
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The elements of each piece, flat, in the dtype in which they are stored; they hold until the next call.
@@ -94,9 +97,9 @@ class PieceReader:
         wanted = [Wanted(piece, piece.name) for piece in pieces]
         block_bytes = self.contents.block_bytes
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
-        reader = BatchReader(self._store, self.contents, stored, verify=True)
+        reader = BatchReader(self._store, self.contents, stored, verify=True, buffer=self._batch)
         try:
-            for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=_BATCH_BYTES):
+            for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=BATCH_BYTES):
                 for span, elements in reader.read(batch).items():
                     source = elements.view(_BITS[elements.element_size()])
                     for index, moves in plan.transfers(span, 0):
@@ -112,12 +115,11 @@ class PieceReader:
         starts = [0]
         for piece in pieces:
             starts.append(starts[-1] + aligned(piece.num_elements * itemsize_bytes(piece.dtype)))
-        if self._buffer.numel() < starts[-1]:
-            self._buffer = torch.empty(starts[-1], dtype=torch.uint8)
+        memory = self._buffer.room(starts[-1])
         parts = []
         for start, piece in zip(starts[:-1], pieces, strict=True):
             itemsize = itemsize_bytes(piece.dtype)
-            parts.append(self._buffer[start : start + piece.num_elements * itemsize].view(_BITS[itemsize]))
+            parts.append(memory[start : start + piece.num_elements * itemsize].view(_BITS[itemsize]))
         return parts
 
 

@@ -1,6 +1,6 @@
 """The flat buffers of one rank: working copies that the model's parameters view, masters of what it owns."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory, torch_dtype
-from shardwise.plan import Bucket, Ownership, Segment
+from shardwise.plan import Bucket, Ownership, Segment, Slot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,16 @@ class Owned:
 class FlatBuffers:
     """Working copies and masters, bucket by bucket. Where both have one dtype the master is a view: no second copy."""
 
-    def __init__(self, inventory: Inventory, ownership: Ownership, owners: Channel, *, keep_shapes: bool) -> None:
+    def __init__(
+        self,
+        inventory: Inventory,
+        ownership: Ownership,
+        owners: Channel,
+        *,
+        keep_shapes: bool,
+        waiting: Collection[str] = (),
+    ) -> None:
+        """`waiting`: parameters whose values come later, by `write` or by a load."""
         self.ownership = ownership
         self.owner = owners.rank
         self._owners = owners
@@ -36,7 +45,7 @@ class FlatBuffers:
             slot.name: inventory.parameters[slot.name] for bucket in ownership.buckets for slot in bucket.slots
         }
         for index, bucket in enumerate(ownership.buckets):
-            self._fill(index, bucket, keep_shapes=keep_shapes)
+            self._fill(index, bucket, waiting, keep_shapes=keep_shapes)
         self._owned_elements = [
             sum(segment.run.num_elements for segment in bucket.segments(self.owner)) for bucket in ownership.buckets
         ]
@@ -104,7 +113,25 @@ class FlatBuffers:
             work.wait()
 
     @torch.no_grad()
-    def _fill(self, index: int, bucket: Bucket, *, keep_shapes: bool) -> None:
+    def write(self, name: str, values: torch.Tensor) -> bool:
+        """Take over the values of a parameter, in its own shape; whether it is here."""
+        for index, bucket in enumerate(self.ownership.buckets):
+            for slot in bucket.slots:
+                if slot.name == name:
+                    segments = {segment.name: segment for segment in bucket.segments(self.owner)}
+                    self._write(index, slot, segments.get(name), values)
+                    return True
+        return False
+
+    def _write(self, index: int, slot: Slot, segment: Segment | None, values: torch.Tensor) -> None:
+        flat = values.reshape(-1)
+        self.working[index][slot.run.start : slot.run.stop].copy_(flat)
+        if segment is not None:
+            span = slice(segment.start, segment.start + segment.run.num_elements)
+            self.masters[index][span].copy_(flat[segment.run.start : segment.run.stop])
+
+    @torch.no_grad()
+    def _fill(self, index: int, bucket: Bucket, waiting: Collection[str], *, keep_shapes: bool) -> None:
         dtype = torch_dtype(bucket.working)
         working = self._owners.allocate(bucket.num_elements * dtype.itemsize).view(dtype)
         self.working.append(working)
@@ -116,13 +143,11 @@ class FlatBuffers:
         segments = {segment.name: segment for segment in bucket.segments(self.owner)}
         for slot in bucket.slots:
             parameter = self._parameters[slot.name]
-            values = parameter.detach().reshape(-1)
-            working[slot.run.start : slot.run.stop].copy_(values)
-            if (segment := segments.get(slot.name)) is not None:
+            if slot.name not in waiting:
+                self._write(index, slot, segments.get(slot.name), parameter.detach())
+            if (segment := segments.get(slot.name)) is not None and bucket.trainable:
                 span = slice(segment.start, segment.start + segment.run.num_elements)
-                master[span].copy_(values[segment.run.start : segment.run.stop])
-                if bucket.trainable:
-                    view = master[span].view(parameter.shape) if keep_shapes else master[span]
-                    self.owned.append(Owned(segment=segment, parameter=nn.Parameter(view)))
+                view = master[span].view(parameter.shape) if keep_shapes else master[span]
+                self.owned.append(Owned(segment=segment, parameter=nn.Parameter(view)))
             parameter.grad = None  # its dtype or place may no longer fit
             parameter.data = working[slot.run.start : slot.run.stop].view(parameter.shape)

@@ -9,6 +9,7 @@ from torch import nn
 from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
+from shardwise.engine.rounds import Rounds, Sharded
 from shardwise.errors import ModelError
 
 
@@ -29,42 +30,67 @@ class Computation:
         device: torch.device,
         rank: int,
         data_rank: int,
+        sharded: Sharded | None = None,
     ) -> None:
-        """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors."""
+        """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `sharded`: None
+        where whole working copies and gradients are held."""
         self.random = random
         self.step = 0
         """The steps begun so far."""
         self.runner = runner
         self._model = model
-        self._loss = loss
+        self.loss = loss
         self._device = device
         self._rank = rank
         self._data_rank = data_rank
+        self._sharded = sharded
 
     def train(
-        self, parts: Sequence[Batch], factors: Sequence[float], *, before_last_backward: Callable[[], None]
+        self,
+        parts: Sequence[Batch],
+        factors: Sequence[float],
+        *,
+        joint: Sequence[bool],
+        before_last_backward: Callable[[], None],
     ) -> list[torch.Tensor]:
         """Forward and backward of every microbatch whose factor is not 0; the losses, without a graph.
 
         What does not count is not computed: a mean over nothing is nan in many models. A loss that another rank has
-        is zero here. Raises ModelError where nothing can be learnt from a loss.
+        is zero here. `joint`: for each number of a microbatch whether any data rank computes it. Raises ModelError
+        where nothing can be learnt from a loss.
         """
         streams = self._streams(self.step, len(parts), len(parts))
         self.step += 1
         counted = [at for at, factor in enumerate(factors) if factor]
         losses = [torch.zeros((), device=self._device) for _ in parts]
+        with Rounds(self._sharded, counted, joint) as rounds:
+            self._train_counted(parts, factors, streams, counted, losses, rounds, before_last_backward)
+        return losses
+
+    def _train_counted(
+        self,
+        parts: Sequence[Batch],
+        factors: Sequence[float],
+        streams: Sequence[Stream],
+        counted: Sequence[int],
+        losses: list[torch.Tensor],
+        rounds: Rounds,
+        before_last_backward: Callable[[], None],
+    ) -> None:
         if self.runner is not None:
             computed = self.runner.train(
                 [parts[at] for at in counted],
                 [factors[at] for at in counted],
-                self._loss,
+                self.loss,
                 streams=[streams[at] for at in counted],
                 before_last_backward=before_last_backward,
+                rounds=rounds,
             )
             for at, loss in zip(counted, computed, strict=True):
                 losses[at] = loss
-            return losses
-        for at in counted:
+            return
+        for number, at in enumerate(counted):
+            rounds.begin(number)
             try:
                 with streams[at]:  # around backward too, which may compute activations again
                     losses[at] = self._train(
@@ -73,38 +99,39 @@ class Computation:
             except Exception as error:
                 error.add_note(f"shardwise: on rank {self._rank}, in microbatch {at} of {len(parts)}")
                 raise
-        return losses
+            rounds.done()
 
-    def evaluate(self, parts: Sequence[Batch], weights: Sequence[float], num_microbatches: int) -> list[torch.Tensor]:
-        """The losses of every microbatch whose weight is not 0, in evaluation mode; `num_microbatches`: the most that
-        a data rank has."""
-        streams = self._streams(EVALUATION, len(parts), num_microbatches)
+    def evaluate(self, parts: Sequence[Batch], weights: Sequence[float], joint: Sequence[bool]) -> list[torch.Tensor]:
+        """The losses of every microbatch whose weight is not 0, in evaluation mode; `joint`: see `train`."""
+        streams = self._streams(EVALUATION, len(parts), len(joint))
         counted = [at for at, weight in enumerate(weights) if weight]
         losses = [torch.zeros((), device=self._device) for _ in parts]
-        with torch.no_grad(), _evaluating(self._model):
+        with torch.no_grad(), _evaluating(self._model), Rounds(self._sharded, counted, joint, trains=False) as rounds:
             if self.runner is not None:
                 computed = self.runner.evaluate(
-                    [parts[at] for at in counted], self._loss, streams=[streams[at] for at in counted]
+                    [parts[at] for at in counted], self.loss, streams=[streams[at] for at in counted], rounds=rounds
                 )
                 for at, loss in zip(counted, computed, strict=True):
                     losses[at] = loss
                 return losses
-            for at in counted:
+            for number, at in enumerate(counted):
+                rounds.begin(number)
                 with streams[at]:
-                    losses[at] = self._loss(parts[at])
+                    losses[at] = self.loss(parts[at])
+                rounds.done()
         return losses
 
     def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         """What `output_of` makes of the inputs, in evaluation mode, without a graph."""
         (stream,) = self._streams(EVALUATION, 1, 0)
-        with torch.no_grad(), _evaluating(self._model):
+        with torch.no_grad(), _evaluating(self._model), Rounds(self._sharded, [], [], trains=False):
             if self.runner is not None:
                 return self.runner.predict(inputs, output_of, stream=stream)
             with stream:
                 return output_of(inputs)
 
     def _train(self, part: Batch, factor: float, before_last_backward: Callable[[], None] | None) -> torch.Tensor:
-        loss = self._loss(part)
+        loss = self.loss(part)
         if not loss.requires_grad:
             raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
         if before_last_backward is not None:

@@ -11,7 +11,7 @@ One update on one rank (numbers as in docs/life-of-a-parameter.md):
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
+from shardwise.engine.batches import Batch, LossOfModel, LossWeight, count_rows, split_batch
 from shardwise.engine.buffers import FlatBuffers, Owned
 from shardwise.engine.closing import Closing, exchange_closing, exchange_sum
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
+from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.model_buffers import ModelBuffers
@@ -42,10 +43,11 @@ from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
-from shardwise.engine.state import state_of
+from shardwise.engine.state import placed, state_of
+from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
 from shardwise.errors import ModelError, OptimizerError, PeerError, ShardwiseError
-from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
+from shardwise.plan import Footprint, Parameter, Plan, Traffic, footprint, traffic
 from shardwise.space import Piece
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -65,6 +67,8 @@ class EngineChannels:
     """The data ranks over which masters are cut."""
     replicas: Channel
     """The data ranks that hold the same masters."""
+    tensor: Channel
+    """The ranks that have the other parts of cut parameters, for the same stage and samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +79,23 @@ class ModelNames:
     """The parameters that are trained, in the order of the model, and the dtype of their masters."""
     ties: dict[str, str]
     """Other names of parameters: alias -> name."""
+    specs: tuple[Parameter, ...]
+    """All parameters, none of them cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandOver:
+    """All that another engine needs to go on with the model."""
+
+    model: nn.Module
+    channel: Channel
+    specs: tuple[Parameter, ...]
+    ties: dict[str, str]
+    state: dict[Piece, torch.Tensor]
+    settings: dict[str, Any]
+    loss: LossOfModel
+    loss_weight: LossWeight | None
+    optimizers: tuple[KnownOptimizer, ...]
 
 
 class Engine:
@@ -91,13 +112,14 @@ class Engine:
         loss_weight: LossWeight | None,
         channels: EngineChannels,
         buffers: FlatBuffers,
-        gradients: Gradients,
+        gradients: Gradients | GradientRuns,
         ties: StageTies,
         model_buffers: ModelBuffers,
         optimizers: tuple[KnownOptimizer, ...],
         counters: Counters,
+        summed: Collection[str] = (),
     ) -> None:
-        """`inventory`: of what this rank owns, or owns a part of."""
+        """`inventory`: of what this rank owns, or owns a part of. `summed`: see `TensorPlan.summed`."""
         self.model = model
         self.plan = plan
         self.optimizers = tuple(known.optimizer for known in optimizers)
@@ -113,6 +135,9 @@ class Engine:
         self._gradients = gradients
         self._ties = ties
         self._model_buffers = model_buffers
+        self._summed = frozenset(summed)
+        self._has_gradients = False
+        self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
         self._norm_dtype = norm_dtype(names.trainable.values())
         coordinates = map(plan.mesh.coordinates, range(channels.world.size))
         self._stages_of_ranks = [each["pp"] for each in coordinates]
@@ -140,11 +165,15 @@ class Engine:
         num_microbatches = self._count(microbatches)
         parts, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
         with self._stopping_peers("a step"):
+            self._has_gradients = False
             self._gradients.begin(num_microbatches)
             self._ties.begin(num_microbatches)
             factors = weighting.factors(self._channels.everyone.rank)
-            losses = self._computation.train(parts, factors, before_last_backward=self._gradients.expect_last)
+            losses = self._computation.train(
+                parts, factors, joint=weighting.joint, before_last_backward=self._gradients.expect_last
+            )
             gradients = self._reduce()
+            self._has_gradients = True
             closing, grad_norm = self._close(losses, weighting, gradients)
             skipped = not math.isfinite(grad_norm)
             if skipped:
@@ -171,7 +200,7 @@ class Engine:
         parts, weighting = self._open(batch, None, purpose="weights of an evaluation")
         own = weighting.by_rank[self._channels.everyone.rank]
         with self._stopping_peers("an evaluation"):
-            losses = self._computation.evaluate(parts, own, max(map(len, weighting.by_rank)))
+            losses = self._computation.evaluate(parts, own, weighting.joint)
             self.counters.exchanges += 1
             loss = exchange_sum(self._channels.world, self._share_of_loss(losses, weighting), purpose="loss")
         return EvaluationReport(loss=loss, weight=weighting.total)
@@ -179,7 +208,7 @@ class Engine:
     def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         """What `output_of` makes of the inputs by calling the model, without gradients, in evaluation mode.
 
-        All ranks of a pipeline call it together, with equal inputs (their tensors are moved to the device), and get
+        All ranks along pp and tp call it together, with equal inputs (their tensors are moved to the device), and get
         the same tensor. Whatever else `output_of` does runs on each of them as well.
         """
         device = self._channels.everyone.device
@@ -195,6 +224,19 @@ class Engine:
         self._buffers.adopt_writes()
         return state_of(self._inventory, self.model, self._buffers, self._known_optimizers)
 
+    def gradients(self) -> dict[Piece, torch.Tensor]:
+        """The gradients of the last step, of what this rank owns, as the optimizer saw them: averaged and clipped.
+
+        Views, in the dtype of the masters, that hold until the next step begins. Of parameters that no microbatch
+        used, those are zero.
+        """
+        spec_of = {spec.name: spec for spec in self._inventory.specs}
+        pieces: dict[Piece, torch.Tensor] = {}
+        for owned in self._buffers.owned if self._has_gradients else ():
+            name = owned.segment.name
+            pieces |= placed(name, self._gradient_of(owned), spec_of[name], owned.segment)
+        return pieces
+
     def settings(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the state, as JSON values: the plan, ties, random numbers, the optimizers.
 
@@ -207,6 +249,21 @@ class Engine:
             "random": {"seed": self._computation.random.seed, "step": self._computation.step},
             "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
         }
+
+    def hand_over(self) -> HandOver:
+        """What `relayout` takes. Raises ModelError for a model that is no longer this engine's."""
+        self._check_model()
+        return HandOver(
+            model=self.model,
+            channel=self._channels.world,
+            specs=self._names.specs,
+            ties=self._names.ties,
+            state=self.state(),
+            settings=self.settings(),
+            loss=self._computation.loss,
+            loss_weight=self._loss_weight,
+            optimizers=self._known_optimizers,
+        )
 
     def names(self) -> list[str]:
         """Names of the model's parameters and persistent buffers in its own order, ties under each of their names."""
@@ -274,7 +331,7 @@ class Engine:
                 if wanted or num_microbatches is not None:
                     parts = split_batch(batch, wanted, self._channels.everyone.device)
                 weights = weigh(parts, self._loss_weight)
-                if self.plan.mesh.pp > 1:
+                if self.plan.mesh.pp * self.plan.mesh.tp > 1:
                     lines = describe_batch(batch)
             except ShardwiseError as error:
                 refusal = error
@@ -309,6 +366,8 @@ class Engine:
         """Sum over all stages and data ranks; the owned gradients by name, in the order of the model's parameters."""
         self._ties.collect(self._gradients)
         self._gradients.reduce()
+        summed = [self._gradient_of(each) for each in self._buffers.owned if each.segment.name in self._summed]
+        sum_over_ranks(summed, self._channels.tensor)
         owned = {each.segment.name: self._gradient_of(each) for each in self._buffers.owned}
         return {name: owned[name] for name in self._names.trainable if name in owned}
 
@@ -325,17 +384,20 @@ class Engine:
         everyone, world = self._channels.everyone, self._channels.world
         touched = self._gradients.touched
         divisor = weighting.num_microbatches if self.plan.merge.average else everyone.size
-        squares = divide_and_square(gradients.values(), divisor, everyone.device)
-        counts = self._channels.replicas.rank == 0  # replicas hold the same elements: one of them counts
+        # What several ranks hold counts once: masters on replicas, parameters that are not cut on all ranks along tp.
+        counts = self._channels.replicas.rank == 0
+        first = self._channels.tensor.rank == 0
+        weighed = [(gradient, counts and (first or name in self._cut)) for name, gradient in gradients.items()]
+        squares = divide_and_square(weighed, divisor, everyone.device)
         mine = touched & gradients.keys()
         used = {at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine}
-        are_whole = everyone.size == 1  # then the norm can be that of one process to the last bit
+        are_whole = everyone.size * self._channels.tensor.size == 1  # then the norm can be that of one process to the last bit
         norms = norms_of(list(used.values())) if are_whole and world.size > 1 else []
         self.counters.exchanges += 1
         closing = exchange_closing(
             world,
             loss=self._share_of_loss(losses, weighting),
-            squares=squares if counts else 0.0,
+            squares=squares,
             norms=dict(zip(used, norms, strict=False)),
             touched=[name in touched for name in self._names.trainable],
             changed_buffers=self._model_buffers.changed(),
@@ -349,7 +411,9 @@ class Engine:
         return closing, norm_of_norms([closing.norms[at] for at in order], [dtypes[at] for at in order], world.device)
 
     def _share_of_loss(self, losses: Sequence[torch.Tensor], weighting: Weighting) -> float:
-        """This rank's part of the weighted mean."""
+        """This rank's part of the weighted mean; all ranks along tp have the same loss, and one of them counts."""
+        if self._channels.tensor.rank > 0:
+            return 0.0
         values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
         weights = weighting.by_rank[self._channels.everyone.rank]
         return math.fsum(w * value for w, value in zip(weights, values, strict=True) if w) / weighting.total
@@ -376,6 +440,7 @@ class Engine:
         for owned in self._buffers.owned:
             owned.parameter.grad = None  # a view of the arena, which the next update may lay out anew
         self.counters.updates += 1
+        self._gradients.expect(touched)
         self._buffers.publish(self.counters)
         self._ties.publish()
 

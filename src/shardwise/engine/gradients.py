@@ -105,6 +105,9 @@ class Gradients:
         self._is_last = True
         self._pending = [{slot.name for slot in bucket.slots} for bucket in self._buckets]
 
+    def expect(self, touched: Collection[str]) -> None:
+        """`touched`: what any rank had a gradient for. Buckets are reduced at the end, and wait for nothing."""
+
     def reduce(self) -> None:
         """Sum the gradients over all data ranks and leave the owned parts in `reduced`."""
         self.stop()
@@ -205,13 +208,22 @@ class Gradients:
                 reduced.copy_(buffer)
             return
         source = buffer.to(self._wire[index]) if self._owners.size == 1 else reduced
-        share = reduced.numel() // self._replicas.size
-        mine = reduced[self._replicas.rank * share : (self._replicas.rank + 1) * share]
         purpose = f"gradients of bucket {index} over replicas"
-        self._counters.reduce_scatters += 1
-        self._replicas.reduce_scatter(mine, source, purpose=purpose).wait()
-        self._counters.all_gathers += 1
-        self._replicas.all_gather(reduced, mine, purpose=purpose).wait()
+        sum_over_replicas(reduced, source, self._replicas, purpose=purpose, counters=self._counters)
+
+
+def sum_over_replicas(
+    reduced: torch.Tensor, source: torch.Tensor, replicas: Channel, *, purpose: str, counters: Counters
+) -> None:
+    """Leave in `reduced`, on every replica, the sum of what all of them have in `source`."""
+    if replicas.size == 1:
+        return
+    share = reduced.numel() // replicas.size
+    mine = reduced[replicas.rank * share : (replicas.rank + 1) * share]
+    counters.reduce_scatters += 1
+    replicas.reduce_scatter(mine, source, purpose=purpose).wait()
+    counters.all_gathers += 1
+    replicas.all_gather(reduced, mine, purpose=purpose).wait()
 
 
 def _collector(reference: "weakref.ref[Gradients]", name: str) -> Callable[[torch.Tensor], None]:

@@ -1,7 +1,7 @@
 """What a model holds: its parameters by storage, its ties, its buffers."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter, Precision
 from shardwise.plan.parameters import check_keep, describe
+from shardwise.space import Portion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,18 @@ class Inventory:
             name_of={each: name for each, name in self.name_of.items() if name in names},
             places=tuple(place for place in self.places if place[2] in names),
         )
+
+    def cut(self, portions: Mapping[str, Portion]) -> "Inventory":
+        """The same parameters, of which this rank has the given portions: name -> portion."""
+        specs = [
+            replace(spec, portion=portion, shape=portion.shape) if (portion := portions.get(spec.name)) else spec
+            for spec in self.specs
+        ]
+        return replace(self, specs=tuple(specs))
+
+    def waiting(self) -> list[str]:
+        """Names of parameters and buffers without values: they are on the meta device."""
+        return [name for name, each in (*self.parameters.items(), *self.buffers.items()) if each.is_meta]
 
     def ties(self) -> dict[str, str]:
         """Other names of parameters: alias -> name."""
@@ -72,13 +85,13 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     places: dict[tuple[object, ...], nn.Parameter] = {}
     held_by: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner, attribute, name, parameter in named_places(model):
-        _refuse_without_values(f"parameter {name!r}", parameter)
+        _refuse_unfit(f"parameter {name!r}", parameter)
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise ModelError(
                 f"parameter {name!r} holds several of its elements in one place (it was expanded); make it a parameter "
                 f"of the shape that it has memory for, and expand it in forward"
             )
-        first = places.setdefault(_place(parameter), parameter)
+        first = places.setdefault(place_of(parameter), parameter)
         if first.requires_grad != parameter.requires_grad:
             raise ModelError(
                 f"{names[first][0]!r} and {name!r} share one storage, and only one of them requires a gradient; "
@@ -91,7 +104,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     _refuse_partial_sharing(names)
     buffers = dict(model.named_buffers())
     for name, buffer in buffers.items():
-        _refuse_without_values(f"buffer {name!r}", buffer)
+        _refuse_unfit(f"buffer {name!r}", buffer)
     check_keep(precision, [name for each in names.values() for name in each])
     beside_statistics = {first for owner, _, first in held_by if _has_statistics(owner)}
     specs = tuple(
@@ -115,6 +128,18 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
         name_of={each: names[first][0] for each, first in first_of.items()},
         places=tuple((owner, attribute, names[first][0]) for owner, attribute, first in held_by),
     )
+
+
+def like(old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """A parameter with these values, with what the user noted on `old`."""
+    parameter = nn.Parameter(values, requires_grad=old.requires_grad)
+    parameter.__dict__.update(old.__dict__)
+    return parameter
+
+
+def holds_values(tensor: torch.Tensor) -> bool:
+    """Whether there is memory with elements behind a tensor."""
+    return tensor.numel() > 0 and not tensor.is_meta
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -141,31 +166,29 @@ def _has_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
-def _refuse_without_values(what: str, tensor: torch.Tensor) -> None:
+def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
         raise ModelError(
             f"{what} has no shape before the first forward; run the model once on a sample before parallelize"
-        )
-    if tensor.is_meta:
-        raise ModelError(
-            f"{what} is on the meta device and has no values; load or initialise the model before parallelize"
         )
     if tensor.layout != torch.strided:
         raise ModelError(f"{what} has layout {tensor.layout}; shardwise runs dense (strided) parameters and buffers")
 
 
-def _place(parameter: nn.Parameter) -> tuple[object, ...]:
+def place_of(parameter: nn.Parameter) -> tuple[object, ...]:
+    """Equal for parameters that are one: the same object, or another that shares the whole of its storage."""
     if parameter.numel() == 0:
         return (id(parameter),)  # holds no memory: shares nothing unless it is the same object
-    storage = parameter.untyped_storage().data_ptr()
-    return (storage, parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype)
+    storage = parameter.untyped_storage()
+    place = storage._cdata if parameter.is_meta else storage.data_ptr()  # on the meta device no storage has an address
+    return (place, parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype)
 
 
 def _refuse_partial_sharing(names: dict[nn.Parameter, list[str]]) -> None:
     spans = sorted(
         (parameter.data_ptr(), _last_byte(parameter), index)
         for index, parameter in enumerate(names)
-        if parameter.numel()
+        if holds_values(parameter)
     )
     listed = list(names)
     reaching: list[tuple[int, int]] = []  # spans that may still overlap a later one
@@ -185,10 +208,10 @@ def _refuse_buffers_in_parameters(parameters: Mapping[str, nn.Parameter], buffer
     """Parameters move to flat buffers: what was a view of one would go on showing its first values."""
     in_storage: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
-        if parameter.numel():
+        if holds_values(parameter):
             in_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(name)
     for name, buffer in buffers.items():
-        for other in in_storage.get(buffer.untyped_storage().data_ptr(), ()) if buffer.numel() else ():
+        for other in in_storage.get(buffer.untyped_storage().data_ptr(), ()) if holds_values(buffer) else ():
             if _share_elements(parameters[other], buffer):
                 raise ModelError(
                     f"buffer {name!r} and parameter {other!r} share a part of one storage, and the parameter's values "
@@ -220,9 +243,11 @@ def describe_model(inventory: Inventory) -> Sequence[str]:
     """One line per parameter and buffer: what must be equal on all ranks before values are looked at."""
     lines = [
         f"parameter {spec.name!r} {list(spec.shape)} {spec.dtype} {'trainable' if spec.trainable else 'frozen'}"
+        + (" without values" if inventory.parameters[spec.name].is_meta else "")
         + (f" also {list(spec.aliases)}" if spec.aliases else "")
         for spec in inventory.specs
     ]
     return lines + [
-        f"buffer {name!r} {list(buffer.shape)} {dtype_name(buffer.dtype)}" for name, buffer in inventory.buffers.items()
+        f"buffer {name!r} {list(buffer.shape)} {dtype_name(buffer.dtype)}{' without values' if buffer.is_meta else ''}"
+        for name, buffer in inventory.buffers.items()
     ]

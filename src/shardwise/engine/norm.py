@@ -12,18 +12,22 @@ _BLOCK_ELEMENTS = 1 << 18
 """Elements converted to float64 at a time: 2 MiB, which stay in cache."""
 
 
-def divide_and_square(gradients: Iterable[torch.Tensor], divisor: int, device: torch.device) -> float:
-    """Divide the gradients in place, and sum |g|^2 over all elements.
+def divide_and_square(
+    gradients: Iterable[tuple[torch.Tensor, bool]], divisor: int, device: torch.device
+) -> float:
+    """Divide the gradients in place, and sum |g|^2 over all elements of those that count: (gradient, whether it does).
 
     The sum is taken in float64, so that it does not depend on how elements are cut over ranks; both are done block by
     block, while a block is in the cache.
     """
     block = torch.empty(_BLOCK_ELEMENTS, dtype=torch.float64, device=device)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
+    for gradient, counts in gradients:
         for part in gradient.view(-1).split(_BLOCK_ELEMENTS // 2 if gradient.is_complex() else _BLOCK_ELEMENTS):
             if divisor > 1:
                 part.div_(divisor)
+            if not counts:
+                continue
             real = torch.view_as_real(part).view(-1) if part.is_complex() else part
             double = block[: real.numel()].copy_(real)
             total += torch.dot(double, double)

@@ -10,7 +10,9 @@ from torch import nn
 
 from shardwise.engine.buffers import Owned
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.tensor.cutting import portion_of
 from shardwise.errors import OptimizerError
+from shardwise.plan import Parameter
 
 OptimizerSource = (
     torch.optim.Optimizer
@@ -104,6 +106,7 @@ def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owne
     The groups stay the same objects, so that schedulers which hold them go on working.
     """
     owned_of = {each.segment.name: each for each in owned}
+    spec_of = {spec.name: spec for spec in inventory.specs}
     for optimizer in optimizers:
         state = dict(optimizer.state)
         not_along = keys_not_along(state)
@@ -117,8 +120,9 @@ def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owne
                 group["param_names"] = mine
             for name in mine:
                 if old[name]:
-                    shape = inventory.parameters[name].shape
-                    optimizer.state[owned_of[name].parameter] = _cut(old[name], not_along, owned_of[name], shape)
+                    optimizer.state[owned_of[name].parameter] = _cut(
+                        old[name], not_along, owned_of[name], spec_of[name]
+                    )
 
 
 def keys_not_along(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> frozenset[str]:
@@ -132,7 +136,7 @@ def keys_not_along(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> frozenset
     return frozenset(differ | {"step"})
 
 
-def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, shape: torch.Size) -> dict[str, Any]:
+def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, spec: Parameter) -> dict[str, Any]:
     """State of a whole parameter -> of the owned stretch: what has a number for each element is cut."""
     run, master = owned.segment.run, owned.parameter
 
@@ -140,9 +144,10 @@ def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, shap
         if not isinstance(value, torch.Tensor) or key == "step":  # torch leaves `step` where it is
             return value
         value = value.to(master.device)
-        if key in not_along or value.shape != shape:
+        if key in not_along or value.shape != spec.global_shape:
             return value
-        part = value.reshape(-1)[run.start : run.stop].clone().view(master.shape)
+        local = value if spec.portion is None else portion_of(value, spec.portion)
+        part = local.reshape(-1)[run.start : run.stop].clone().view(master.shape)
         return part.to(master.dtype) if part.is_floating_point() else part
 
     return {key: cut(key, value) for key, value in state.items()}

@@ -13,7 +13,8 @@ from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.engine import DATA_AXES, Engine, EngineChannels, ModelNames, data_rank_of
-from shardwise.engine.gradients import Gradients
+from shardwise.engine.initialisation import Initialisation
+from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.inventory import Inventory, describe_model, take_inventory, torch_dtype
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import know
@@ -24,9 +25,14 @@ from shardwise.engine.pipeline.stage_parameters import assign_parameters, drop_f
 from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.precision import let_inputs_follow
 from shardwise.engine.randomness import KeyedRandom
+from shardwise.engine.tensor.cutting import agree_on_tensor_plan, keep_portions
+from shardwise.engine.tensor.running import TensorParallel
+from shardwise.engine.sharded import make_gradients, plan_layout
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
+from shardwise.engine.values import ValueSource, fill, give_room
+from shardwise.engine.wrapping import unwrap
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
-from shardwise.plan import Plan, plan_ownership
+from shardwise.plan import Plan
 
 
 def parallelize(
@@ -51,6 +57,9 @@ def parallelize(
     sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds".
     channel: None takes the initialised process group, else the processes that torchrun announces, else a world of one.
 
+    A model that was built on the meta device, in part or as a whole, is initialised from `seed`, module by module: each
+    rank makes room for what it computes with, and its values do not depend on the plan.
+
     Nothing is changed before all ranks have agreed. Raises, the same on all ranks: PlanError (mesh and world, `keep`
     that matches nothing), ModelError, OptimizerError, MismatchError (other model, values, plan or optimizer on another
     rank).
@@ -58,7 +67,7 @@ def parallelize(
     if channel is None:
         channel = default_channel()
     try:
-        return _parallelize(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample)
+        return parallelize_with(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample)
     except ShardwiseError:
         raise  # ranks agree on those
     except BaseException as error:
@@ -66,7 +75,7 @@ def parallelize(
         raise
 
 
-def _parallelize(
+def parallelize_with(
     model: nn.Module,
     plan: Plan,
     source: OptimizerSource,
@@ -75,46 +84,52 @@ def _parallelize(
     channel: Channel,
     seed: int | None,
     sample: Batch | None,
+    values: ValueSource | None = None,
 ) -> Engine:
+    """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device."""
     inventory, optimizers, agreed_seed = _inspect(model, plan, source, channel, seed)
     PipelineRunner.take_off(model)
+    unwrap(model)
     placement = agree_on_placement(model, plan, loss, sample, channel)
+    tensor_plan = agree_on_tensor_plan(model, plan, channel)
+    waiting = inventory.waiting()
+    if waiting and values is None:
+        values = _agree_on_initialisation(model, agreed_seed, channel)
+    whole = inventory.specs
     channels = _channels(plan, channel)
+    inventory = inventory.cut(tensor_plan.portions(channels.tensor.rank))
     stages = assign_parameters(model, inventory, placement)
     coordinate = channels.pipeline.rank
-    held = inventory.restricted(stages.held_by(coordinate))
-    owned = inventory.restricted(stages.owned_by(coordinate))
-    ownership = plan_ownership(
-        owned.specs,
-        plan.sharding,
-        num_owners=channels.owners.size,
-        num_replicas=channels.replicas.size,
-    )
     random = KeyedRandom(model, channel.device, agreed_seed)
     model_buffers = ModelBuffers(model)
     inventory.tie()
-    drop_foreign(model, inventory, stages, coordinate)
+    keep_portions(inventory)
+    kept_buffers = drop_foreign(model, inventory, stages, coordinate)
+    inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, channel.device)
     move_to(model, channel.device)
-    model_buffers.settle(channels.pipeline)
+    held = inventory.restricted(stages.held_by(coordinate))
+    owned = inventory.restricted(stages.owned_by(coordinate))
+    layout = plan_layout(owned, stages, plan, owners=channels.owners, replicas=channels.replicas)
     sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
+    is_partial = sliced or plan.mesh.tp > 1
     known = know(
         optimizers,
         inventory,
-        [find_whole_keys(each, channel.device) if sliced else frozenset() for each in optimizers],
+        [find_whole_keys(each, channel.device) if is_partial else frozenset() for each in optimizers],
     )
     counters = Counters()
-    buffers = FlatBuffers(owned, ownership, channels.owners, keep_shapes=not sliced)
-    ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters)
+    buffers = FlatBuffers(owned, layout.ownership, channels.owners, keep_shapes=not sliced, waiting=waiting)
+    ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
     swap(optimizers, inventory, buffers.owned)
+    if values is not None:
+        here = {name for name, each in model.named_buffers() if not each.is_meta}
+        mine = [name for name in waiting if name in held.parameters or name in here]
+        fill(values, mine, held=held, model=model, buffers=buffers, ties=ties)
+    model_buffers.settle(channels.pipeline)
     let_inputs_follow(model, plan.precision)
-    gradients = Gradients(
-        owned.parameters,
-        ownership,
-        plan.precision,
-        owners=channels.owners,
-        replicas=channels.replicas,
-        counters=counters,
-        late=stages.of_several_stages(),
+    TensorParallel(model, tensor_plan, channels.tensor)
+    gradients = make_gradients(
+        layout, owned, plan, owners=channels.owners, replicas=channels.replicas, counters=counters
     )
     runner = None
     if placement.num_stages > 1:
@@ -134,6 +149,7 @@ def _parallelize(
         names=ModelNames(
             trainable={spec.name: torch_dtype(spec.master) for spec in inventory.specs if spec.trainable},
             ties=inventory.ties(),
+            specs=whole,
         ),
         computation=Computation(
             model=model,
@@ -143,6 +159,7 @@ def _parallelize(
             device=channel.device,
             rank=channel.rank,
             data_rank=data_rank_of(plan, channel.rank),
+            sharded=gradients if isinstance(gradients, GradientRuns) else None,
         ),
         loss_weight=loss_weight,
         channels=channels,
@@ -152,7 +169,18 @@ def _parallelize(
         model_buffers=model_buffers,
         optimizers=known,
         counters=counters,
+        summed=tensor_plan.summed,
     )
+
+
+def _agree_on_initialisation(model: nn.Module, seed: int, channel: Channel) -> Initialisation:
+    refusal: ShardwiseError | None = None
+    try:
+        initialisation = Initialisation(model, seed)
+    except ShardwiseError as error:
+        refusal = error
+    agree(channel, refusal, purpose="verdict on the initialisation")
+    return initialisation
 
 
 def _channels(plan: Plan, world: Channel) -> EngineChannels:
@@ -165,6 +193,7 @@ def _channels(plan: Plan, world: Channel) -> EngineChannels:
         everyone=along(DATA_AXES),
         owners=along(plan.sharding.owner_axes),
         replicas=along(plan.sharding.replica_axes),
+        tensor=along(("tp",)),
     )
 
 
@@ -185,9 +214,12 @@ def _inspect(
         inventory = take_inventory(model, plan.precision)
         optimizers = build(source, list(model.parameters()))
         check_coverage(optimizers, inventory)
-        if _num_owners(plan) > 1:
-            check = check_elementwise if plan.sharding.partition == "slice" else check_apart
-            check(optimizers, channel.device)
+        if plan.mesh.tp > 1:
+            check_elementwise(optimizers, channel.device, instead="Leave mesh.tp at 1")
+        elif _num_owners(plan) > 1 and plan.sharding.partition == "slice":
+            check_elementwise(optimizers, channel.device)
+        elif _num_owners(plan) > 1:
+            check_apart(optimizers, channel.device)
     except ShardwiseError as error:
         refusal = error
     given = json.dumps([seed, torch.initial_seed()]).encode()
@@ -223,4 +255,6 @@ def _num_owners(plan: Plan) -> int:
 
 def _digests(inventory: Inventory) -> Sequence[str]:
     tensors = {**inventory.parameters, **inventory.buffers}
-    return [f"{name!r} with digest {digest_of_values(tensor)}" for name, tensor in tensors.items()]
+    return [
+        f"{name!r} with digest {digest_of_values(tensor)}" for name, tensor in tensors.items() if not tensor.is_meta
+    ]

@@ -21,7 +21,7 @@ from shardwise.engine.inventory import Inventory, dtype_name, torch_dtype
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.pipeline.ties import StageTies
-from shardwise.engine.state import placed, state_of_model
+from shardwise.engine.state import placed, state_of_model, whole
 from shardwise.errors import CheckpointError
 from shardwise.plan.optimizer_entries import (
     Entry,
@@ -53,7 +53,7 @@ class EngineRestoration:
         stored: Mapping[str, Piece],
         settings: Mapping[str, Any],
     ) -> None:
-        self._inventory = inventory
+        self._spec_of = {spec.name: spec for spec in inventory.specs}
         self._buffers = buffers
         self._ties = ties
         self._computation = computation
@@ -76,7 +76,7 @@ class EngineRestoration:
         self.findings: Sequence[str] = self._plan.findings
         """What of the stored settings does not fit."""
         cast = buffers.cast_from_masters()
-        shapes = {spec.name: spec.shape for spec in inventory.specs}
+        shapes = {spec.name: spec.global_shape for spec in inventory.specs}
         empty = names_without_elements(shapes, self.aliases, stored=stored, settings=settings)
         self.accounted: Collection[str] = empty | {name for name in cast if 0 not in shapes[name]}
         """Names that are not read: working copies, made from masters, and parameters without elements."""
@@ -112,7 +112,7 @@ class EngineRestoration:
         state = known.optimizer.state.get(owned.parameter, {})
         return LiveParameter(
             name=owned.segment.name,
-            shape=tuple(self._inventory.parameters[owned.segment.name].shape),
+            shape=self._spec_of[owned.segment.name].global_shape,
             dtype=dtype_name(owned.parameter.dtype),
             has_state=has_updated(state),
             whole_keys=known.whole_keys,
@@ -125,9 +125,10 @@ class EngineRestoration:
         self._taken[name] = {}
         for entry in self._plan.entries.get(name, ()):
             tensor = _room_for(entry, live.get(entry.key), group, owned.parameter)
-            shape, segment = torch.Size(entry.whole.global_shape), owned.segment if entry.along else None
-            piece, view = placed(entry.whole.name, tensor, shape, segment)
-            self.wanted[piece] = view
+            if entry.along:
+                self.wanted |= placed(entry.whole.name, tensor, self._spec_of[name], owned.segment)
+            else:
+                self.wanted |= whole(entry.whole.name, tensor)
             self._taken[name][entry.key] = tensor
 
 

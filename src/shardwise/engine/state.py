@@ -1,5 +1,6 @@
 """The state of an engine as pieces: what a checkpoint saves, without any traffic."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -8,9 +9,9 @@ from torch import nn
 from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.inventory import Inventory, dtype_name
 from shardwise.engine.optimizer_state import KnownOptimizer
-from shardwise.plan import Segment
+from shardwise.plan import Parameter, Segment
 from shardwise.plan.state_names import MASTER, state_name
-from shardwise.space import Piece
+from shardwise.space import Box, Piece
 
 
 def state_of(
@@ -27,49 +28,64 @@ def state_of(
     """
     state = state_of_model(inventory, model, buffers)
     owned_of = {owned.segment.name: owned for owned in buffers.owned}
+    spec_of = {spec.name: spec for spec in inventory.specs}
     for known in optimizers:
         for name, key, tensor in known.entries(buffers.name_of()):
             owned = owned_of[name]
-            along = tensor.shape == owned.parameter.shape and key not in known.whole_keys
-            shape, segment = (inventory.parameters[name].shape, owned.segment) if along else (tensor.shape, None)
-            piece, held = placed(state_name(name, key), tensor, shape, segment)
-            state[piece] = held
+            if tensor.shape == owned.parameter.shape and key not in known.whole_keys:
+                state |= placed(state_name(name, key), tensor, spec_of[name], owned.segment)
+            else:
+                state |= whole(state_name(name, key), tensor)
     return state
 
 
 def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatBuffers) -> dict[Piece, torch.Tensor]:
     """The part of the state that does not depend on optimizers."""
     state: dict[Piece, torch.Tensor] = {}
-
-    def add(name: str, tensor: torch.Tensor, shape: torch.Size, segment: Segment | None = None) -> None:
-        piece, held = placed(name, tensor, shape, segment)
-        state[piece] = held
-
+    spec_of = {spec.name: spec for spec in inventory.specs}
     for name, segment, index in _segments(buffers):
-        shape = inventory.parameters[name].shape
         span = slice(segment.start, segment.start + segment.run.num_elements)
-        add(name, buffers.part(index)[span], shape, segment)
+        state |= placed(name, buffers.part(index)[span], spec_of[name], segment)
         if buffers.has_masters(index):
-            add(state_name(name, MASTER), buffers.masters[index][span], shape, segment)
+            state |= placed(state_name(name, MASTER), buffers.masters[index][span], spec_of[name], segment)
     for spec in inventory.specs:
         if not spec.fused or not spec.num_elements:  # what has no elements is in nobody's part
-            add(spec.name, inventory.parameters[spec.name].detach(), torch.Size(spec.shape))
+            state |= placed(spec.name, inventory.parameters[spec.name].detach(), spec)
     persistent = set(model.state_dict(keep_vars=True))
     for name, buffer in model.named_buffers():
         if name in persistent and not buffer.is_meta:  # another stage has it
-            add(name, buffer.detach(), buffer.shape)
+            state |= whole(name, buffer.detach())
     return state
 
 
-def placed(name: str, tensor: torch.Tensor, shape: torch.Size, segment: Segment | None) -> tuple[Piece, torch.Tensor]:
-    """The piece that a tensor holds of the whole of `shape`, and the tensor as a view in the form for pieces.
+def whole(name: str, tensor: torch.Tensor) -> dict[Piece, torch.Tensor]:
+    """A tensor of which all elements are here."""
+    return {Piece(name=name, dtype=dtype_name(tensor.dtype), global_shape=tuple(tensor.shape)): tensor}
 
-    segment: which elements it has; None: all.
+
+def placed(
+    name: str, tensor: torch.Tensor, spec: Parameter, segment: Segment | None = None
+) -> dict[Piece, torch.Tensor]:
+    """What a tensor holds that has an element for each of a parameter, or of a segment of it, as pieces with views.
+
+    A parameter that is cut along tp has the pieces of its portion: several where that is made of several boxes.
     """
-    whole = segment is None or segment.run.num_elements == shape.numel()
-    run = None if whole or segment is None else (segment.run.start, segment.run.stop)
-    piece = Piece(name=name, dtype=dtype_name(tensor.dtype), global_shape=tuple(shape), run=run)
-    return piece, tensor.view(shape) if whole else tensor
+    dtype = dtype_name(tensor.dtype)
+    run = None if segment is None else (segment.run.start, segment.run.stop)
+    if run == (0, spec.num_elements):
+        run = None
+    local = tensor if run is not None else tensor.view(spec.shape)
+    if spec.portion is None:
+        return {Piece(name=name, dtype=dtype, global_shape=spec.shape, run=run): local}
+    flat = tensor.view(-1)
+    pieces = {}
+    for piece, part in spec.portion.pieces(name, dtype, run):
+        held = local
+        if part is not None:
+            block = flat[part.start : part.start + math.prod(part.block)].view(part.block)
+            held = block[Box(part.offset, piece.shape).slices()]
+        pieces[piece] = held
+    return pieces
 
 
 def _segments(buffers: FlatBuffers) -> Iterator[tuple[str, Segment, int]]:

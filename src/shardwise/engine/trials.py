@@ -15,19 +15,25 @@ from shardwise.engine.optimizers import keys_not_along
 from shardwise.errors import OptimizerError
 
 
-def check_elementwise(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
-    """Raise OptimizerError for an optimizer that cannot update slices.
+def check_elementwise(
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+    *,
+    instead: str = 'Use sw.Sharding(partition="whole"), which gives whole parameters to owners',
+) -> None:
+    """Raise OptimizerError for an optimizer that cannot update slices; `instead`: what to do then.
 
     Found by trial on a small matrix: two optimizers that update a half each, as ranks do, must do what one does.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if reason := _why_not_elementwise(optimizer, group, device):
+            if reason := _why_not_elementwise(optimizer, group, device, instead):
                 raise OptimizerError(f"{type(optimizer).__name__} cannot update slices of parameters: {reason}")
 
 
-def _why_not_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> str:
-    whole_partition = 'Use sw.Sharding(partition="whole"), which gives whole parameters to owners'
+def _why_not_elementwise(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, instead: str
+) -> str:
     generator = torch.Generator().manual_seed(0)
     # The parameter and its gradients. In float64, so that updates of any size are told from rounding.
     matrix = list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator))
@@ -40,10 +46,10 @@ def _why_not_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]
         except Exception as error:  # whatever an unknown optimizer raises is its reason
             return (
                 f"tried on a 4 x 6 matrix and on its halves, it raised {type(error).__name__}: {error}. "
-                f"{whole_partition}"
+                f"{instead}"
             )
     if not _same(whole, together):
-        return f"a 4 x 6 matrix updated whole and updated as two halves gave different values. {whole_partition}"
+        return f"a 4 x 6 matrix updated whole and updated as two halves gave different values. {instead}"
     if not _same(together, apart):
         return (
             "what it does to one half depends on the other, and ranks hold only their own. Use sw.Sharding(stage=0), "

@@ -36,6 +36,17 @@ class Weighting:
         """Whether all microbatches count the same: then losses need no factor, and the mean is a plain one."""
         return len({weight for weights in self.by_rank for weight in weights}) == 1
 
+    @property
+    def joint(self) -> list[bool]:
+        """For each number of a microbatch whether any data rank computes it: one with weight 0 is not computed."""
+        most = max(map(len, self.by_rank))
+        return [any(at < len(weights) and weights[at] > 0 for weights in self.by_rank) for at in range(most)]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all data ranks compute microbatches of the same numbers."""
+        return len({tuple(at for at, weight in enumerate(weights) if weight) for weights in self.by_rank}) == 1
+
     def factors(self, rank: int) -> list[float]:
         """What each loss of `rank` is multiplied by, so that the plain mean over all is the weighted mean."""
         if self.uniform:
@@ -113,7 +124,7 @@ def _refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Seque
     one, other = next((one, other) for one, other in pairs if one != other)
     listed = f"rank {rank}" if len(different) == 1 else "ranks " + ", ".join(map(str, different))
     raise MismatchError(
-        f"all stages of a pipeline are given the same batch, but {listed} got another one than the first stage: rank "
+        f"ranks along pp and tp are given the same batch, but {listed} got another one than the first of them: rank "
         f"{first} has {one}, rank {rank} has {other}. Choose the batch by the data rank (its coordinates along "
         "dp_replicate and dp_shard), not by the rank in the world"
     )

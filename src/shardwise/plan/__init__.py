@@ -9,7 +9,7 @@ from shardwise.plan.microbatches import split_rows
 from shardwise.plan.outlines import Outline
 from shardwise.plan.parameters import Parameter
 from shardwise.plan.schedules import Action, Schedule, make_schedule
-from shardwise.plan.specs import Merge, Pipeline, Plan, Precision, Sharding
+from shardwise.plan.specs import Merge, Pipeline, Plan, Precision, Sharding, Tensor
 from shardwise.plan.stages import Placement, place
 from shardwise.plan.timeline import Span, Timeline, simulate_schedule
 
@@ -32,6 +32,7 @@ __all__ = [
     "Sharding",
     "Slot",
     "Span",
+    "Tensor",
     "Timeline",
     "Traffic",
     "footprint",

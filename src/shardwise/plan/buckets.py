@@ -11,7 +11,8 @@ over replicas; padding belongs to no parameter and is never read.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Self
@@ -61,6 +62,8 @@ class Bucket:
     slots: tuple[Slot, ...]
     counts: tuple[int, ...]
     """Elements of each owner's part, padding included."""
+    unit: str | None = None
+    """What its parameters are gathered and reduced with; None: nothing in particular."""
 
     @property
     def num_elements(self) -> int:
@@ -93,7 +96,9 @@ class Ownership:
         lines = [f"owners {self.num_owners} replicas {self.num_replicas}"]
         for bucket in self.buckets:
             kind = "trainable" if bucket.trainable else "frozen"
-            lines.append(f"bucket {bucket.working} {bucket.master} {kind} parts {','.join(map(str, bucket.counts))}")
+            unit = "" if bucket.unit is None else f" unit {json.dumps(bucket.unit)}"
+            parts = ",".join(map(str, bucket.counts))
+            lines.append(f"bucket {bucket.working} {bucket.master} {kind} parts {parts}{unit}")
             lines += [f"  {slot.start} +{slot.num_elements} {json.dumps(slot.name)}" for slot in bucket.slots]
         return "\n".join(lines) + "\n"
 
@@ -104,15 +109,19 @@ class Ownership:
         owners = replicas = 0
         for number, line in enumerate(text.splitlines() or [""]):
             try:
-                match line.split(maxsplit=2) if line.startswith(" ") else line.split():
+                match line.split(maxsplit=2 if line.startswith(" ") else 7):
                     case ["owners", num_owners, "replicas", num_replicas] if number == 0:
                         owners, replicas = int(num_owners), int(num_replicas)
-                    case ["bucket", working, master, "trainable" | "frozen" as kind, "parts", parts] if number > 0:
-                        counts = tuple(map(int, parts.split(",")))
-                        trainable = kind == "trainable"
-                        buckets.append(
-                            Bucket(working=working, master=master, trainable=trainable, slots=(), counts=counts)
+                    case ["bucket", working, master, "trainable" | "frozen" as kind, "parts", parts, *rest] if number:
+                        bucket = Bucket(
+                            working=working,
+                            master=master,
+                            trainable=kind == "trainable",
+                            slots=(),
+                            counts=tuple(map(int, parts.split(","))),
+                            unit=_parse_unit(rest),
                         )
+                        buckets.append(bucket)
                     case [start, length, name] if buckets:
                         slot = Slot(name=json.loads(name), start=int(start), num_elements=int(length))
                         buckets[-1] = replace(buckets[-1], slots=(*buckets[-1].slots, slot))
@@ -123,19 +132,40 @@ class Ownership:
         return cls(num_owners=owners, num_replicas=replicas, buckets=tuple(buckets))
 
 
+def _parse_unit(rest: Sequence[str]) -> str | None:
+    match rest:
+        case []:
+            return None
+        case ["unit", text]:
+            name = json.loads(text)
+            if isinstance(name, str):
+                return name
+    raise ValueError
+
+
 def plan_ownership(
-    parameters: Sequence[Parameter], sharding: Sharding, *, num_owners: int, num_replicas: int
+    parameters: Sequence[Parameter],
+    sharding: Sharding,
+    *,
+    num_owners: int,
+    num_replicas: int,
+    units: Mapping[str, str] | None = None,
 ) -> Ownership:
     """Fuse the parameters into buckets of at most `sharding.bucket_bytes` and give every element one owner.
 
-    Buckets follow the parameters from last to first, because backward completes them in that order.
+    Buckets follow the parameters from last to first, because backward completes them in that order. `units`: parameter
+    -> what it is gathered and reduced with; those of different units share no bucket. Under stage 3, where whole
+    working copies are held by nobody, parameters that are neither trained nor cast lie in buckets too.
     """
-    fused = [parameter for parameter in reversed(parameters) if parameter.fused]
+    units = units or {}
+    fused = [parameter for parameter in reversed(parameters) if parameter.fused or sharding.stage == 3]
     groups: list[list[Parameter]] = []
     last_of: list[int] = []  # position of the last member of each group
-    open_groups: dict[tuple[str, str, bool], tuple[int, int]] = {}  # which group, and bytes in it
+    open_groups: dict[tuple[str | bool | None, ...], tuple[int, int]] = {}  # which group, and bytes in it
     for position, parameter in enumerate(fused):
-        kind = (parameter.working, parameter.master, parameter.trainable)
+        # What is cut along tp has another size on other ranks: apart from it, whole parameters lie alike on all of them.
+        unit = units.get(parameter.name)
+        kind = (parameter.working, parameter.master, parameter.trainable, parameter.portion is None, unit)
         size_bytes = parameter.num_elements * itemsize_bytes(parameter.working)
         at, held_bytes = open_groups.get(kind, (-1, 0))
         if at < 0 or held_bytes + size_bytes > sharding.bucket_bytes:
@@ -147,12 +177,18 @@ def plan_ownership(
         last_of[at] = position
     in_order = sorted(range(len(groups)), key=last_of.__getitem__)
     owner_of = _owners_of_whole(fused, num_owners) if sharding.partition == "whole" else None
-    buckets = tuple(_bucket(groups[at], owner_of, num_owners, num_replicas) for at in in_order)
+    buckets = tuple(
+        replace(_bucket(groups[at], owner_of, num_owners, num_replicas), unit=units.get(groups[at][0].name))
+        for at in in_order
+    )
     return Ownership(num_owners=num_owners, num_replicas=num_replicas, buckets=buckets)
 
 
 def _owners_of_whole(parameters: Sequence[Parameter], num_owners: int) -> dict[str, int]:
-    """Whole parameters to owners, largest first to the least loaded; trainable ones first, for they carry the state."""
+    """Whole parameters to owners, largest first to the least loaded; trainable ones first, for they carry the state.
+
+    By their global sizes, so that ranks along tp, which have other parts of them, come to the same owners.
+    """
     load_bytes = [0] * num_owners
     owner_of = {}
     for parameter in sorted(parameters, key=lambda each: (not each.trainable, -_master_bytes(each))):
@@ -163,7 +199,7 @@ def _owners_of_whole(parameters: Sequence[Parameter], num_owners: int) -> dict[s
 
 
 def _master_bytes(parameter: Parameter) -> int:
-    return parameter.num_elements * itemsize_bytes(parameter.master)
+    return math.prod(parameter.global_shape) * itemsize_bytes(parameter.master)
 
 
 def _bucket(

@@ -78,6 +78,23 @@ def wire_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) -
     return precision.reduce if narrows else held
 
 
+def run_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) -> str:
+    """The dtype of the owner's run of a gradient that is reduced after every microbatch (stages 2 and 3)."""
+    return bucket.master if num_microbatches == 1 else promote(bucket.working, precision.accumulate)
+
+
+def transient_bytes(ownership: Ownership, precision: Precision) -> int:
+    """Bytes of the buffer through which the gradient of one bucket and microbatch goes: of the largest bucket."""
+    return max(
+        (
+            bucket.num_elements * itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=1))
+            for bucket in ownership.buckets
+            if bucket.trainable
+        ),
+        default=0,
+    )
+
+
 def plan_arena(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Arena:
     """Lay out the gradients of the trainable buckets for one owner."""
     buckets = [bucket for bucket in ownership.buckets if bucket.trainable]

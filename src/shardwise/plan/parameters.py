@@ -8,6 +8,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.dtypes import CHECKPOINT_ONLY_DTYPES, ITEMSIZE_BYTES, is_complex, promote
 from shardwise.plan.names import any_matches, unmatched
 from shardwise.plan.specs import Precision
+from shardwise.space import Portion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +18,7 @@ class Parameter:
     name: str
     aliases: tuple[str, ...] = ()
     shape: tuple[int, ...]
+    """Of the tensor that this rank computes with."""
     dtype: str
     """The dtype in which the model was built."""
     trainable: bool = True
@@ -24,6 +26,13 @@ class Parameter:
     """The dtype that forward and backward read."""
     master: str
     """The dtype in which the owner updates it and a checkpoint holds it."""
+    portion: Portion | None = None
+    """Which part of it the ranks along this tensor-parallel coordinate have; None: all of it."""
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.shape if self.portion is None else self.portion.global_shape
 
     @property
     def num_elements(self) -> int:

@@ -5,11 +5,12 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from shardwise.errors import PlanError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.schedules import SCHEDULES, Schedule
+from shardwise.plan.tensor_rules import rule_problems
 from shardwise.plan.toml_text import toml_text
 from shardwise.space import Mesh
 
@@ -23,15 +24,21 @@ class Sharding:
     """Who holds which part of the training state (ZeRO stages; Rajbhandari et al., 2020, arXiv:1910.02054)."""
 
     stage: int = 1
-    """0: every rank holds everything; 1: master weights and optimizer state are cut over their owners."""
+    """What is cut over its owners. 0: nothing; 1: masters and optimizer state; 2: gradients too; 3: working copies too."""
     partition: Partition = "slice"
     """`slice`: equal element runs of each flat buffer; `whole`: whole parameters to owners, balanced by bytes."""
     bucket_bytes: int = 64 << 20
     """Bytes of working copy fused into one buffer and one collective; a larger parameter has a bucket to itself."""
     owners: Owners = "all"
     """`all`: masters are cut over all data ranks; `dp_shard`: over that axis only, and held once per replica."""
+    units: tuple[str, ...] | None = None
+    """Stage 3: names or globs of the modules whose parameters are gathered together; None: each repeated block."""
+    keep_gathered: bool = False
+    """Stage 3: gather each unit once per update and keep it for all microbatches; False: anew for each use."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.units, list):
+            object.__setattr__(self, "units", tuple(self.units))
         _raise(_sharding_problems(self))
 
     @property
@@ -87,28 +94,31 @@ class Precision:
         object.__setattr__(self, "keep", tuple(self.keep))
 
 
-class StageOf(Mapping[str, int]):
-    """Names with the stage of each: a mapping that does not change, equal and hashed by content, in the order given."""
+Value = TypeVar("Value")
 
-    __slots__ = ("_stages",)
 
-    def __init__(self, stages: Mapping[str, int]) -> None:
-        self._stages = dict(stages)
+class ByName(Mapping[str, Value]):
+    """Names with a value each: a mapping that does not change, equal and hashed by content, in the order given."""
 
-    def __getitem__(self, name: str) -> int:
-        return self._stages[name]
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stages)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._stages)
+        return len(self._values)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._stages.items()))
+        return hash(frozenset(self._values.items()))
 
     def __repr__(self) -> str:
-        return repr(self._stages)
+        return repr(self._values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +140,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         _raise(_pipeline_problems(self))
         if self.stages is not None:
-            object.__setattr__(self, "stages", StageOf(self.stages))
+            object.__setattr__(self, "stages", ByName(self.stages))
 
     @property
     def num_chunks(self) -> int:
@@ -153,6 +163,26 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """Tensor parallelism: how single parameters are cut over the ranks along `tp`, and what moves between them."""
+
+    rules: Mapping[str, str] | Literal["auto"] | None = None
+    """{name or glob of modules or parameters: rule}; "auto": the plan that the model itself carries; None: no cuts."""
+
+    def __post_init__(self) -> None:
+        rules = self.rules
+        if rules is None or rules == "auto":
+            return
+        if not isinstance(rules, Mapping) or not all(isinstance(each, str) for pair in rules.items() for each in pair):
+            raise PlanError(
+                f"tensor.rules: {rules!r} is neither \"auto\" nor a mapping of names to rules; write "
+                "rules={'layers.*.up': 'column'}"
+            )
+        _raise([f"tensor.rules: {problem}" for problem in rule_problems(rules)])
+        object.__setattr__(self, "rules", ByName(rules))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A mesh and its strategies: everything that decides how a model is trained, and nothing that needs a process."""
 
@@ -161,6 +191,7 @@ class Plan:
     merge: Merge = field(default_factory=Merge)
     precision: Precision = field(default_factory=Precision)
     pipeline: Pipeline = field(default_factory=Pipeline)
+    tensor: Tensor = field(default_factory=Tensor)
     clip_grad_norm: float | None = None
     """Largest 2-norm of the averaged gradient of all parameters; None: no clipping."""
 
@@ -173,10 +204,12 @@ class Plan:
         clip = self.clip_grad_norm
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
             problems.append(f"clip_grad_norm: {clip!r} is not a number above 0; None switches clipping off")
-        if isinstance(self.mesh, Mesh) and self.mesh.tp > 1:
-            problems.append(
-                f"mesh.tp={self.mesh.tp}: this version runs the axes pp, dp_replicate and dp_shard; leave tp at 1"
-            )
+        if isinstance(self.mesh, Mesh) and self.mesh.tp > 1 and isinstance(self.tensor, Tensor):
+            if self.tensor.rules is None:
+                problems.append(
+                    f"mesh.tp={self.mesh.tp}: tensor.rules does not say what is cut over these ranks; give "
+                    "rules=\"auto\" for a model that carries a plan, or {name: rule}"
+                )
         if isinstance(self.mesh, Mesh) and isinstance(self.pipeline, Pipeline):
             problems += self.pipeline.foreign_stages(self.mesh.pp)
         _raise(problems)
@@ -221,6 +254,7 @@ _STRATEGIES: dict[str, type] = {
     "merge": Merge,
     "precision": Precision,
     "pipeline": Pipeline,
+    "tensor": Tensor,
 }
 
 
@@ -237,8 +271,6 @@ def read_strategy(name: str, table: object) -> Any:
         unknown_setting(f"{name}.{key}", [f"{name}.{each}" for each in known]) for key in table if key not in known
     ]
     settings = {key: value for key, value in table.items() if key in known}
-    if name == "precision" and isinstance(settings.get("keep"), list):
-        settings["keep"] = tuple(settings["keep"])
     try:
         value: object = kind(**settings)
     except PlanError as error:
@@ -262,11 +294,21 @@ def unknown_setting(key: str, known: Sequence[str]) -> str:
 
 def _sharding_problems(sharding: Sharding) -> list[str]:
     problems = []
-    if sharding.stage not in (0, 1) or isinstance(sharding.stage, bool):
-        problems.append(f"sharding.stage: {sharding.stage!r} asked; this version has the stages 0 and 1")
+    if sharding.stage not in (0, 1, 2, 3) or isinstance(sharding.stage, bool):
+        problems.append(f"sharding.stage: {sharding.stage!r} asked; the stages are 0, 1, 2 and 3")
     for name, choices in (("partition", get_args(Partition)), ("owners", get_args(Owners))):
         if (value := getattr(sharding, name)) not in choices:
             problems.append(f"sharding.{name}: {value!r} is not one of {', '.join(map(repr, choices))}")
+    units = sharding.units
+    if units is not None and not (isinstance(units, tuple) and units and all(isinstance(each, str) for each in units)):
+        problems.append(f"sharding.units: {units!r} is not a tuple of names of modules; write units=('layers.*',)")
+    for name, given in (("units", units is not None), ("keep_gathered", sharding.keep_gathered)):
+        if given and sharding.stage != 3:
+            problems.append(
+                f"sharding.{name}: given with stage {sharding.stage!r}, which holds all working copies all the time; "
+                "give stage=3, or leave it out"
+            )
+    problems += _is_bool("sharding.keep_gathered", sharding.keep_gathered)
     return problems + _at_least_one("sharding.bucket_bytes", sharding.bucket_bytes)
 
 

@@ -8,7 +8,7 @@ from typing import Self
 from shardwise.plan.balance import balanced_stages
 from shardwise.plan.given_stages import given_stages
 from shardwise.plan.outlines import Outline
-from shardwise.plan.specs import Pipeline, StageOf
+from shardwise.plan.specs import Pipeline, ByName
 from shardwise.plan.toml_text import toml_text
 
 
@@ -27,8 +27,8 @@ class Placement:
     """Parameter that a module outside the placed ones holds itself -> stage."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "modules", StageOf(self.modules))
-        object.__setattr__(self, "parameters", StageOf(self.parameters))
+        object.__setattr__(self, "modules", ByName(self.modules))
+        object.__setattr__(self, "parameters", ByName(self.parameters))
 
     def rank_of(self, stage: int) -> int:
         """The coordinate along `pp` of the rank that runs a stage."""

@@ -12,6 +12,7 @@ from shardwise.space.layouts import Cut, Layout, Placement, Replicate, Shard
 from shardwise.space.meshes import AXES, Mesh
 from shardwise.space.moves import Move, Part, moves
 from shardwise.space.pieces import Piece, check_cover, overlap
+from shardwise.space.portions import Portion, even_cuts
 from shardwise.space.runs import Run, boxes_of_run, boxes_of_run_in_box, runs_of_box
 
 __all__ = [
@@ -25,12 +26,14 @@ __all__ = [
     "Piece",
     "PieceIndex",
     "Placement",
+    "Portion",
     "Replicate",
     "Run",
     "Shard",
     "boxes_of_run",
     "boxes_of_run_in_box",
     "check_cover",
+    "even_cuts",
     "moves",
     "overlap",
     "runs_of_box",

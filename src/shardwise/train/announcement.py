@@ -50,6 +50,7 @@ def announcement(
     return [
         f"{config.name}: {type(model).__name__}, {count(sum(sizes.values()))} parameters, mesh {plan.mesh}, "
         f"stage {plan.sharding.stage}, compute {plan.precision.compute or 'as the model is'}",
+        *_initialisation_lines(config),
         *([] if placement is None else _stage_lines(config, sizes, placement)),
         f"an update: {train.global_batch} rows of {corpus.sequence_length} tokens, as {num_data_ranks} (data ranks) x "
         f"{plan.merge.microbatches} (microbatches) x {train.microbatch} (rows)",
@@ -83,6 +84,13 @@ def abbreviated(names: Iterable[str]) -> str:
         left_out = len(words) - _SHOWN_NAMES + 1
         words[_SHOWN_NAMES - 2 : -1] = [f"... ({left_out} more)"]
     return ", ".join(words)
+
+
+def _initialisation_lines(config: RunConfig) -> list[str]:
+    """A line where the initial parameters are others than those of `model.factory` alone."""
+    if config.model.initialise == "whole":
+        return []
+    return [f"initial parameters: drawn by each module, from its name and the seed {config.train.seed}"]
 
 
 def _stage_lines(config: RunConfig, sizes: Mapping[str, int], placement: Placement) -> list[str]:

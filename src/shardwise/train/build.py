@@ -1,5 +1,6 @@
 """From a configuration to the things that train."""
 
+import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.initialisation import forget_initialised, initialise
 from shardwise.errors import ConfigError, ModelError
 from shardwise.train.config import RunConfig
 from shardwise.train.references import resolve
@@ -17,22 +19,37 @@ def build_model(config: RunConfig) -> nn.Module:
 
     A model class of transformers gets its configuration class made from `model.config`, any other callable gets
     `model.config` as keyword arguments. Raises `ConfigError` for keys that the configuration class does not know,
-    `ModelError` when the factory raises or gives something else than a module.
+    `ModelError` when the factory raises or gives something else than a module, and when parameters are to be
+    initialised by module and nobody initialises one of them.
     """
     reference = config.model.factory
     factory = resolve(reference, folder=config.folder, key="model.factory")
     config_class = getattr(factory, "config_class", None)
     if config_class is not None:
         _check_keys(config_class, config.model.config)
+    by_module = config.model.initialise == "by module"
     torch.manual_seed(config.train.seed)
     try:
         given = config.model.config
-        model = factory(**given) if config_class is None else factory(config_class(**given))
+        with torch.device("meta") if by_module else contextlib.nullcontext():
+            model = factory(**given) if config_class is None else factory(config_class(**given))
     except (Exception, SystemExit) as error:  # a factory that calls exit() would end the rank without a word
-        raise ModelError(f"model.factory: {reference} raised {type(error).__name__}: {error}") from error
+        hint = " when it was called without values (on the meta device)" if by_module else ""
+        raise ModelError(f"model.factory: {reference} raised {type(error).__name__}{hint}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.factory: {reference} gave a {type(model).__name__}, not a torch.nn.Module")
+    if by_module:
+        _initialise(model, config.train.seed)
     return model
+
+
+def _initialise(model: nn.Module, seed: int) -> None:
+    """Let each module draw its own initial parameters."""
+    try:
+        forget_initialised(model)
+        initialise(model, seed)
+    except ModelError as error:
+        raise ModelError(f'model.initialise = "by module": {error}\n"whole" takes what model.factory gives') from error
 
 
 def build_loss(config: RunConfig) -> Callable[[Any, Mapping[str, Any]], torch.Tensor] | None:

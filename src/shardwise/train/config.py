@@ -23,7 +23,7 @@ _TABLES: dict[str, type[Table]] = {
     "train": TrainTable,
     "checkpoint": CheckpointTable,
 }
-_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline"]
+_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor"]
 
 SomeTable = TypeVar("SomeTable", bound=Table)
 
@@ -167,11 +167,13 @@ def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: in
             mesh.check_world(num_processes)
         except PlanError as error:
             problems += error.problems
-    sharding, precision, pipeline = (_spec(name, tables, problems) for name in ("sharding", "precision", "pipeline"))
+    sharding, precision, pipeline, tensor = (
+        _spec(name, tables, problems) for name in ("sharding", "precision", "pipeline", "tensor")
+    )
     if mesh is None or train is None:
         return None
     microbatches = _microbatches(train, mesh.dp_replicate * mesh.dp_shard, problems)
-    if sharding is None or precision is None or pipeline is None or microbatches is None:
+    if sharding is None or precision is None or pipeline is None or tensor is None or microbatches is None:
         return None
     try:
         return Plan(
@@ -179,6 +181,7 @@ def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: in
             sharding=sharding,
             precision=precision,
             pipeline=pipeline,
+            tensor=tensor,
             merge=Merge(microbatches=microbatches),
             clip_grad_norm=train.clip_grad_norm,
         )

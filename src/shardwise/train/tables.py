@@ -25,6 +25,9 @@ class ModelTable(Table):
     """Where the model comes from: "package.module:name" or "file.py:name", a file being relative to the config."""
     config: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of the factory; of its configuration class for a model class of transformers."""
+    initialise: Literal["whole", "by module"] = "whole"
+    """"whole": `factory` gives the initial parameters, drawn one after the other; "by module": each module draws its
+    own (`reset_parameters`, `_init_weights`), from `train.seed` and its name, so that no rank needs the others'."""
     loss: str | None = None
     """A callable f(output, batch) -> scalar, named like `factory`; left out: the model's output carries `.loss`."""
 

@@ -22,6 +22,7 @@ from shardwise.engine.pipeline.steps import LossOf, TrainingStep
 from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.values import StageTensor
 from shardwise.engine.randomness import KeyedRandom, Stream
+from shardwise.engine.rounds import Rounds
 from shardwise.errors import ModelError
 from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt
@@ -155,6 +156,7 @@ class PipelineRunner:
         *,
         streams: Sequence[Stream | None],
         before_last_backward: Callable[[], None],
+        rounds: Rounds,
     ) -> list[torch.Tensor]:
         """Forward and backward of all microbatches; the loss of each where this rank has it, and zero elsewhere.
 
@@ -163,7 +165,7 @@ class PipelineRunner:
         """
         if not parts:
             return []
-        step = TrainingStep(self, parts, factors, loss_of, streams)
+        step = TrainingStep(self, parts, factors, loss_of, streams, rounds)
         self.is_training = True
         try:
             order = self._begin(step)
@@ -195,17 +197,19 @@ class PipelineRunner:
         return output.detach()
 
     def evaluate(
-        self, parts: Sequence[Batch], loss_of: LossOf, *, streams: Sequence[Stream | None]
+        self, parts: Sequence[Batch], loss_of: LossOf, *, streams: Sequence[Stream | None], rounds: Rounds
     ) -> list[torch.Tensor]:
         """Forward of all microbatches; losses as `train` gives them."""
         losses = []
         flows = []
         try:
             for number, (part, stream) in enumerate(zip(parts, streams, strict=True)):
+                rounds.begin(number)
                 flow = Flow(self, number, stream)
                 flows.append(flow)
                 with self.current(flow):
                     loss = self.run_glue(loss_of, part)
+                rounds.done()
                 losses.append(self.detached(loss))
                 flow.close()
             self._end(flows)

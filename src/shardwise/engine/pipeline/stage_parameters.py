@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.engine.inventory import Inventory, named_places, torch_dtype
+from shardwise.engine.inventory import Inventory, like, named_places, torch_dtype
 from shardwise.plan import Placement
 
 
@@ -71,10 +71,13 @@ def stages_of_modules(model: nn.Module, placement: Placement) -> dict[nn.Module,
 
 
 @torch.no_grad()
-def drop_foreign(model: nn.Module, inventory: Inventory, parameters: StageParameters, coordinate: int) -> None:
+def drop_foreign(
+    model: nn.Module, inventory: Inventory, parameters: StageParameters, coordinate: int
+) -> list[tuple[nn.Module, str]]:
     """Put tensors without memory in the place of parameters and buffers that the rank at `coordinate` has no use for.
 
     Ties stay ties. Buffers outside of placed modules stay, for the code between modules runs on every rank.
+    Returns every place of a buffer that stays: (module, attribute).
     """
     held = parameters.held_by(coordinate)
     working = {spec.name: torch_dtype(spec.working) for spec in inventory.specs}
@@ -86,20 +89,24 @@ def drop_foreign(model: nn.Module, inventory: Inventory, parameters: StageParame
             setattr(module, attribute, empty[name])  # not register_parameter: recurrent modules keep lists of theirs
     placement = parameters.placement
     foreign: list[tuple[nn.Module, str, torch.Tensor]] = []
-    local: set[torch.Tensor] = set()
+    local: dict[tuple[nn.Module, str], torch.Tensor] = {}
     stages_of = stages_of_modules(model, placement)
     for module in model.modules():
         stages = stages_of.get(module)
         is_local = stages is None or any(placement.rank_of(stage) == coordinate for stage in stages)
         for attribute, buffer in module.named_buffers(recurse=False):
             if is_local:
-                local.add(buffer)
+                local[module, attribute] = buffer
             else:
                 foreign.append((module, attribute, buffer))
     without_memory: dict[torch.Tensor, torch.Tensor] = {}
+    kept = set(local.values())
     for module, attribute, buffer in foreign:
-        if buffer not in local:
+        if buffer in kept:
+            local[module, attribute] = buffer
+        else:
             module._buffers[attribute] = without_memory.setdefault(buffer, torch.empty_like(buffer, device="meta"))
+    return list(local)
 
 
 def move_to(model: nn.Module, device: torch.device) -> None:
@@ -109,7 +116,4 @@ def move_to(model: nn.Module, device: torch.device) -> None:
 
 def _without_memory(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """A parameter as the ranks that compute with it have it, with what the user noted on it."""
-    values = torch.empty_like(parameter, device="meta", dtype=dtype)
-    empty = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    empty.__dict__.update(parameter.__dict__)
-    return empty
+    return like(parameter, torch.empty_like(parameter, device="meta", dtype=dtype))

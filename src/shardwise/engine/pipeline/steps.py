@@ -11,6 +11,7 @@ from shardwise.engine.pipeline.flows import Flow
 from shardwise.engine.pipeline.turns import Turn
 from shardwise.engine.pipeline.values import StageTensor
 from shardwise.engine.randomness import Stream
+from shardwise.engine.rounds import Rounds
 from shardwise.errors import ModelError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class TrainingStep:
         factors: Sequence[float],
         loss_of: LossOf,
         streams: Sequence[Stream | None],
+        rounds: Rounds,
     ) -> None:
         self.flows: dict[int, Flow] = {}
         self.losses = [torch.zeros((), device=runner.device) for _ in parts]
@@ -38,6 +40,7 @@ class TrainingStep:
         self._factors = factors
         self._loss_of = loss_of
         self._streams = streams
+        self._rounds = rounds
         self._turns: dict[int, Turn] = {}
         """The forwards that park between the stages of this rank."""
 
@@ -58,6 +61,10 @@ class TrainingStep:
         """The backward of a microbatch on a stage."""
         runner, flow = self._runner, self.flows[number]
         graphs = flow.take_graphs(stage)
+        # Where a rank's stages are one graph, the first backward of the microbatch is that of all of them.
+        covers_all, has_passed = flow.steps_back, flow.steps_back and not graphs
+        if not has_passed:
+            self._rounds.begin(number)
         roots = [root for graph in graphs for root in graph.roots]
         roots += [graph.loss for graph in graphs if graph.loss is not None]
         with runner.noting("B", number, stage), runner.current(flow):
@@ -73,6 +80,8 @@ class TrainingStep:
             flow.return_nothing()
             for link in [link for graph in graphs for link in graph.links]:
                 flow.return_gradient(link.crossing, runner.ties.hand_down(link.name))
+            if not has_passed:
+                self._rounds.done(None if covers_all else stage)
         roots.clear()
         for graph in graphs:
             graph.clear()

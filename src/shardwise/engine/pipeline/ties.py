@@ -12,7 +12,7 @@ One update of an embedding (stage 0) that is also the head (stage 3):
 [4] the updated working copy to the replicas
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.engine.counters import Counters
+from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.inventory import Inventory, torch_dtype
 from shardwise.engine.pipeline.stage_parameters import StageParameters
@@ -73,9 +74,19 @@ class StageTies:
     """The parameters of several ranks of one pipeline, as one of these ranks sees them."""
 
     def __init__(
-        self, inventory: Inventory, parameters: StageParameters, plan: Plan, *, pipeline: Channel, counters: Counters
+        self,
+        inventory: Inventory,
+        parameters: StageParameters,
+        plan: Plan,
+        *,
+        pipeline: Channel,
+        counters: Counters,
+        waiting: Collection[str] = (),
     ) -> None:
-        """`inventory`: of what this rank computes with; replicas move to memory of their own."""
+        """`inventory`: of what this rank computes with; replicas move to memory of their own.
+
+        waiting: parameters whose values come later, by `write` or by a load.
+        """
         self._channel = pipeline
         self._stages = parameters
         self._precision = plan.precision
@@ -85,7 +96,7 @@ class StageTies:
         self._replicas = [bundle for bundle in bundles if bundle.user == pipeline.rank]
         self._names = [spec.name for bundle in self._replicas for spec in bundle.specs]
         self._held = inventory.restricted(self._names)
-        self._working = [self._take_in(bundle) for bundle in self._replicas]
+        self._working = [self._take_in(bundle, waiting) for bundle in self._replicas]
         self._placed = {name: self._parameters[name].data_ptr() for name in self._names}
         alone = pipeline.over([pipeline.rank]) if self._replicas else pipeline
         self._gradients: dict[int, Gradients] = {}
@@ -129,7 +140,7 @@ class StageTies:
         return gradients.view(name) if name in gradients.touched else None
 
     @torch.no_grad()
-    def collect(self, own: Gradients) -> None:
+    def collect(self, own: Gradients | GradientRuns) -> None:
         """Bring the gradients of all ranks together in those of the owners, after the last backward.
 
         All ranks of the pipeline call it together, before `own.reduce`.
@@ -186,11 +197,19 @@ class StageTies:
         return sum(each.num_elements * each.dtype.itemsize for each in self._owned if each.trainable)
 
     @torch.no_grad()
-    def _take_in(self, bundle: _Bundle) -> torch.Tensor:
+    def write(self, name: str, values: torch.Tensor) -> bool:
+        """Take over the values of a replica, in its own shape; whether it is one here."""
+        if name in self._placed:
+            self._parameters[name].copy_(values)
+        return name in self._placed
+
+    @torch.no_grad()
+    def _take_in(self, bundle: _Bundle, waiting: Collection[str]) -> torch.Tensor:
         flat = torch.empty(bundle.num_elements, dtype=bundle.dtype, device=self._channel.device)
         for name, part in bundle.parts(flat):
             parameter = self._parameters[name]
-            part.copy_(parameter.detach())
+            if name not in waiting:
+                part.copy_(parameter.detach())
             parameter.grad = None
             parameter.data = part
         return flat
@@ -208,7 +227,7 @@ class StageTies:
             works.append(self._send(_flat(list(alike)), owner, "gradients"))
         return works
 
-    def _take(self, user: int, own: Gradients) -> Iterator[tuple[str, torch.Tensor]]:
+    def _take(self, user: int, own: Gradients | GradientRuns) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive what the rank `user` has for this rank's parameters."""
         held = [spec for bundle in self._owned if bundle.user == user and bundle.trainable for spec in bundle.specs]
         flags = torch.empty(len(held), dtype=torch.uint8, device=self._channel.device)

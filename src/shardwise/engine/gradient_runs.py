@@ -1,0 +1,392 @@
+"""Gradients that live only as their owner's run: reduced after every microbatch (stages 2 and 3).
+
+The life of a gradient, once per microbatch:
+
+    backward -> p.grad --[1]--> bucket (whole, working dtype) --[2]--> part of the sum --[3]--> run (owned)
+
+[1] as soon as autograd has finished a parameter, its gradient is copied into its bucket, for which a buffer is taken,
+    and `p.grad` is dropped
+[2] one reduce-scatter per bucket and microbatch, in one order on all ranks; the buffer serves the next bucket but one,
+    so that a rank need not wait for the others before it goes on
+[3] written by the first microbatch, and added by the others, in the dtype of accumulation
+"""
+
+import json
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from shardwise.comm import Channel, Work
+from shardwise.engine.counters import Counters
+from shardwise.engine.gradients import Gradients, sum_over_replicas
+from shardwise.engine.inventory import torch_dtype
+from shardwise.errors import ModelError
+from shardwise.plan import Bucket, Ownership, Precision
+from shardwise.plan.memory import run_dtype, transient_bytes, wire_dtype
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Pending:
+    """A bucket on its way through one microbatch."""
+
+    index: int
+    bucket: Bucket
+    names: frozenset[str]
+    stage: int
+    wire: torch.dtype
+    missing: set[str] = field(default_factory=set)
+    """Parameters that are waited for before the reduction starts."""
+    touched: set[str] = field(default_factory=set)
+    memory: torch.Tensor | None = None
+    """Of the buffer, while it has one."""
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_launched: bool = False
+    num_rounds: int = 0
+    """Reductions of this update so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flight:
+    """A reduction that was started and not waited for."""
+
+    pending: _Pending
+    memory: torch.Tensor
+    target: torch.Tensor
+    work: Work
+    is_first: bool
+
+
+class GradientRuns:
+    """All gradients of one rank; `microbatch_done` ends each microbatch, `reduce` the update."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        ownership: Ownership,
+        precision: Precision,
+        *,
+        owners: Channel,
+        replicas: Channel,
+        counters: Counters,
+        late: Collection[str] = (),
+        stage_of: Mapping[str, int] | None = None,
+        starts_when_complete: bool = True,
+    ) -> None:
+        """`late`: parameters whose gradients are complete only at the end of the update; in buckets of their own, they
+        stay whole until then. `stage_of`: which backward finishes a parameter, where a rank has several stages.
+        `starts_when_complete`: reduce a bucket when its last gradient has come; False: when told so."""
+        self._precision = precision
+        self._owners = owners
+        self._replicas = replicas
+        self._counters = counters
+        self._starts_when_complete = starts_when_complete
+        trainable = [bucket for bucket in ownership.buckets if bucket.trainable]
+        is_late = [any(slot.name in late for slot in bucket.slots) for bucket in trainable]
+        self._ownership = _restricted(ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if not is_so])
+        self._whole = Gradients(
+            dict(parameters),
+            _restricted(ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if is_so]),
+            precision,
+            owners=owners,
+            replicas=replicas,
+            counters=counters,
+            late=late,
+        )
+        self._pending = [
+            _Pending(
+                index=index,
+                bucket=bucket,
+                names=frozenset(slot.name for slot in bucket.slots),
+                stage=stage_of[bucket.slots[0].name] if stage_of else 0,
+                wire=torch_dtype(wire_dtype(bucket, precision, num_microbatches=1)),
+            )
+            for index, bucket in enumerate(self._ownership.buckets)
+        ]
+        self._of = {name: pending for pending in self._pending for name in pending.names}
+        self._by_stage: dict[int, list[_Pending]] = {}
+        for pending in self._pending:
+            self._by_stage.setdefault(pending.stage, []).append(pending)
+        self._shapes = {name: parameters[name].shape for name in self._of}
+        self._parameters = [parameters[name] for name in self._of]
+        self._runs: list[torch.Tensor] = []
+        self._scratch = torch.empty(0, device=owners.device)
+        self._reduced: list[torch.Tensor] = []
+        self._num_microbatches = 0
+        self._touched: set[str] = set()
+        self._is_collecting = False
+        self._trains = False
+        self._flight: _Flight | None = None
+        self._free: list[torch.Tensor] = []
+        self._num_used = 0
+        self.peak_buffers = 0
+        """Most buffers of whole buckets that were alive at a time."""
+        self._unused: frozenset[str] = frozenset()
+        self._strays: dict[str, torch.Tensor] = {}
+        # A model that is put under another plan keeps these hooks: they must neither act nor keep this object alive.
+        reference = weakref.ref(self)
+        for name in self._of:
+            parameters[name].register_post_accumulate_grad_hook(_collector(reference, name))
+
+    # What the engine and ties across stages ask -------------------------------------------------------------------
+
+    def reduced_of(self, name: str) -> torch.Tensor:
+        """The owned part of the bucket of a parameter, valid after `reduce`."""
+        pending = self._of.get(name)
+        return self._whole.reduced_of(name) if pending is None else self._reduced[pending.index]
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """Parameters that got a gradient since `begin`."""
+        return self._whole.touched | self._touched
+
+    def view(self, name: str) -> torch.Tensor:
+        """The sum so far for a parameter that is `late`, in its own shape."""
+        return self._whole.view(name)
+
+    def place(self, name: str, gradient: torch.Tensor) -> None:
+        """Take a sum made elsewhere for that of a parameter that is `late`."""
+        self._whole.place(name, gradient)
+
+    def expect_last(self) -> None:
+        """The next backward is the last of this update."""
+        self._whole.expect_last()
+
+    def begin(self, num_microbatches: int) -> None:
+        """Forget the gradients of the last update and make room for those of `num_microbatches`."""
+        self._whole.begin(num_microbatches)
+        self._reduced = []
+        if not self._runs or (num_microbatches == 1) != (self._num_microbatches == 1):
+            self._lay_out(num_microbatches)
+        self._num_microbatches = num_microbatches
+        self._touched.clear()
+        self._strays.clear()
+        self._flight = None
+        self._num_used = 0
+        for parameter in self._parameters:
+            parameter.grad = None  # of a backward of the user's own, which this update does not count
+        for pending in self._pending:
+            pending.num_rounds = 0
+            self._open(pending)
+        self._is_collecting = True
+
+    def expect(self, touched: Collection[str]) -> None:
+        """Parameters that no rank had a gradient for in the last update are not waited for in the next one.
+
+        `touched`: the same on all ranks.
+        """
+        self._unused = frozenset(self._of.keys() - touched)
+
+    def reduce(self) -> None:
+        """Leave the sums over all microbatches and data ranks in the owned parts that `reduced_of` gives."""
+        self._is_collecting = False
+        self._add_strays()
+        self._land()
+        self._free = self._free[:2]
+        for pending, run in zip(self._pending, self._runs, strict=True):
+            if not pending.num_rounds:
+                run.zero_()
+            reduced = run.to(torch_dtype(pending.bucket.master))
+            purpose = f"gradients of bucket {pending.index} over replicas"
+            sum_over_replicas(reduced, reduced, self._replicas, purpose=purpose, counters=self._counters)
+            self._reduced.append(reduced)
+        self._whole.reduce()
+
+    # Microbatches -------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, *, trains: bool) -> None:
+        """See `Sharded`."""
+        self._trains = trains
+
+    def end_pass(self) -> None:
+        """See `Sharded`."""
+        self._trains = False
+
+    def skip_microbatch(self) -> None:
+        """See `Sharded`."""
+        self.microbatch_done()
+
+    def microbatch_done(self, stage: int | None = None) -> None:
+        """See `Sharded`: what is left of the microbatch is reduced."""
+        if not self._trains:
+            return
+        for pending in self._pending if stage is None else self._by_stage.get(stage, ()):
+            if not pending.is_launched:
+                self._launch(pending)
+            self._open(pending)
+
+    def finish(self, indices: Sequence[int]) -> None:
+        """Reduce these buckets now: nothing more comes in this microbatch. Numbers count trainable buckets that are
+        not `late`."""
+        for index in indices:
+            if not self._pending[index].is_launched:
+                self._launch(self._pending[index])
+                self._counters.early_reductions += 1
+
+    def index_of(self, name: str) -> int | None:
+        """The number of the bucket of a parameter; None for one that is not reduced by microbatch."""
+        pending = self._of.get(name)
+        return None if pending is None else pending.index
+
+    def collect(self, name: str, parameter: torch.Tensor) -> None:
+        """Take a finished gradient over from autograd; outside of an update it is the user's."""
+        if not self._is_collecting or parameter.grad is None:
+            return
+        pending = self._of[name]
+        gradient, parameter.grad = parameter.grad, None
+        dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+        self._touched.add(name)
+        with torch.no_grad():
+            if pending.is_launched:
+                self._stray(name, dense)
+                return
+            if pending.memory is None:
+                self._give_buffer(pending)
+            if name in pending.touched:
+                pending.views[name].add_(dense)
+            else:
+                pending.views[name].copy_(dense)
+                pending.touched.add(name)
+        pending.missing.discard(name)
+        if self._starts_when_complete and not pending.missing:
+            self._launch_complete(pending.stage)
+
+    def _launch_complete(self, stage: int) -> None:
+        """Start the reductions whose turn it is: buckets go in one order on all ranks."""
+        for pending in self._by_stage[stage]:
+            if pending.is_launched:
+                continue
+            if pending.missing:
+                return
+            self._launch(pending)
+            self._counters.early_reductions += 1
+
+    def _open(self, pending: _Pending) -> None:
+        pending.missing = set(pending.names - self._unused)
+        pending.touched.clear()
+        pending.is_launched = False
+
+    def _give_buffer(self, pending: _Pending) -> None:
+        if self._free:
+            memory = self._free.pop()
+        else:
+            memory = self._owners.allocate(transient_bytes(self._ownership, self._precision))
+        self._num_used += 1
+        self.peak_buffers = max(self.peak_buffers, self._num_used)
+        pending.memory = memory
+        flat = self._flat(pending, memory)
+        pending.views = {
+            slot.name: flat[slot.run.start : slot.run.stop].view(self._shapes[slot.name])
+            for slot in pending.bucket.slots
+        }
+
+    def _flat(self, pending: _Pending, memory: torch.Tensor) -> torch.Tensor:
+        return memory[: pending.bucket.num_elements * pending.wire.itemsize].view(pending.wire)
+
+    @torch.no_grad()
+    def _launch(self, pending: _Pending) -> None:
+        """Start the reduction of a bucket, after the one before it."""
+        self._land()
+        if pending.memory is None:
+            self._give_buffer(pending)
+        assert pending.memory is not None
+        for name, view in pending.views.items():
+            if name not in pending.touched:  # other ranks may have a gradient for it
+                view.zero_()
+        run = self._runs[pending.index]
+        is_first = pending.num_rounds == 0
+        master = torch_dtype(pending.bucket.master)
+        target = run if is_first and run.dtype == master else self._scratch_of(run.numel(), master)
+        self._counters.reduce_scatters += 1
+        work = self._owners.reduce_scatter(
+            target,
+            self._flat(pending, pending.memory),
+            counts=pending.bucket.counts,
+            purpose=f"gradients of bucket {pending.index}",
+        )
+        self._flight = _Flight(pending=pending, memory=pending.memory, target=target, work=work, is_first=is_first)
+        pending.memory, pending.views = None, {}
+        pending.is_launched = True
+        pending.num_rounds += 1
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Wait for the reduction that was started last, and add what it gave to the run."""
+        if (flight := self._flight) is None:
+            return
+        self._flight = None
+        flight.work.wait()
+        self._free.append(flight.memory)
+        self._num_used -= 1
+        run = self._runs[flight.pending.index]
+        if flight.target is not run:
+            if flight.is_first:
+                run.copy_(flight.target)
+            else:
+                run.add_(flight.target)
+
+    def _scratch_of(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for one part of a sum: one reduction at a time is in flight."""
+        num_bytes = num_elements * dtype.itemsize
+        if self._scratch.numel() < num_bytes:
+            largest = max(
+                pending.bucket.counts[self._owners.rank] * torch_dtype(pending.bucket.master).itemsize
+                for pending in self._pending
+            )
+            self._scratch = torch.empty(largest, dtype=torch.uint8, device=self._owners.device)
+        return self._scratch[:num_bytes].view(dtype)
+
+    def _lay_out(self, num_microbatches: int) -> None:
+        self._runs = []  # free before taking the new ones
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=self._owners.device)
+        for pending in self._pending:
+            dtype = torch_dtype(run_dtype(pending.bucket, self._precision, num_microbatches=num_microbatches))
+            count = pending.bucket.counts[self._owners.rank]
+            self._runs.append(torch.zeros(count, dtype=dtype, device=self._owners.device))
+
+    # Gradients that come after their bucket -----------------------------------------------------------------------
+
+    def _stray(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep a gradient that comes after the reduction of its bucket: nobody had one for it in the last update."""
+        if name not in self._unused:
+            raise ModelError(
+                f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
+                "non-reentrant activation checkpointing (use_reentrant=False)"
+            )
+        if name in self._strays:
+            self._strays[name].add_(gradient)
+        else:
+            dtype = torch.promote_types(gradient.dtype, torch_dtype(self._precision.accumulate))
+            self._strays[name] = gradient.to(dtype if self._num_microbatches > 1 else gradient.dtype, copy=True)
+
+    def _add_strays(self) -> None:
+        """One more reduction for the buckets of gradients that came late on some rank."""
+        if not self._unused:
+            return
+        self._counters.exchanges += 1
+        mine = json.dumps(sorted(self._strays)).encode()
+        answers = self._owners.exchange(mine, purpose="gradients of parameters that were not used before")
+        names = {name for answer in answers for name in json.loads(answer)}
+        for pending in self._pending:
+            if names.isdisjoint(pending.names):
+                continue
+            self._open(pending)
+            self._give_buffer(pending)
+            for name in self._strays.keys() & pending.names:
+                pending.views[name].copy_(self._strays[name])
+                pending.touched.add(name)
+            self._launch(pending)
+
+
+def _restricted(ownership: Ownership, buckets: Sequence[Bucket]) -> Ownership:
+    return replace(ownership, buckets=tuple(buckets))
+
+
+def _collector(reference: "weakref.ref[GradientRuns]", name: str) -> Callable[[torch.Tensor], None]:
+    def collect(parameter: torch.Tensor) -> None:
+        if (gradients := reference()) is not None:
+            gradients.collect(name, parameter)
+
+    return collect

@@ -1,0 +1,170 @@
+"""Relayout: the model of a running engine under another plan, without a file.
+
+[1] hand over   the old engine's state as pieces, with its settings, and a snapshot to go back to
+[2] empty       every parameter and buffer of the model becomes one without values
+[3] plan        the model is put under the new plan, as any model without values is
+[4] move        pieces of the old layout to those of the new one, from rank to rank
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import Channel
+from shardwise.comm.agreement import agree
+from shardwise.engine.engine import Engine, HandOver
+from shardwise.engine.inventory import like, named_places, torch_dtype
+from shardwise.engine.parallelize import parallelize_with
+from shardwise.engine.restore import EngineRestoration
+from shardwise.engine.state import whole
+from shardwise.engine.values import Later
+from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.moving import reshard
+from shardwise.plan import Plan
+from shardwise.plan.settings import merge_settings
+from shardwise.plan.state_names import MASTER, split_state_name
+from shardwise.space import Piece
+
+Pieces = dict[Piece, torch.Tensor]
+
+
+def relayout(engine: Engine, plan: Plan) -> Engine:
+    """Put the model of an engine under another plan: an engine that goes on where this one is, to the bit.
+
+    Parameters, masters, optimizer state, buffers, the step and the random numbers stay what they are; the optimizers
+    stay the same objects, with their settings and with the schedulers that hold them. All ranks call it together. What
+    a rank holds meanwhile is its state under the old plan and under the new one. The old engine is used up.
+
+    Raises the errors of `parallelize`, the same on all ranks: then the old engine goes on. PeerError when a rank is
+    lost on the way: then neither does.
+    """
+    handed = engine.hand_over()
+    channel = handed.channel
+    try:
+        with _going_back(handed):
+            sources = _sources(handed)
+            settings = _settings_of_all(channel, handed.settings)
+            stored = _stored(channel, handed)
+            _empty(handed)
+            new = parallelize_with(
+                handed.model,
+                plan,
+                tuple(known.optimizer for known in handed.optimizers),
+                handed.loss,
+                handed.loss_weight,
+                channel,
+                seed=settings["random"]["seed"],
+                sample=None,
+                values=Later(),
+            )
+            restoration = new.restore(stored, settings)
+            _check(channel, restoration)
+            reshard(sources, _targets(restoration, handed.model), channel, free_sources=True, cast=True)
+            restoration.finish()
+    except ShardwiseError:
+        raise
+    except BaseException as error:
+        channel.abort(f"{type(error).__name__} in relayout: {error}")
+        raise
+    return new
+
+
+def _sources(handed: HandOver) -> Pieces:
+    """What this rank has, each value once: a parameter with a master apart is told by that, under its own name."""
+    masters = {split[0] for piece in handed.state if (split := split_state_name(piece.name)) and split[1] == MASTER}
+    told = {_told(piece): tensor for piece, tensor in handed.state.items() if piece.name not in masters}
+    return told | _buffers(handed.model)
+
+
+def _targets(restoration: EngineRestoration, model: nn.Module) -> Mapping[Piece, torch.Tensor | None]:
+    wanted = {_told(piece): tensor for piece, tensor in restoration.wanted.items()}
+    return _buffers(model) | wanted
+
+
+def _told(piece: Piece) -> Piece:
+    split = split_state_name(piece.name)
+    return piece if split is None or split[1] != MASTER else replace(piece, name=split[0])
+
+
+def _buffers(model: nn.Module) -> Pieces:
+    """All buffers that are here, also those that checkpoints leave out."""
+    pieces: Pieces = {}
+    for name, buffer in model.named_buffers():
+        if not buffer.is_meta:
+            pieces |= whole(name, buffer.detach())
+    return pieces
+
+
+def _settings_of_all(channel: Channel, own: Mapping[str, Any]) -> dict[str, Any]:
+    answers = channel.exchange(json.dumps(own).encode(), purpose="settings of a relayout")
+    return merge_settings([json.loads(each) for each in answers])
+
+
+def _stored(channel: Channel, handed: HandOver) -> dict[str, Piece]:
+    """Every tensor of the state as one piece, as a checkpoint would hold it."""
+    own = {piece.name: (piece.dtype, piece.global_shape) for piece in handed.state}
+    answers = channel.exchange(json.dumps(own).encode(), purpose="tensors of a relayout")
+    return {
+        name: Piece(name=name, dtype=dtype, global_shape=shape)
+        for answer in answers
+        for name, (dtype, shape) in json.loads(answer).items()
+    }
+
+
+def _check(channel: Channel, restoration: EngineRestoration) -> None:
+    findings = restoration.findings
+    refusal = CheckpointError("the new plan cannot take over the state: " + "; ".join(findings)) if findings else None
+    agree(channel, refusal, purpose="verdict on a relayout")
+
+
+@torch.no_grad()
+def _empty(handed: HandOver) -> None:
+    """Put parameters and buffers without values, in their global shapes, into every place of the model."""
+    spec_of = {spec.name: spec for spec in handed.specs}
+    fresh: dict[str, nn.Parameter] = {}
+    for module, attribute, place, parameter in list(named_places(handed.model)):
+        name = handed.ties.get(place, place)
+        if name not in fresh:
+            spec = spec_of[name]
+            values = torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
+            fresh[name] = like(parameter, values)
+        setattr(module, attribute, fresh[name])
+    rooms: dict[torch.Tensor, torch.Tensor] = {}
+    for module in handed.model.modules():
+        for attribute, buffer in module.named_buffers(recurse=False):
+            module._buffers[attribute] = rooms.setdefault(buffer, torch.empty_like(buffer, device="meta"))
+    for known in handed.optimizers:
+        known.optimizer.state.clear()
+        for group, names in zip(known.optimizer.param_groups, known.parameters, strict=True):
+            group["params"] = [fresh[name] for name in names]
+
+
+@contextmanager
+def _going_back(handed: HandOver) -> Iterator[None]:
+    """Where ranks agree that it cannot be, leave model and optimizers as they were."""
+    modules = [(module, _copied(vars(module))) for module in handed.model.modules()]
+    optimizers = [
+        (known.optimizer, dict(known.optimizer.state), [list(group["params"]) for group in known.optimizer.param_groups])
+        for known in handed.optimizers
+    ]
+    try:
+        yield
+    except ShardwiseError:
+        for module, attributes in modules:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for optimizer, state, groups in optimizers:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = parameters
+        raise
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.copy() if isinstance(value, dict) else value for key, value in attributes.items()}

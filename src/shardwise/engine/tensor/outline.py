@@ -1,0 +1,92 @@
+"""What a plan of tensor parallelism has to know of a model, read from the model itself."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.inventory import named_places, place_of
+from shardwise.engine.tensor.probing import Probes
+from shardwise.plan.tensor_heads import WORDS
+from shardwise.plan.tensor_outline import TensorModule, TensorOutline
+
+_NUMBERS = WORDS | {"qk_rope_head_dim"}
+
+_CARRIED = ("tp_plan", "_tp_plan", "base_model_tp_plan")
+"""Attributes in which a model may carry rules, the first that has any."""
+
+
+def tensor_outline(model: nn.Module) -> tuple[TensorOutline, Mapping[str, str]]:
+    """The outline of `model`, and the rules that it carries itself: full name of a module or parameter -> rule.
+
+    Modules of torch are known; others that hold a weight and a bias are called with random ones, to see whether they
+    are linear maps.
+    """
+    first_of: dict[object, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    parameter_at: dict[tuple[nn.Module, str], str] = {}
+    for module, attribute, name, parameter in named_places(model):
+        first = first_of.setdefault(place_of(parameter), name)
+        shapes.setdefault(first, tuple(parameter.shape))
+        parameter_at.setdefault((module, attribute), first)
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    probes = Probes()
+    modules = tuple(
+        TensorModule(
+            name=known[0],
+            aliases=tuple(known[1:]),
+            kind=type(module).__name__,
+            parameters={key: parameter_at[module, key] for key, held in module._parameters.items() if held is not None},
+            numbers=_numbers(vars(module)),
+            configured=_configured(module),
+            **probes.look_at(module),
+        )
+        for module, known in names.items()
+    )
+    every = [name for known in names.values() for name in known]
+    every += [name for _, _, name, _ in named_places(model)]
+    carried = dict(_carried_rules(model, every))
+    return TensorOutline(modules=modules, shapes=shapes, carried=carried), carried
+
+
+def _numbers(attributes: Mapping[str, Any]) -> dict[str, int]:
+    return {key: value for key, value in attributes.items() if key in _NUMBERS and type(value) is int}
+
+
+def _configured(module: nn.Module) -> dict[str, int]:
+    config = getattr(module, "config", None)
+    if isinstance(config, Mapping):
+        return _numbers(config)
+    return {} if config is None else _numbers({word: getattr(config, word, None) for word in sorted(_NUMBERS)})
+
+
+def _carried_rules(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The rules of the outermost modules that carry any, for the names that they mean."""
+    carriers: list[tuple[str, Mapping[str, str]]] = []
+    for prefix, module in model.named_modules():
+        if any(_is_inside(prefix, outer) for outer, _ in carriers):
+            continue
+        config = getattr(module, "config", None)
+        plans = (getattr(holder, word, None) for holder in (module, config) for word in _CARRIED)
+        if plan := next((plan for plan in plans if isinstance(plan, Mapping) and plan), None):
+            carriers.append((prefix, plan))
+    for name in names:
+        for prefix, plan in carriers:
+            if not _is_inside(name, prefix):
+                continue
+            local = name[len(prefix) + 1 :] if prefix else name
+            rule = plan.get(local, plan.get(_without_numbers(local)))
+            if rule is not None:
+                yield name, rule
+
+
+def _is_inside(name: str, prefix: str) -> bool:
+    return not prefix or name.startswith(f"{prefix}.")
+
+
+def _without_numbers(name: str) -> str:
+    """Numbers of layers are stars in the plans that models carry: `layers.3.mlp` -> `layers.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

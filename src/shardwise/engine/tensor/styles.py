@@ -1,0 +1,297 @@
+"""What is done around the forward of a module, by the style that the plan gives it."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine.tensor.movements import Movements, is_fake
+from shardwise.engine.wrapping import Forward
+from shardwise.errors import ModelError
+from shardwise.plan.tensor_plan import Style
+from shardwise.space import even_cuts
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class SharedInputs:
+    """What was made of the last value that several modules read one after the other (query, key, value).
+
+    It is made once, so its gradient is summed over the ranks once for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._value: weakref.ref[torch.Tensor] | None = None
+        self._known: tuple[int, object, torch.Tensor] | None = None
+
+    def made(self, value: torch.Tensor, how: object, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`make(value)`, or what it gave the last time for the same value; `how`: equal where `make` does the same."""
+        if not (torch.is_grad_enabled() and value.requires_grad):
+            return make(value)
+        if self._known is not None and self._value is not None and self._value() is value:
+            version, known_how, made = self._known
+            if (version, known_how) == (value._version, how):
+                return made
+        made = make(value)
+        self._value = weakref.ref(value, self._forget)  # what is made lives no longer than what it was made of
+        self._known = (value._version, how, made)
+        return made
+
+    def _forget(self, value: "weakref.ref[torch.Tensor]") -> None:
+        if value is self._value:
+            self._value = self._known = None
+
+
+class Styled:
+    """A wrapper of a module's forward (see `engine.wrapping`)."""
+
+    def __init__(self, name: str, style: Style, movements: Movements, shared: SharedInputs) -> None:
+        self.name = name
+        self.style = style
+        self.movements = movements
+        self.shared = shared
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `forward` on what this rank has, and give what the modules around expect."""
+        raise NotImplementedError
+
+    def on_output(self, output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The output of a module that gives one tensor, changed."""
+        if not isinstance(output, torch.Tensor):
+            raise ModelError(
+                f"{self.name!r} has the style {self.style.kind!r} of tensor parallelism, which changes the tensor that "
+                f"a module gives, but this one gave a {type(output).__name__}; give the rule to a module inside it"
+            )
+        return change(output)
+
+    def positions(self, size: int, dim: int, *, is_part: bool = False) -> Sequence[tuple[tuple[int, int], ...]]:
+        """Which positions each rank has of `size` along `dim`; `is_part`: of those of which this rank has `size`."""
+        count = self.movements.num_ranks
+        if not is_part and size % count and self.style.kind != "sequence":
+            raise ModelError(
+                f"{self.name!r}: {size} positions (dim {dim}) do not divide among {count} ranks along tp, which rules "
+                "that leave them cut ask for; pad the batch, or use 'sequence', which gathers them again"
+            )
+        return [(each,) for each in even_cuts(size * count if is_part else size, count)]
+
+
+class Column(Styled):
+    """A whole input, outputs of this rank."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        style, movements = self.style, self.movements
+        dim = style.gather
+        if dim is None:
+            args, kwargs = on_input(args, kwargs, lambda x: self.shared.made(x, "share", movements.share))
+        else:
+            args, kwargs = on_input(args, kwargs, lambda x: self.shared.made(x, ("spread", dim), self._spread(dim)))
+        sizes = dict.fromkeys(style.attributes, sum(b - a for a, b in style.ranges[movements.rank]))
+        with attributes_set(module, sizes):
+            output = forward(*args, **kwargs)
+        if style.gathers:
+            return self.on_output(output, lambda y: movements.whole(y, y.dim() - 1, style.ranges))
+        return output
+
+    def _spread(self, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: self.movements.spread(x, dim, self.positions(x.shape[dim], dim, is_part=True))
+
+
+class Row(Styled):
+    """Inputs of this rank, outputs summed; the bias is added once, after the sum."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        style, movements = self.style, self.movements
+        if style.splits:
+            args, kwargs = on_input(args, kwargs, lambda x: movements.part(x, x.dim() - 1, style.ranges))
+        bias = module._parameters.get("bias")
+        # What torch's own forward does without a bias is known; others may do anything but add zeros.
+        absent = None if bias is None or type(module).forward is nn.Linear.forward else torch.zeros_like(bias)
+        with parameters_set(module, {} if bias is None else {"bias": absent}):
+            output = forward(*args, **kwargs)
+        output = self.on_output(output, self.summed)
+        return output if bias is None else output + bias.to(output.dtype)
+
+    def summed(self, output: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, or this rank's positions of it."""
+        dim = self.style.scatter
+        if dim is None:
+            return self.movements.total(output)
+        return self.movements.settle(output, dim, self.positions(output.shape[dim], dim))
+
+
+class Vocabulary(Row):
+    """An embedding of which each rank has the rows of its tokens; those of others are zeros, and the sum has all."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        ((start, stop),) = self.style.ranges[self.movements.rank]
+        foreign: list[torch.Tensor] = []
+
+        def own(tokens: torch.Tensor) -> torch.Tensor:
+            self._check(tokens)
+            foreign.append((tokens < start) | (tokens >= stop))
+            return (tokens - start).masked_fill(foreign[0], 0)
+
+        args, kwargs = on_input(args, kwargs, own)
+        padding = getattr(module, "padding_idx", None)
+        local = padding - start if padding is not None and start <= padding < stop else None
+        with attributes_set(module, {} if padding is None else {"padding_idx": local}):
+            output = forward(*args, **kwargs)
+        return self.on_output(output, lambda y: self.summed(y.masked_fill(foreign[0].unsqueeze(-1), 0)))
+
+    def _check(self, tokens: torch.Tensor) -> None:
+        """As the embedding itself would: a token that no rank has is an error, not zeros."""
+        if is_fake(tokens) or tokens.numel() == 0:
+            return
+        size = self.style.ranges[-1][-1][1]
+        if tokens.is_cuda:
+            torch._assert_async(((tokens >= 0) & (tokens < size)).all())
+        elif not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+            raise IndexError(
+                f"{self.name!r} was given tokens from {int(tokens.min())} to {int(tokens.max())}; it has {size}"
+            )
+
+
+class Channels(Styled):
+    """An embedding of which each rank has some columns, which are gathered."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        output = forward(*args, **kwargs)
+        return self.on_output(output, lambda y: self.movements.whole(y, y.dim() - 1, self.style.ranges))
+
+
+class Sum(Styled):
+    """Any module that computes a part of a sum from bare parameters: experts, each cut over all ranks."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        share = self.movements.share
+        args = tuple(share(each) if isinstance(each, torch.Tensor) else each for each in args)
+        kwargs = {key: share(each) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()}
+        output = forward(*args, **kwargs)
+        return None if output is None else self.on_output(output, self.movements.total)
+
+
+class Once(Styled):
+    """What all ranks compute alike counts once in the sum around it."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        return self.on_output(forward(*args, **kwargs), self.movements.on_first_rank)
+
+
+class Hide(Styled):
+    """Single parameters that count once in the sum: zeros on all ranks but the first."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        seen: dict[str, torch.Tensor | None] = {}
+        for attribute in self.style.attributes:
+            parameter = module._parameters[attribute]
+            assert parameter is not None
+            seen[attribute] = self.movements.on_first_rank(parameter)
+        with parameters_set(module, seen):
+            return forward(*args, **kwargs)
+
+
+class Tail(Styled):
+    """A module whole on all ranks, of whose outputs the heads of each rank read the last ones directly."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        return self.on_output(forward(*args, **kwargs), self._share_last)
+
+    def _share_last(self, output: torch.Tensor) -> torch.Tensor:
+        size = self.style.size
+        if size >= output.shape[-1]:
+            raise ModelError(
+                f"{self.name!r}: the last {size} outputs are to be shared, but it has {output.shape[-1]}; give the "
+                "size of what every head reads: 'mla_kv_a_proj(size=...)'"
+            )
+        rest, last = output.split([output.shape[-1] - size, size], dim=-1)
+        return torch.cat([rest, self.movements.share(last)], dim=-1)
+
+
+class Positions(Styled):
+    """A module that treats each position alike: each rank computes its positions, which are gathered again."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        dim = self.style.dim
+        found: list[Sequence[tuple[tuple[int, int], ...]]] = []
+
+        def own(value: torch.Tensor) -> torch.Tensor:
+            found.append(self.positions(value.shape[dim], dim))
+            return self.movements.part(value, dim, found[0])
+
+        args, kwargs = on_input(args, kwargs, own)
+        output = forward(*args, **kwargs)
+        return self.on_output(output, lambda y: self.movements.whole(y, dim, found[0]))
+
+
+class Split(Styled):
+    """The module and what follows it work on this rank's positions."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        dim = self.style.dim
+        args, kwargs = on_input(args, kwargs, lambda x: self.movements.part(x, dim, self.positions(x.shape[dim], dim)))
+        return forward(*args, **kwargs)
+
+
+STYLES: Mapping[str, type[Styled]] = {
+    "column": Column,
+    "row": Row,
+    "vocab": Vocabulary,
+    "channels": Channels,
+    "sum": Sum,
+    "once": Once,
+    "hide": Hide,
+    "tail": Tail,
+    "sequence": Positions,
+    "split": Split,
+}
+
+
+def on_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> Arguments:
+    """The arguments with the first tensor changed: positional ones first, then keywords as they were written."""
+    for at, each in enumerate(args):
+        if isinstance(each, torch.Tensor):
+            return (*args[:at], change(each), *args[at + 1 :]), kwargs
+    for key, each in kwargs.items():
+        if isinstance(each, torch.Tensor):
+            return args, {**kwargs, key: change(each)}
+    return args, kwargs
+
+
+@contextmanager
+def attributes_set(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
+    """The module has these plain attributes meanwhile."""
+    saved = {key: getattr(module, key) for key in values}
+    try:
+        for key, value in values.items():
+            setattr(module, key, value)
+        yield
+    finally:
+        for key, value in saved.items():
+            setattr(module, key, value)
+
+
+@contextmanager
+def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+    """The module holds these tensors in the place of parameters meanwhile."""
+    held: dict[str, Any] = module._parameters
+    saved = {key: held[key] for key in values}
+    held.update(values)
+    try:
+        yield
+    finally:
+        held.update(saved)

@@ -1,0 +1,184 @@
+"""The cross-entropy over a vocabulary that is cut over the ranks: logits stay where they are computed.
+
+Of each token three numbers travel per rank: the largest logit, the sum of exponentials beside it, and the logit of the
+label on the rank that has it (a fourth, the sum of logits, under label smoothing). From them every rank computes the
+same loss; the gradient of a rank's logits needs nothing more (Shoeybi et al., 2019, Megatron-LM, arXiv:1909.08053).
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from shardwise.engine.tensor.movements import Movements, is_fake
+from shardwise.engine.tensor.styles import Column
+from shardwise.errors import ModelError, PlanError
+
+Reduction = Literal["mean", "sum", "none"]
+
+_MARK = "_shardwise_vocabulary"
+
+
+def know_head(module: nn.Module, styled: Column) -> None:
+    """The module leaves each rank its own outputs: a loss that is made for it finds out how they are cut."""
+    vars(module)[_MARK] = styled
+
+
+def forget_heads(model: nn.Module) -> None:
+    """No module leaves its outputs cut any more."""
+    for module in model.modules():
+        vars(module).pop(_MARK, None)
+
+
+class VocabularyCrossEntropy:
+    """Cross-entropy of the logits of a head, which may be cut over the ranks along `tp` (rule `column`) or not.
+
+    Equal to `torch.nn.functional.cross_entropy`, to float32 rounding, whatever the plan:
+
+        entropy = sw.VocabularyCrossEntropy(model.head)
+        engine = sw.parallelize(model, plan, loss=lambda logits, batch: entropy(logits, batch["labels"]), ...)
+
+    head: the module that gives the logits. ignore_index, reduction, label_smoothing: as in torch. Half-precision logits
+    are read as float32, and the loss is float32 then.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        if reduction not in ("mean", "sum", "none"):
+            raise PlanError(f"reduction: {reduction!r} is not one of 'mean', 'sum', 'none'")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise PlanError(f"label_smoothing: {label_smoothing!r} is not between 0 and 1")
+        self._head = head
+        self._ignore_index = ignore_index
+        self._reduction = reduction
+        self._smoothing = label_smoothing
+        self._operation = self._compute  # one object: an operation is known by it
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss; logits (..., vocabulary or this rank's part of it), labels (...) without the last dim."""
+        if has_torch_function_unary(logits):  # between the stages of a pipeline
+            loss: torch.Tensor = handle_torch_function(self._operation, (logits, labels), logits, labels)
+            return loss
+        return self._compute(logits, labels)
+
+    def _compute(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if logits.shape[:-1] != labels.shape:
+            raise ModelError(
+                f"logits of shape {tuple(logits.shape)} were given with labels of shape {tuple(labels.shape)}; labels "
+                "have the shape of the logits without the last dim"
+            )
+        rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        styled: Column | None = vars(self._head).get(_MARK)
+        if styled is None:
+            rows = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+            losses = functional.cross_entropy(
+                rows,
+                targets,
+                ignore_index=self._ignore_index,
+                reduction="none",
+                label_smoothing=self._smoothing,
+            )
+        else:
+            losses = self._of_parts(rows, targets, styled)
+        if self._reduction == "none":
+            return losses.view(labels.shape)
+        if self._reduction == "sum":
+            return losses.sum()
+        return losses.sum() / (targets != self._ignore_index).sum()
+
+    def _of_parts(self, rows: torch.Tensor, targets: torch.Tensor, styled: Column) -> torch.Tensor:
+        ranges = styled.style.ranges
+        own = ranges[styled.movements.rank]
+        if len(own) > 1:
+            raise ModelError(
+                f"{styled.name!r} is cut in several parts on each rank; a head has the rule 'column' alone"
+            )
+        ((start, stop),) = own
+        if rows.shape[-1] != stop - start:
+            raise ModelError(
+                f"logits of {rows.shape[-1]} tokens were given, but {styled.name!r} gives the {stop - start} of this "
+                "rank; hand over what it gives, or make the loss for the head that gave them"
+            )
+        size = max(end for each in ranges for _, end in each)
+        losses: torch.Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            rows, targets, styled.movements, start, size, self._ignore_index, self._smoothing
+        )
+        return losses
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    """The loss of each token, from the logits of this rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        movements: Movements,
+        start: int,
+        size: int,
+        ignore_index: int,
+        smoothing: float,
+    ) -> torch.Tensor:
+        wide = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+        ignored = targets == ignore_index
+        _check(targets.masked_fill(ignored, 0), size)
+        foreign = (targets < start) | (targets >= start + wide.shape[-1]) | ignored
+        places = (targets - start).masked_fill(foreign, 0)
+        largest = wide.amax(-1)
+        numbers = [
+            largest,
+            (wide - largest.unsqueeze(-1)).exp_().sum(-1),
+            wide.gather(-1, places.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0),
+        ]
+        if smoothing:
+            numbers.append(wide.sum(-1))
+        of_ranks = movements.gathered(torch.stack(numbers))
+        largest = of_ranks[:, 0].amax(0)
+        total, of_target = _added(of_ranks[:, 1] * (of_ranks[:, 0] - largest).exp()), _added(of_ranks[:, 2])
+        log_total = largest + total.log()
+        losses = log_total - of_target
+        if smoothing:
+            mean = _added(of_ranks[:, 3]) / size
+            losses = (1 - smoothing) * losses + smoothing * (log_total - mean)
+        ctx.save_for_backward(rows, log_total, places, foreign, ignored)
+        ctx.numbers = (size, smoothing)
+        return losses.masked_fill_(ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, log_total, places, foreign, ignored = ctx.saved_tensors
+        size, smoothing = ctx.numbers
+        shares = (rows.to(log_total.dtype) - log_total.unsqueeze(-1)).exp_()
+        if smoothing:
+            shares -= smoothing / size
+        own = foreign.logical_not().to(shares.dtype) * (1 - smoothing)
+        shares.scatter_add_(-1, places.unsqueeze(-1), -own.unsqueeze(-1))
+        shares *= gradients[0].masked_fill(ignored, 0).unsqueeze(-1)
+        return shares.to(rows.dtype), None, None, None, None, None, None
+
+
+def _added(values: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dim, in its order."""
+    total = values[0].clone()
+    for each in values[1:]:
+        total += each
+    return total
+
+
+def _check(targets: torch.Tensor, size: int) -> None:
+    """As torch itself would: a label that no rank has is an error."""
+    if is_fake(targets) or targets.numel() == 0:
+        return
+    if targets.is_cuda:
+        torch._assert_async(((targets >= 0) & (targets < size)).all())
+    elif not 0 <= int(targets.min()) <= int(targets.max()) < size:
+        raise IndexError(f"labels reach from {int(targets.min())} to {int(targets.max())}, but there are {size} tokens")

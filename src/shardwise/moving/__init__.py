@@ -1,0 +1,11 @@
+"""Moving: live state from one layout to another, across ranks and without a file.
+
+[1] ranks tell each other which pieces they hold and want
+[2] each plans alone (`plan.reshard`), and they compare the plans
+[3] batches of messages go round, bounded in bytes; targets are allocated when their first bytes come
+"""
+
+from shardwise.moving.states import reshard
+from shardwise.moving.tensors import reshard_tensor
+
+__all__ = ["reshard", "reshard_tensor"]

@@ -1,0 +1,124 @@
+"""States: `{Piece: Tensor}` on some ranks becomes `{Piece: Tensor}` on others."""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+
+import torch
+
+from shardwise.comm import Channel
+from shardwise.comm.default import given_or_default
+from shardwise.comm.dtensors import is_dtensor
+from shardwise.errors import PlanError
+from shardwise.moving.consent import consent
+from shardwise.moving.execution import Execution
+from shardwise.moving.parts import torch_dtype
+from shardwise.plan.reshard import DEFAULT_MAX_BYTES
+from shardwise.space import Piece
+
+__all__ = ["findings_of", "reshard", "stored_shape"]
+
+
+def reshard(
+    source: Mapping[Piece, torch.Tensor],
+    target: Mapping[Piece, torch.Tensor | None],
+    channel: Channel | None = None,
+    *,
+    free_sources: bool = False,
+    cast: bool = False,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> dict[Piece, torch.Tensor]:
+    """Fill the pieces that this rank wants out of those that all ranks hold; returns them with their tensors.
+
+    source: what this rank holds, maybe nothing; tensors of the piece's shape with any strides, or flat.
+    target: what it wants, maybe nothing: tensors that are written in place, or None for one that is allocated on the
+        channel's device when its first bytes come, flat for a piece with a run, else of the piece's shape. Memory that
+        is written is none that is read.
+    channel: the ranks that hold or want something; all of them call this. Default: see `default_channel`.
+    free_sources: take each entry out of `source` as soon as nothing of it is needed any more, so that its memory can
+        go; at the end `source` is empty.
+    cast: targets may be of other dtypes than what is held; the narrower of the two travels.
+    max_bytes: how much a rank has in memory of messages, beside sources and targets.
+
+    What a rank wants and holds itself is copied there; else a replica comes from the holder that has least to send.
+    What nobody wants stays where it is. Outside of autograd; see `reshard_tensor`.
+    Raises PlanError, with every problem in it, or MismatchError, the same on all ranks, before anything is moved.
+    Where a rank is lost on the way (PeerError), targets have been written in part and freed sources are gone.
+    """
+    with given_or_default(channel, "a reshard") as used:
+        findings = findings_of(source, target)
+        if free_sources and not isinstance(source, MutableMapping):
+            findings.append(f"free_sources takes entries out of the source, but it is a {type(source).__name__}")
+        agreed = consent(
+            used,
+            [] if findings else list(source),
+            [] if findings else list(target),
+            max_bytes=max_bytes,
+            cast=cast,
+            refusal=PlanError(*findings) if findings else None,
+        )
+        filled = dict(target)
+
+        def room(piece: Piece) -> torch.Tensor:
+            tensor = filled[piece]
+            if tensor is None:
+                dtype = torch_dtype(piece.dtype)
+                tensor = filled[piece] = torch.empty(stored_shape(piece), dtype=dtype, device=used.device)
+            return tensor
+
+        def let_go(piece: Piece) -> None:
+            if isinstance(source, MutableMapping):
+                del source[piece]
+
+        Execution(
+            agreed.plan,
+            used,
+            sources=agreed.sources,
+            targets=agreed.targets,
+            take=source.__getitem__,
+            room=room,
+            let_go=let_go if free_sources else None,
+        ).run()
+        return {piece: room(piece) for piece in target}  # those without elements are made only now
+
+
+def stored_shape(piece: Piece) -> tuple[int, ...]:
+    """The shape of a tensor that holds just the piece."""
+    return piece.shape if piece.run is None else (piece.num_elements,)
+
+
+def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, torch.Tensor | None]) -> list[str]:
+    """What of this rank's tensors does not fit their pieces."""
+    found = [text for piece, tensor in source.items() for text in _faults(piece, tensor, "held")]
+    for piece, tensor in target.items():
+        if isinstance(piece, Piece) and tensor is None:
+            if not isinstance(getattr(torch, piece.dtype, None), torch.dtype):
+                found.append(f"{piece} is wanted as {piece.dtype!r}, which is no dtype of torch")
+            continue
+        faults = list(_faults(piece, tensor, "wanted"))
+        found += faults
+        if not faults and tensor is not None and _folds(tensor):
+            found.append(f"{piece} is to be written into a tensor whose elements share memory (expanded); clone() it")
+    return found
+
+
+def _faults(piece: object, tensor: object, how: str) -> Iterator[str]:
+    if not isinstance(piece, Piece):
+        yield f"key {piece!r} is a {type(piece).__name__}; what is {how} is named by a Piece"
+    elif is_dtensor(tensor):
+        yield f"{piece} is {how} as a DTensor; give its local tensor, under the piece that it is"
+    elif not isinstance(tensor, torch.Tensor):
+        yield f"{piece} is {how} as a {type(tensor).__name__}, which is no tensor"
+    elif tensor.layout != torch.strided or tensor.is_meta:
+        yield f"{piece} is {how} as a tensor of layout {tensor.layout} on {tensor.device}; give a dense one with memory"
+    elif str(tensor.dtype) != f"torch.{piece.dtype}":
+        yield f"{piece} is of dtype {piece.dtype}, but its tensor of {str(tensor.dtype).removeprefix('torch.')}"
+    elif tuple(tensor.shape) not in (stored_shape(piece), (piece.num_elements,)):
+        yield (
+            f"{piece} has {piece.num_elements} elements, but its tensor has shape {list(tensor.shape)}; give it in "
+            f"shape {list(stored_shape(piece))} or flat"
+        )
+
+
+def _folds(tensor: torch.Tensor) -> bool:
+    """Whether several indices are one element in memory, or the memory does not stand for the values."""
+    folded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return folded or tensor.is_conj() or tensor.is_neg()

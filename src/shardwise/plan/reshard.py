@@ -1,0 +1,325 @@
+"""Resharding: from who holds which pieces to who wants which, decided for all ranks at once.
+
+[1] per tensor     which pieces meet which: the same for all tensors that lie alike, so it is found once for them
+[2] forced         where an element has one holder, or the rank itself holds it, there is nothing to choose
+[3] free           tensors with replicas, the largest first: each share from the holder that has least to send
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import PlanError
+from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, itemsize_bytes
+from shardwise.plan.routes import Place, ReshardPlan, Route, Share
+from shardwise.space import Box, Piece, PieceIndex, check_cover
+from shardwise.space.remainders import remainder
+
+__all__ = ["DEFAULT_MAX_BYTES", "MIN_MAX_BYTES", "ReshardPlan", "Route", "Share", "plan_reshard"]
+
+DEFAULT_MAX_BYTES = 64 << 20
+"""How many bytes of messages a rank has in memory at most."""
+
+MIN_MAX_BYTES = 64
+"""One element of the widest dtype each way, in two batches."""
+
+_FEW = 4
+"""With so many pieces none is looked up in an index: each is asked."""
+
+Held = Sequence[tuple[int, Piece]]
+"""(rank, piece), in rank order."""
+
+
+def plan_reshard(
+    sources: Sequence[Sequence[Piece]],
+    targets: Sequence[Sequence[Piece]],
+    *,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    cast: bool = False,
+) -> ReshardPlan:
+    """Decide from which holder every rank gets every element that it wants.
+
+    sources, targets: what each rank holds and wants, a list per rank; maybe nothing, maybe the same twice.
+    cast: targets may be of other dtypes than what is held.
+    An element comes from the rank itself where that holds it, else from the holder that has least to send.
+    Raises PlanError, with every problem in it: names and elements that nobody holds, shapes and dtypes that differ.
+
+    >>> rows = [Piece(name="w", dtype="int8", global_shape=(4, 2), offset=(at, 0), shape=(2, 2)) for at in (0, 2)]
+    >>> whole = Piece(name="w", dtype="int8", global_shape=(4, 2))
+    >>> print(plan_reshard([[rows[0]], [rows[1]], []], [[], [], [whole]]).text())
+    reshard: 3 ranks, at most 67108864 bytes of messages
+    route: int8 of shape [4, 2]
+      held by 0: [0:2, 0:2]
+      held by 1: [2:4, 0:2]
+      wanted by 2 as int8: [0:4, 0:2]
+      0 -> 0: 4 elements
+      1 -> 0: 4 elements
+    tensor "w": route 0
+    <BLANKLINE>
+    """
+    if len(sources) != len(targets):
+        raise PlanError(f"{len(sources)} ranks hold, and {len(targets)} want: give a list for each rank, maybe empty")
+    if max_bytes < MIN_MAX_BYTES:
+        raise PlanError(f"max_bytes is {max_bytes}; messages need at least {MIN_MAX_BYTES} bytes")
+    held, wanted = _by_name(sources), _by_name(targets)
+    kinds: dict[tuple[object, ...], _Kind] = {}
+    kind_of: dict[str, _Kind] = {}
+    problems = []
+    for name, wants in wanted.items():
+        holders = held.get(name, ())
+        key = (tuple(map(_described, holders)), tuple(map(_described, wants)))
+        kind = kinds.get(key)
+        if kind is None:
+            kind = kinds[key] = _kind(holders, wants, cast=cast)
+        problems += [f"{name}: {finding}" for finding in kind.findings]
+        if kind.meetings:
+            kind_of[name] = kind
+    if problems:
+        raise PlanError(*problems)
+    chosen = _choose(kind_of, len(sources))
+    routes: dict[int, int] = {}
+    tensors = [(name, routes.setdefault(id(chosen[name]), len(routes))) for name in kind_of]
+    by_id = {id(route): route for route in chosen.values()}
+    return ReshardPlan(
+        num_ranks=len(sources),
+        max_bytes=max_bytes,
+        routes=tuple(by_id[route] for route in routes),
+        tensors=tuple(tensors),
+    )
+
+
+def _by_name(pieces: Sequence[Sequence[Piece]]) -> dict[str, list[tuple[int, Piece]]]:
+    found: dict[str, list[tuple[int, Piece]]] = {}
+    for rank, each in enumerate(pieces):
+        for piece in each:
+            found.setdefault(piece.name, []).append((rank, piece))
+    return found
+
+
+def _described(place: tuple[int, Piece]) -> tuple[object, ...]:
+    """All but the name."""
+    rank, piece = place
+    return rank, piece.dtype, piece.global_shape, piece.offset, piece.shape, piece.run
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Elements that one target needs, and who could give them."""
+
+    target: int
+    num_elements: int
+    num_bytes: int
+    """That a message would have."""
+    box: Box | None
+    holders: tuple[tuple[int, int], ...]
+    """(rank, position in what is held); one where there is nothing to choose."""
+    is_local: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """Tensors that lie alike on both sides."""
+
+    findings: tuple[str, ...]
+    held: tuple[Place, ...] = ()
+    wanted: tuple[Place, ...] = ()
+    meetings: tuple[_Meeting, ...] = ()
+
+    @property
+    def is_free(self) -> bool:
+        return any(len(meeting.holders) > 1 for meeting in self.meetings)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(meeting.num_bytes for meeting in self.meetings)
+
+    def choose(self, load_bytes: list[int]) -> tuple[int, ...]:
+        """A position in `held` for every meeting; what the holder sends is added to its load."""
+        choice = []
+        for meeting in self.meetings:
+            rank, position = meeting.holders[0]
+            if not meeting.is_local:
+                if len(meeting.holders) > 1:
+                    rank, position = min(meeting.holders, key=lambda holder: load_bytes[holder[0]])
+                load_bytes[rank] += meeting.num_bytes
+            choice.append(position)
+        return tuple(choice)
+
+    def route(self, choice: Sequence[int]) -> Route:
+        shares = tuple(
+            Share(source, meeting.target, meeting.num_elements, meeting.box)
+            for source, meeting in zip(choice, self.meetings, strict=True)
+        )
+        piece = self.held[0].piece
+        return Route(
+            dtype=piece.dtype, global_shape=piece.global_shape, held=self.held, wanted=self.wanted, shares=shares
+        )
+
+
+def _choose(kind_of: Mapping[str, _Kind], num_ranks: int) -> dict[str, Route]:
+    """A route for every tensor; those that go alike share theirs."""
+    load_bytes = [0] * num_ranks
+    routes: dict[tuple[int, tuple[int, ...]], Route] = {}
+    facts = {id(kind): (kind.is_free, -kind.num_bytes) for kind in kind_of.values()}
+    chosen = {}
+    for name in sorted(kind_of, key=lambda name: facts[id(kind_of[name])]):  # what is forced first
+        kind = kind_of[name]
+        key = (id(kind), kind.choose(load_bytes))
+        if key not in routes:
+            routes[key] = kind.route(key[1])
+        chosen[name] = routes[key]
+    return chosen
+
+
+def _kind(held: Held, wanted: Held, *, cast: bool) -> _Kind:
+    if findings := tuple(_differences(held, wanted, cast=cast)):
+        return _Kind(findings)
+    distinct: dict[tuple[object, ...], list[int]] = {}
+    for position, (_, piece) in enumerate(held):
+        distinct.setdefault((piece.offset, piece.shape, piece.run), []).append(position)
+    pieces = [held[positions[0]][1] for positions in distinct.values()]
+    holders = [tuple((held[at][0], at) for at in positions) for positions in distinct.values()]
+    bounds = [_bounds(piece) for piece in pieces]
+    index = PieceIndex(pieces) if len(pieces) > _FEW else None
+    is_disjoint = not check_cover(pieces) or _disjoint(pieces)
+    meetings: list[_Meeting] = []
+    lacking: list[str] = []
+    for target, (rank, piece) in enumerate(wanted):
+        found = range(len(pieces)) if index is None else index.overlapping(piece)
+        if is_disjoint:
+            own_bounds = _bounds(piece)
+            shared = [(at, _shared_elements(pieces[at], bounds[at], piece, own_bounds)) for at in found]
+            met: list[tuple[int, int, Box | None]] = [(at, number, None) for at, number in shared if number]
+        else:
+            own = [at for at in found if any(holder == rank for holder, _ in holders[at])]
+            others = [at for at in found if at not in own]
+            turn = target % len(others) if others else 0
+            taken, _ = _fill(piece, pieces, [*own, *others[turn:], *others[:turn]])
+            met = [(at, box.num_elements, box) for at, box in taken]
+        if sum(num_elements for _, num_elements, _ in met) < piece.num_elements:
+            lacking.append(_lacking(rank, piece, _fill(piece, pieces, found)[1]))
+        itemsize = min(itemsize_bytes(piece.dtype), itemsize_bytes(pieces[0].dtype)) if pieces else 0
+        for at, num_elements, box in met:
+            local = tuple(each for each in holders[at] if each[0] == rank)[:1]
+            meetings.append(
+                _Meeting(target, num_elements, num_elements * itemsize, box, local or holders[at], bool(local))
+            )
+    more = f"; so it is with {len(lacking) - 1} more of the pieces that are wanted" if len(lacking) > 1 else ""
+    return _Kind(
+        tuple(f"{finding}{more}" for finding in lacking[:1]),
+        tuple(Place(rank, _nameless(piece)) for rank, piece in held),
+        tuple(Place(rank, _nameless(piece)) for rank, piece in wanted),
+        tuple(meetings),
+    )
+
+
+def _disjoint(pieces: Sequence[Piece]) -> bool:
+    """Whether no two pieces have an element in common."""
+    index = PieceIndex(pieces)
+    return all(len(index.overlapping(piece)) <= 1 for piece in pieces)
+
+
+_Bounds = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+"""The first index of each box of a piece, and the index after its last."""
+
+
+def _bounds(piece: Piece) -> _Bounds:
+    return [(box.offset, box.stop) for box in piece.boxes()]
+
+
+def _shared_elements(a: Piece, a_bounds: _Bounds, b: Piece, b_bounds: _Bounds) -> int:
+    """How many elements two pieces share. In plain numbers: it is most of the work where no two tensors lie alike."""
+    if a.offset == b.offset and a.shape == b.shape:
+        run = a.elements.intersect(b.elements)
+        return 0 if run is None else run.num_elements
+    shared = 0
+    for a_start, a_stop in a_bounds:
+        for b_start, b_stop in b_bounds:
+            volume = 1
+            for low, high in zip(map(max, a_start, b_start), map(min, a_stop, b_stop), strict=True):
+                if high <= low:
+                    break
+                volume *= high - low
+            else:
+                shared += volume
+    return shared
+
+
+def _fill(target: Piece, pieces: Sequence[Piece], order: Sequence[int]) -> tuple[list[tuple[int, Box]], list[Box]]:
+    """Take every element from the first of the pieces, in this order, that has it: the boxes taken, and what is left.
+
+    A box that is taken lies within one box of either piece.
+    """
+    taken = []
+    left = list(target.boxes())
+    for at in order:
+        for box in pieces[at].boxes():
+            rest: list[Box] = []
+            for each in left:
+                if (shared := each.intersect(box)) is not None:
+                    taken.append((at, shared))
+                rest += remainder(each, box)
+            left = rest
+    return taken, left
+
+
+def _lacking(rank: int, piece: Piece, left: Sequence[Box]) -> str:
+    missing = sum(box.num_elements for box in left)
+    first = min(box.offset for box in left)
+    return (
+        f"rank {rank} wants {piece}, and {missing} of its {piece.num_elements} elements are held by no rank, "
+        f"the first at index {first}"
+    )
+
+
+def _differences(held: Held, wanted: Held, *, cast: bool) -> Iterator[str]:
+    """What of the descriptions does not fit together."""
+    if not held:
+        needing = [rank for rank, piece in wanted if piece.num_elements]
+        if needing:
+            yield f"rank {needing[0]} wants it, and no rank holds a tensor of this name"
+        return
+    first, source = held[0]
+    for rank, piece in held:
+        if piece.global_shape != source.global_shape or piece.dtype != source.dtype:
+            yield (
+                f"rank {first} holds it as {_tensor(source)}, but rank {rank} as {_tensor(piece)}; "
+                "what is held of a tensor is of one dtype and shape"
+            )
+            return
+    findings: dict[str, str] = {}
+    for rank, piece in wanted:
+        if piece.global_shape != source.global_shape:
+            findings.setdefault(
+                "shape",
+                f"it is held in shape {list(source.global_shape)}, but rank {rank} wants it in shape "
+                f"{list(piece.global_shape)}; a reshard keeps shapes",
+            )
+        if piece.dtype not in ITEMSIZE_BYTES or source.dtype not in ITEMSIZE_BYTES:
+            findings.setdefault("unknown", f"held as {source.dtype!r} and wanted as {piece.dtype!r}: no known dtypes")
+        elif piece.dtype != source.dtype and not cast:
+            findings.setdefault(
+                piece.dtype,
+                f"it is held as {source.dtype}, but rank {rank} wants it as {piece.dtype}; want {source.dtype}, or "
+                "say cast=True",
+            )
+        elif is_complex(source.dtype) and not is_complex(piece.dtype):
+            findings.setdefault(
+                piece.dtype,
+                f"it is held as {source.dtype}, but rank {rank} wants it as {piece.dtype}, which has no imaginary part",
+            )
+    yield from findings.values()
+
+
+def _tensor(piece: Piece) -> str:
+    return f"{piece.dtype} of shape {list(piece.global_shape)}"
+
+
+def _nameless(piece: Piece) -> Piece:
+    return Piece(
+        name="",
+        dtype=piece.dtype,
+        global_shape=piece.global_shape,
+        offset=piece.offset,
+        shape=piece.shape,
+        run=piece.run,
+    )

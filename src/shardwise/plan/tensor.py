@@ -1,0 +1,338 @@
+"""Plan tensor parallelism: from rules to cuts of parameters and styles of modules, or every reason why not."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from shardwise.errors import PlanError
+from shardwise.plan.tensor_heads import groups_of_heads
+from shardwise.plan.tensor_matching import around, match_rules
+from shardwise.plan.tensor_outline import TensorModule, TensorOutline
+from shardwise.plan.tensor_plan import ParameterCut, Ranges, Style, TensorPlan
+from shardwise.plan.tensor_rules import Rule
+from shardwise.space import even_cuts
+
+__all__ = ["TensorPlan", "plan_tensor"]
+
+_ROPE_SIZE = "qk_rope_head_dim"
+
+_SUM_THEMSELVES = frozenset({"column", "row", "vocab", "sum"})
+"""Styles that sum outputs, or gradients of inputs."""
+
+
+def plan_tensor(outline: TensorOutline, rules: Mapping[str, str] | Literal["auto"], *, num_ranks: int) -> TensorPlan:
+    """Cut the parameters of a model over `num_ranks` as the rules say.
+
+    `rules`: {name or glob of modules or parameters: rule}; "auto" is short for {"*": "auto"}: what the model carries.
+    Raises PlanError with every finding: rules that mean nothing, contradict each other or do not fit what a module
+    computes, sizes that cannot be cut, ties that would be cut in two ways.
+    """
+    planner = _Planner(outline, num_ranks)
+    planner.apply({"*": "auto"} if rules == "auto" else rules)
+    if planner.findings:
+        raise PlanError(*(f"tensor.rules: {finding}" for finding in planner.findings))
+    return planner.plan()
+
+
+class _Planner:
+    """Collects cuts, styles and findings."""
+
+    def __init__(self, outline: TensorOutline, num_ranks: int) -> None:
+        self.findings: list[str] = []
+        self._outline = outline
+        self._num_ranks = num_ranks
+        self._modules = {module.name: module for module in outline.modules}
+        self._cuts: dict[str, dict[tuple[str, str], ParameterCut]] = {}
+        self._styles: dict[str, list[Style]] = {}
+        self._summed: set[str] = set()
+
+    def apply(self, rules: Mapping[str, str]) -> None:
+        found, self.findings = match_rules(self._outline, rules)
+        for target, rule in found.items():
+            module = self._modules[target.module]
+            if target.attribute is None:
+                self._apply_to_module(module, rule)
+            else:
+                self._apply_to_parameter(module, target.attribute, rule)
+        self._check_ties()
+        self._check_sums()
+        if not self._cuts and not self.findings:
+            self.findings.append(
+                f"no rule cuts a parameter over the {self._num_ranks} ranks along tp; give some module the rule "
+                "'column', 'row' or 'vocab', or leave mesh.tp at 1"
+            )
+
+    def plan(self) -> TensorPlan:
+        order = {name: at for at, name in enumerate(self._outline.shapes)}
+        return TensorPlan(
+            num_ranks=self._num_ranks,
+            cuts={name: next(iter(self._cuts[name].values())) for name in sorted(self._cuts, key=order.__getitem__)},
+            styles={name: tuple(self._styles[name]) for name in self._modules if name in self._styles},
+            summed=frozenset(self._summed - self._cuts.keys()),
+        )
+
+    # Modules ------------------------------------------------------------------------------------------------------
+
+    def _apply_to_module(self, module: TensorModule, rule: Rule) -> None:
+        if rule.sums_gradients or rule.kind == "once":
+            inside = [each for each in self._modules.values() if _is_inside(each, module)]
+            self._summed.update(name for each in (module, *inside) for name in each.parameters.values())
+        match rule.kind:
+            case "column" | "row":
+                self._cut_linear(module, rule)
+            case "vocab" | "channels":
+                self._cut_embedding(module, rule)
+            case "sequence" | "split":
+                self._add_style(module, Style(kind=rule.kind, dim=rule.dim or 0))
+            case "sum" | "once":
+                self._add_style(module, Style(kind=rule.kind))
+            case "tail":
+                self._share_tail(module, rule)
+
+    def _cut_linear(self, module: TensorModule, rule: Rule) -> None:
+        if module.computes not in ("linear", "transposed linear"):
+            self._refuse(module, rule, "it is not a linear map of its input (weight and bias); " + _instead(module))
+            return
+        if rule.dim is not None:
+            self._refuse(module, rule, "the setting dim is for bare parameters; leave it out")
+            return
+        weight = module.parameters["weight"]
+        outputs = 0 if module.computes == "linear" else 1
+        dim = outputs if rule.kind == "column" else 1 - outputs
+        needs_heads = not (rule.gathers or rule.splits)
+        ranges = self._ranges(_named(module), self._outline.shapes[weight][dim], rule, module if needs_heads else None)
+        if ranges is None:
+            return
+        if rule.kind == "column" and module.problem:
+            self._refuse(module, rule, module.problem)
+            return
+        self._cut(module, "weight", dim, ranges)
+        if rule.kind == "column":
+            if "bias" in module.parameters:
+                self._cut(module, "bias", 0, ranges)
+            style = Style(
+                kind="column",
+                ranges=ranges,
+                gathers=rule.gathers,
+                gather=rule.gather,
+                attributes=module.output_sizes,
+            )
+        else:
+            style = Style(kind="row", ranges=ranges, splits=rule.splits, scatter=rule.scatter)
+            if rule.scatter is not None and "bias" in module.parameters:
+                self._summed.add(module.parameters["bias"])  # each rank adds it to its positions
+        self._add_style(module, style)
+
+    def _cut_embedding(self, module: TensorModule, rule: Rule) -> None:
+        if module.computes in ("linear", "transposed linear") and rule.kind == "vocab" and rule.gathers:
+            if rule.scatter is not None:
+                self._refuse(module, rule, "a head gives logits, which are not summed; leave the setting scatter out")
+                return
+            self._cut_linear(module, replace(rule, kind="column"))
+            return
+        if module.computes != "embedding":
+            self._refuse(module, rule, "it is no embedding; " + _instead(module))
+            return
+        if module.problem:
+            self._refuse(module, rule, module.problem)
+            return
+        if rule.gather is not None:
+            self._refuse(module, rule, "an embedding takes tokens, which are not gathered; leave the setting out")
+            return
+        weight = module.parameters["weight"]
+        dim = 0 if rule.kind == "vocab" else 1
+        ranges = self._ranges(_named(module), self._outline.shapes[weight][dim], rule, None)
+        if ranges is not None:
+            self._cut(module, "weight", dim, ranges)
+            gathers = rule.kind == "channels"
+            self._add_style(
+                module,
+                Style(
+                    kind="vocab" if rule.kind == "vocab" else "channels",
+                    ranges=ranges,
+                    gathers=gathers,
+                    scatter=rule.scatter,
+                ),
+            )
+
+    def _share_tail(self, module: TensorModule, rule: Rule) -> None:
+        size = rule.size
+        for each in around(self._modules, module.name):
+            size = size or each.numbers.get(_ROPE_SIZE) or each.configured.get(_ROPE_SIZE)
+        if not size:
+            self._refuse(
+                module,
+                rule,
+                f"no module around it has {_ROPE_SIZE}; say how many outputs are shared: '{rule.text}(size=64)'",
+            )
+            return
+        self._add_style(module, Style(kind="tail", size=size))
+
+    # Parameters ---------------------------------------------------------------------------------------------------
+
+    def _apply_to_parameter(self, module: TensorModule, attribute: str, rule: Rule) -> None:
+        name = module.parameters[attribute]
+        shape = self._outline.shapes[name]
+        if rule.sums_gradients:
+            self._summed.add(name)
+        match rule.kind:
+            case "whole":
+                pass
+            case "once":
+                self._summed.add(name)
+                self._hide(module, attribute)
+            case "row" if attribute == "bias" and rule.dim is None:
+                pass  # added once, after the sum
+            case "column" | "row" if shape:
+                dim = rule.dim
+                if dim is None:
+                    dim = len(shape) - 1 if rule.kind == "row" else max(len(shape) - 2, 0)
+                if dim >= len(shape):
+                    self.findings.append(f"{_named(module, attribute)} ({rule.text}): it has no dim {dim}, but {shape}")
+                    return
+                ranges = self._ranges(_named(module, attribute), shape[dim], rule, module)
+                if ranges is not None:
+                    self._cut(module, attribute, dim, ranges)
+            case _:
+                self.findings.append(
+                    f"{_named(module, attribute)} ({rule.text}): this rule is not for a bare parameter of shape "
+                    f"{shape}; give 'column' or 'row', with dim=0 and the like, 'once' or 'replicate'"
+                )
+
+    def _hide(self, module: TensorModule, attribute: str) -> None:
+        styles = self._styles.setdefault(module.name, [])
+        hidden = next((style for style in styles if style.kind == "hide"), None)
+        if hidden is None:
+            styles.insert(0, Style(kind="hide", attributes=(attribute,)))
+        else:
+            styles[styles.index(hidden)] = replace(hidden, attributes=(*hidden.attributes, attribute))
+
+    # Cuts ---------------------------------------------------------------------------------------------------------
+
+    def _ranges(self, what: str, size: int, rule: Rule, heads_around: TensorModule | None) -> tuple[Ranges, ...] | None:
+        """What each rank has of a dim; None where that is refused."""
+        parts = rule.parts
+        if isinstance(parts, int) and size % parts:
+            self.findings.append(f"{what} ({rule.text}): {size} indices are not {parts} equal parts")
+            return None
+        sizes = (size // parts,) * parts if isinstance(parts, int) else parts
+        if sum(sizes) != size:
+            self.findings.append(
+                f"{what} ({rule.text}): the parts {'+'.join(map(str, sizes))} are {sum(sizes)} indices, not {size}"
+            )
+            return None
+        groups = None
+        if rule.unit is None and heads_around is not None:
+            groups = groups_of_heads(around(self._modules, heads_around.name))
+        cuts = []
+        start = 0
+        for length in sizes:
+            by_heads = groups is not None and length % groups == 0
+            unit = rule.unit or (length // groups if groups is not None and by_heads else 1)
+            if not self._check_units(what, rule, length, unit, groups if by_heads else None):
+                return None
+            cuts.append([(start + a, start + b) for a, b in even_cuts(length, self._num_ranks, unit=unit)])
+            start += length
+        return tuple(_joined(each) for each in zip(*cuts, strict=True))
+
+    def _check_units(self, what: str, rule: Rule, length: int, unit: int, groups: int | None) -> bool:
+        whole = length % unit == 0
+        if whole and length // unit >= self._num_ranks:
+            return True
+        if not whole:
+            holds, do = f"{length} indices are no whole number of units of {unit}", "give a unit that divides them"
+        elif groups is not None:
+            holds = f"it works with {groups} key-value heads, which cannot be cut over {self._num_ranks} ranks"
+            do = f"give mesh.tp at most {groups}, or the rule 'replicate' to this and to what reads its outputs"
+        else:
+            holds = f"{length} indices in units of {unit} are {length // unit} for {self._num_ranks} ranks"
+            do = f"give mesh.tp at most {length // unit}, or the rule 'replicate'"
+        self.findings.append(f"{what} ({rule.text}): {holds}; {do}")
+        return False
+
+    def _cut(self, module: TensorModule, attribute: str, dim: int, ranges: tuple[Ranges, ...]) -> None:
+        name = module.parameters[attribute]
+        cut = ParameterCut(shape=self._outline.shapes[name], dim=dim, ranges=ranges)
+        known = self._cuts.setdefault(name, {})
+        if known.setdefault((module.name, attribute), cut) != cut:
+            self.findings.append(
+                f"{_named(module, attribute)} is cut by the rule of its module and in another way by its own; give one"
+            )
+
+    def _add_style(self, module: TensorModule, style: Style) -> None:
+        self._styles.setdefault(module.name, []).append(style)
+
+    # Checks -------------------------------------------------------------------------------------------------------
+
+    def _check_ties(self) -> None:
+        """A parameter is cut alike wherever it is held."""
+        places: dict[str, list[tuple[TensorModule, str]]] = {}
+        for module in self._modules.values():
+            for attribute, name in module.parameters.items():
+                places.setdefault(name, []).append((module, attribute))
+        for name, cuts in self._cuts.items():
+            (first, cut), *_ = cuts.items()
+            for module, attribute in places[name]:
+                if (other := cuts.get((module.name, attribute))) != cut:
+                    how = "whole" if other is None else f"cut along dim {other.dim} at {_cut_points(other)}"
+                    self.findings.append(
+                        f"'{first[0]}.{first[1]}' and {_named(module, attribute)} are one parameter (a tie): the first "
+                        f"is cut along dim {cut.dim} at {_cut_points(cut)}, the second is {how}; give both modules "
+                        "rules that cut alike (an embedding and its head: 'vocab' for both)"
+                    )
+
+    def _check_sums(self) -> None:
+        """What is summed is a part on each rank, and is summed once."""
+        for name in [name for name, styles in self._styles.items() if any(style.kind == "sum" for style in styles)]:
+            module = self._modules[name]
+            inside = [each for each in self._modules.values() if _is_inside(each, module)]
+            held = {parameter for each in (module, *inside) for parameter in each.parameters.values()}
+            self._summed |= held
+            if not held & self._cuts.keys():
+                self.findings.append(
+                    f"{_named(module)}: its outputs are to be summed over the ranks, but no parameter in it is cut; "
+                    "give its parameters rules, or leave it out"
+                )
+            for each in inside:
+                if any(style.kind in _SUM_THEMSELVES for style in self._styles.get(each.name, ())):
+                    self.findings.append(
+                        f"{_named(module)}: its outputs are to be summed over the ranks, but {_named(each)} in it has "
+                        "a rule that sums already; leave one of the two out"
+                    )
+
+    def _refuse(self, module: TensorModule, rule: Rule, why: str) -> None:
+        self.findings.append(f"{_named(module)} ({module.kind}, {rule.text}): {why}")
+
+
+def _is_inside(module: TensorModule, other: TensorModule) -> bool:
+    return module is not other and (not other.name or module.name.startswith(f"{other.name}."))
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Ranges that touch are one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _cut_points(cut: ParameterCut) -> str:
+    stops = [stop for ranges in cut.ranges for _, stop in ranges]
+    return ", ".join(map(str, sorted(stops)[:-1])) or str(math.prod(cut.shape))
+
+
+def _instead(module: TensorModule) -> str:
+    if module.computes == "embedding":
+        return "an embedding is cut by 'vocab' (its tokens) or 'embedding_colwise' (its columns)"
+    if module.computes == "other":
+        return "give rules to the modules in it, or to its parameters by their own names"
+    return "a linear map is cut by 'column' or 'row'"
+
+
+def _named(module: TensorModule, attribute: str | None = None) -> str:
+    name = ".".join(filter(None, (module.name, attribute)))
+    return repr(name) if name else "the model itself"

@@ -1,0 +1,127 @@
+"""The words with which a plan says how parameters are cut over the ranks along `tp`.
+
+A rule is a word, and settings in brackets where it needs them: `column`, `column(unit=64)`, `row(parts=4096+1024)`.
+
+    column       outputs of a linear map, each rank its own        row         inputs of a linear map; the sum goes on
+    vocab        tokens: rows of an embedding, outputs of a head   replicate   whole on every rank
+    sequence     whole, and each rank works on its own positions   ...         and the words of transformers
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.errors import PlanError
+
+Kind = Literal["column", "row", "vocab", "channels", "whole", "sum", "once", "tail", "sequence", "split", "auto"]
+"""What a rule comes down to. `channels`: columns of an embedding; `once`: on the first rank only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """A rule as the planner reads it."""
+
+    text: str
+    """As it was written."""
+    kind: Kind
+    gathers: bool = False
+    """Of what gives each rank its own part: the parts are put together for every rank."""
+    splits: bool = False
+    """Of what takes each rank's own part: it is taken from an input that every rank has whole."""
+    sums_gradients: bool = False
+    """The parameters are whole, and see other activations on each rank."""
+    parts: int | tuple[int, ...] = 1
+    """Stretches of the cut dim that are cut each for itself: so many equal ones, or of these sizes."""
+    unit: int | None = None
+    """Indices of the cut dim that stay together; None: the planner looks for heads."""
+    dim: int | None = None
+    """Of a bare parameter: the dim that is cut. Of `sequence` and `split`: the dim of the positions."""
+    size: int | None = None
+    """Of `mla_kv_a_proj`: how many of the last outputs every head reads."""
+    gather: int | None = None
+    """The input is this rank's part along this dim: it is gathered before."""
+    scatter: int | None = None
+    """The output is left as this rank's part along this dim."""
+
+
+_COLUMN = frozenset({"parts", "unit", "dim", "gather"})
+_ROW = frozenset({"parts", "unit", "dim", "scatter"})
+_NONE: frozenset[str] = frozenset()
+
+_WORDS: dict[str, tuple[Rule, frozenset[str]]] = {
+    rule.text: (rule, settings)
+    for rule, settings in (
+        (Rule(text="column", kind="column"), _COLUMN),
+        (Rule(text="row", kind="row"), _ROW),
+        (Rule(text="vocab", kind="vocab", gathers=True), frozenset({"unit", "gather", "scatter"})),
+        (Rule(text="replicate", kind="whole"), _NONE),
+        (Rule(text="sequence", kind="sequence", sums_gradients=True, dim=1), frozenset({"dim"})),
+        (Rule(text="split", kind="split", dim=1), frozenset({"dim"})),
+        (Rule(text="sum", kind="sum"), _NONE),
+        (Rule(text="once", kind="once"), _NONE),
+        (Rule(text="auto", kind="auto"), _NONE),
+        # The words of transformers.distributed.tensor_parallel.
+        (Rule(text="colwise", kind="column"), _COLUMN),
+        (Rule(text="colwise_rep", kind="column", gathers=True), _COLUMN),
+        (Rule(text="colwise_gather_output", kind="column", gathers=True), _COLUMN),
+        (Rule(text="rowwise", kind="row"), _ROW),
+        (Rule(text="rowwise_rep", kind="row", splits=True), _ROW),
+        (Rule(text="rowwise_split_input", kind="row", splits=True), _ROW),
+        (Rule(text="packed_colwise", kind="column", parts=2), _COLUMN),
+        (Rule(text="packed_rowwise", kind="row", parts=2), _ROW),
+        (Rule(text="embedding_rowwise", kind="vocab"), frozenset({"unit", "scatter"})),
+        (Rule(text="embedding_colwise", kind="channels", gathers=True), frozenset({"unit"})),
+        (Rule(text="sequence_parallel", kind="whole", sums_gradients=True), _NONE),
+        (Rule(text="replicated_with_grad_allreduce", kind="whole", sums_gradients=True), _NONE),
+        (Rule(text="mla_kv_a_proj", kind="tail"), frozenset({"size"})),
+        (Rule(text="all_reduce", kind="sum"), _NONE),
+        (Rule(text="moe_tp_experts", kind="sum"), _NONE),
+        (Rule(text="moe_identity_expert", kind="once"), _NONE),
+        (Rule(text="local_params", kind="whole"), _NONE),
+    )
+}
+
+RULES = tuple(_WORDS)
+"""Every word that a rule may begin with."""
+
+
+def read_rule(text: str) -> Rule:
+    """The rule that a text writes down; raises PlanError for a word or a setting that nobody knows.
+
+    >>> read_rule("column(parts=2, unit=64)").parts, read_rule("row(parts=4096+1024+1024)").parts
+    (2, (4096, 1024, 1024))
+    """
+    written = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
+    word = written[1] if written else text
+    if written is None or word not in _WORDS:
+        raise PlanError(f"the rule {text!r} is unknown; the rules are {', '.join(RULES)}")
+    rule, known = _WORDS[word]
+    values: dict[str, object] = {field: getattr(rule, field) for field in Rule.__slots__}
+    for setting in filter(None, map(str.strip, (written[2] or "").split(","))):
+        name, _, value = (each.strip() for each in setting.partition("="))
+        if name not in known:
+            listed = f"it knows {', '.join(sorted(known))}" if known else "it knows none"
+            raise PlanError(f"the rule {text!r} has the setting {setting!r}; of the settings of {word!r}, {listed}")
+        values[name] = _value(text, name, value)
+    return Rule(**{**values, "text": text})  # type: ignore[arg-type]
+
+
+def _value(text: str, name: str, value: str) -> object:
+    numbers = [int(each) for each in value.split("+") if each.strip().isdigit()]
+    least = 0 if name in ("dim", "gather", "scatter") else 1
+    if len(numbers) != value.count("+") + 1 or min(numbers) < least or (len(numbers) > 1 and name != "parts"):
+        example = "parts=3, or parts=4096+1024+1024" if name == "parts" else f"{name}=1"
+        raise PlanError(f"the rule {text!r} has {name}={value!r}, which is no number from {least} on; write {example}")
+    return numbers[0] if len(numbers) == 1 else tuple(numbers)
+
+
+def rule_problems(rules: Mapping[str, str]) -> list[str]:
+    """One finding per rule that nobody knows."""
+    problems = []
+    for name, text in rules.items():
+        try:
+            read_rule(text)
+        except PlanError as error:
+            problems += [f"{name!r}: {problem}" for problem in error.problems]
+    return problems

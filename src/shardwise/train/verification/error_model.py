@@ -1,0 +1,121 @@
+"""How far two right programs may differ: zero where they do the same arithmetic, else a bound on rounding.
+
+A sum of n terms in any order, each addition rounded with unit roundoff u, is off by at most (n - 1) u of the sum of the
+terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). For long chains of operations
+that bound grows far beyond what happens; taking rounding errors for independent gives a factor c sqrt(n) u instead of
+n u (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019), and that is what bounds values which were computed differently.
+"""
+
+import math
+from dataclasses import dataclass
+
+from shardwise.plan import Plan
+
+UNIT_ROUNDOFF = {
+    "float64": 2.0**-53,
+    "complex128": 2.0**-53,
+    "float32": 2.0**-24,
+    "complex64": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+}
+"""The largest relative error of one rounding, by dtype."""
+
+CONFIDENCE = 4.0
+"""c above: how many standard deviations of a sum of independent roundings are allowed."""
+
+ELEMENT_FACTOR = 8.0
+"""How much more a single element may be off than the root mean square over all of them."""
+
+UPDATE_ROUNDINGS = 16
+"""Roundings that one update of one element by an optimizer is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """What lies between a microbatch's inputs and one of its values."""
+
+    num_calls: int
+    """Calls of modules so far: each rounds what it gives to its dtype."""
+    length: int
+    """Their reduction lengths added up; that of a call is the largest size of a dim of its parameters and output."""
+
+    def deviation(self, roundoff: float) -> float:
+        """Allowed root mean square of the difference, relative to that of the value.
+
+        What a call gives is rounded to its own dtype (`roundoff`), sums inside of it are taken in float32 at least.
+        """
+        inner = min(roundoff, UNIT_ROUNDOFF["float32"])
+        return CONFIDENCE * (roundoff * math.sqrt(self.num_calls) + inner * math.sqrt(self.length))
+
+    def there_and_back(self) -> "Path":
+        """To a gradient: as much again in backward."""
+        return Path(num_calls=2 * self.num_calls, length=2 * self.length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorModel:
+    """What the arithmetic of a layout has in common with that of one process."""
+
+    same_forward: bool
+    """Every microbatch is computed by the same operations on the same numbers, on one rank."""
+    same_up_to_order: bool
+    """The same, but values cross between stages: gradients of a value with several uses may be added in other orders."""
+    num_data_ranks: int
+    sum_roundoff: float
+    """Of the dtype in which gradients are added."""
+    wire_roundoff: float
+    """Of the dtype in which they travel between data ranks; 0 where they do not."""
+    words: str
+    """Of what the layout does to the arithmetic."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> "ErrorModel":
+        """The model for a plan compared with one process."""
+        mesh, precision = plan.mesh, plan.precision
+        num_data_ranks = mesh.dp_replicate * mesh.dp_shard
+        added_in = max(UNIT_ROUNDOFF[precision.accumulate], UNIT_ROUNDOFF[precision.master])
+        return cls(
+            same_forward=mesh.pp == mesh.tp == 1,
+            same_up_to_order=mesh.tp == 1,
+            num_data_ranks=num_data_ranks,
+            sum_roundoff=min(added_in, UNIT_ROUNDOFF["float32"]) if precision.compute is None else added_in,
+            wire_roundoff=UNIT_ROUNDOFF[precision.reduce] if num_data_ranks > 1 else 0.0,
+            words=_words(plan),
+        )
+
+    def of_sum(self, num_terms: int) -> float:
+        """Allowed difference of a mean gradient, relative to the mean of the sizes of its terms, per element.
+
+        `num_terms` additions at most on either side, the division and the clip; and one rounding to travel.
+        """
+        return (2 * num_terms + 4) * self.sum_roundoff + self.wire_roundoff
+
+
+def _words(plan: Plan) -> str:
+    mesh = plan.mesh
+    lines = []
+    if mesh.tp > 1:
+        lines.append(
+            f"tp={mesh.tp} adds parts of {mesh.tp} ranks: a value after c calls of modules whose reduction lengths add "
+            f"up to n may be off by {CONFIDENCE:g} (u sqrt(c) + 2^-24 sqrt(n)) of its size (root mean square), u = "
+            "2^-24 in float32, 2^-8 in bfloat16; an element by "
+            f"{ELEMENT_FACTOR:g} times as much; gradients have 2c and 2n"
+        )
+    elif mesh.pp > 1:
+        lines.append(
+            f"pp={mesh.pp}: outputs, losses and gradients per microbatch: zero, but where a value or parameter has uses "
+            "on several stages, whose gradients are added in another order; these may be off by "
+            f"{CONFIDENCE:g} (u sqrt(c) + 2^-24 sqrt(n)) of their size after c calls with reduction lengths n"
+        )
+    else:
+        lines.append("outputs, losses and gradients of each microbatch: the same arithmetic, zero")
+    num_data_ranks = mesh.dp_replicate * mesh.dp_shard
+    num_terms = num_data_ranks * plan.merge.microbatches
+    lines.append(
+        f"mean gradients: {num_terms} microbatches"
+        + (f", added on {num_data_ranks} data ranks first" if num_data_ranks > 1 else "")
+        + f": each element within (2 x {num_terms} + 4) u of the mean of the terms' sizes, u of the dtype that adds"
+    )
+    lines.append("updated parameters and optimizer state, from the layout's own gradients: the same arithmetic, zero")
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""What all ranks of a layout noted of one update, put together in the order of one process."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwise.engine.reports import StepReport
+from shardwise.train.verification.layout_run import RankNotes, notes_file
+from shardwise.train.verification.program import Program
+from shardwise.train.verification.recording import GradientKey, Noted, OutputKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutNotes:
+    """The notes of one update. Microbatches are numbered over all data ranks, as one process goes through them."""
+
+    report: StepReport
+    outputs: Mapping[OutputKey, Sequence[tuple[int, Noted]]]
+    """What ranks have of each output: (rank, what)."""
+    gradients: Mapping[GradientKey, Noted]
+    """Of parameters that are whole on the ranks that compute with them: what these have together, summed."""
+    counted: Sequence[int]
+    """The microbatches that were computed, in order."""
+    unequal_pieces: Sequence[tuple[str, int, int]]
+    """Pieces that two ranks have with other values: (piece, the one rank, the other)."""
+    num_threads: int
+
+    @classmethod
+    def read(cls, program: Program, folder: Path, step: int, shapes: Mapping[str, tuple[int, ...]]) -> "LayoutNotes":
+        """From what the ranks left. shapes: of the whole parameters."""
+        ranks = [RankNotes.read(notes_file(folder, step, rank)) for rank in range(program.plan.mesh.size)]
+        per_rank = program.plan.merge.microbatches
+        outputs: dict[OutputKey, list[tuple[int, Noted]]] = {}
+        parts: dict[GradientKey, dict[int, list[Noted]]] = {}
+        counted: set[int] = set()
+        for rank, told in enumerate(ranks):
+            numbers = [program.data_rank(rank) * per_rank + at for at in told.counted]
+            counted |= set(numbers)
+            for key, noted in told.notes.outputs.items():
+                outputs.setdefault(key._replace(microbatch=numbers[key.microbatch]), []).append((rank, noted))
+            at = program.plan.mesh.coordinates(rank)
+            for gradient, noted in told.notes.gradients.items():
+                holder = told.chained.get(gradient.parameter, at["pp"])
+                if holder == at["pp"]:  # else this part is in what another rank has
+                    renamed = gradient._replace(microbatch=numbers[gradient.microbatch])
+                    parts.setdefault(renamed, {}).setdefault(at["tp"], []).append(noted)
+        return cls(
+            report=ranks[0].report,
+            outputs=outputs,
+            gradients=dict(_together(parts, shapes)),
+            counted=sorted(counted),
+            unequal_pieces=list(_unequal(ranks)),
+            num_threads=ranks[0].num_threads,
+        )
+
+
+def _together(
+    parts: Mapping[GradientKey, Mapping[int, Sequence[Noted]]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[GradientKey, Noted]]:
+    """Add up the parts of several stages, and then those of ranks along tp, where these differ."""
+    for key, by_tp in parts.items():
+        wholes = [_sum(each) for each in by_tp.values()]
+        if any(each.shape != shapes.get(key.parameter) for each in wholes):
+            continue  # cut over the ranks along tp
+        alike = all(torch.equal(each.sample, wholes[0].sample) for each in wholes)
+        yield key, wholes[0] if alike else _sum(wholes)
+
+
+def _sum(parts: Sequence[Noted]) -> Noted:
+    if len(parts) == 1:
+        return parts[0]
+    return parts[0]._replace(sample=torch.stack([each.sample for each in parts]).sum(0), digest="")
+
+
+def _unequal(ranks: Sequence[RankNotes]) -> Iterator[tuple[str, int, int]]:
+    first: dict[str, tuple[int, str]] = {}
+    for rank, told in enumerate(ranks):
+        for piece, digest in told.digests.items():
+            other, known = first.setdefault(piece, (rank, digest))
+            if known != digest:
+                yield piece, other, rank

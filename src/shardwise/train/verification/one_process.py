@@ -1,0 +1,192 @@
+"""The one process: each update from the state that the layout had before it, with the layout's rows.
+
+The mean gradient is taken here, in float64, from what autograd gives for each microbatch: nothing of what adds up and
+averages in an engine takes part. The optimizer then gets the gradients of the layout, so that an update is compared
+apart from what it was given: where a gradient is nearly zero, Adam makes rounding errors as large as a learning rate.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint import load
+from shardwise.comm import alone
+from shardwise.engine.parallelize import parallelize
+from shardwise.engine.reports import StepReport
+from shardwise.train.verification.error_model import Path
+from shardwise.train.verification.program import Program
+from shardwise.train.verification.recording import NotedLoss, Notes, Recorder, in_backward, wide
+
+ReadGradient = Callable[[str], torch.Tensor | None]
+
+
+@dataclass(kw_only=True)
+class Terms:
+    """What the gradient of one parameter is added up from, over all microbatches."""
+
+    total: torch.Tensor
+    """The sum."""
+    sizes: torch.Tensor
+    """The sum of absolute values."""
+    square: float = 0.0
+    """Expected square of an element, had all terms of all microbatches random signs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnStep:
+    """What one process made of one update."""
+
+    notes: Notes
+    report: StepReport
+    terms: dict[str, Terms]
+    """By parameter, in the order of the model; those without a gradient are left out."""
+    path: Path
+    """Of a whole forward."""
+    state: dict[str, torch.Tensor]
+    """After the update with the layout's gradients; views that hold until the next one."""
+    was_updated: bool
+    missing: tuple[str, ...]
+    """Parameters with a gradient, for which the layout has none."""
+
+
+class OneProcess:
+    """The program in one process."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._channel = alone(device)
+        self.model = program.build()
+        loss = None if program.loss is None else NotedLoss(program.loss)
+        self._engine = parallelize(
+            self.model,
+            program.one_process_plan,
+            optimizer=program.optimizer,
+            loss=loss,
+            loss_weight=program.loss_weight,
+            channel=self._channel,
+            seed=program.seed,
+        )
+        self._recorder = Recorder(self.model)
+        if loss is not None:
+            loss.recorder = self._recorder
+        self._schedulers = [program.scheduler(each) for each in self._engine.optimizers] if program.scheduler else []
+        self._terms: dict[str, Terms] = {}
+        self._squares: dict[str, float] = {}
+        self._read: ReadGradient | None = None
+        self._missing: list[str] = []
+        self._was_updated = False
+        self.order = [name for name, each in self.model.named_parameters() if each.requires_grad]
+        """The trained parameters, in the order of the model."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(_AddTerm(self, name))
+        owner_of = {each: name for name, each in self.model.named_parameters()}
+        for module in self.model.modules():
+            names = [owner_of[each] for each in module._parameters.values() if each in owner_of]
+            if names:
+                module.register_forward_hook(_NoteUses(self, names))
+        for optimizer in self._engine.optimizers:
+            optimizer.register_step_pre_hook(self._take_gradients)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters, masters, buffers and optimizer state by name."""
+        return {piece.name: tensor for piece, tensor in self._engine.state().items()}
+
+    def step(self, batch: Any, state: FilePath, read_gradient: ReadGradient) -> OwnStep:
+        """One update from a state of the layout. `read_gradient`: what the layout's optimizer was given, by name."""
+        load(str(state), self._engine, channel=self._channel)
+        self._terms, self._squares, self._missing = {}, {}, []
+        self._read, self._was_updated = read_gradient, False
+        self._recorder.begin()
+        report = self._engine.step(batch)
+        notes = self._recorder.take()
+        self._read = None
+        if not report.skipped:
+            for scheduler in self._schedulers:
+                scheduler.step()
+        for name, square in self._squares.items():
+            if name in self._terms:
+                self._terms[name].square = square
+        paths = [noted.path for noted in notes.outputs.values()]
+        return OwnStep(
+            notes=notes,
+            report=report,
+            terms={name: self._terms[name] for name in self.order if name in self._terms},
+            path=max(paths, key=lambda path: path.num_calls, default=Path(num_calls=1, length=1)),
+            state=self.state(),
+            was_updated=self._was_updated,
+            missing=tuple(self._missing),
+        )
+
+    # Hooks ----------------------------------------------------------------------------------------------------------
+
+    def add_term(self, name: str, gradient: torch.Tensor) -> None:
+        """A microbatch gave a gradient."""
+        dense = wide(gradient.to_dense() if gradient.layout != torch.strided else gradient)
+        if (terms := self._terms.get(name)) is None:
+            self._terms[name] = Terms(total=dense.clone(), sizes=dense.abs())
+            return
+        terms.total += dense
+        terms.sizes += dense.abs()
+
+    def note_uses(self, names: Sequence[str], module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """A module was called: how large its gradients would be if their terms had random signs."""
+        if in_backward() or not torch.is_grad_enabled():
+            return
+        if not isinstance(output, torch.Tensor) or not output.requires_grad or not output.ndim:
+            return
+        floating = [each.detach() for each in inputs if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        held = dict(self.model.named_parameters(remove_duplicate=False))
+        # Of a vector each output is a term; of a matrix, outputs times inputs; tokens stand for vectors with a single 1.
+        of_input = {name: _mean_square(floating[0]) if floating else 1 / max(1, held[name].shape[0]) for name in names if held[name].ndim > 1}
+        scales = {name: of_input.get(name, 1.0) for name in names}
+
+        def note(gradient: torch.Tensor) -> None:
+            square = float(wide(gradient.detach()).abs().square().sum()) / max(1, gradient.shape[-1])
+            for name, scale in scales.items():
+                self._squares[name] = self._squares.get(name, 0.0) + square * scale
+
+        output.register_hook(note)
+
+    def _take_gradients(self, *_: Any) -> None:
+        """Just before an optimizer steps: give it what the layout's was given."""
+        self._was_updated = True
+        if self._read is None:
+            return
+        for piece, gradient in self._engine.gradients().items():
+            theirs = self._read(piece.name)
+            if theirs is not None and theirs.shape == gradient.shape:
+                gradient.copy_(theirs)
+            elif piece.name in self._terms:
+                self._missing.append(piece.name)
+
+
+class _AddTerm:
+    def __init__(self, process: OneProcess, name: str) -> None:
+        self._process = process
+        self._name = name
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._process.add_term(self._name, gradient)
+
+
+class _NoteUses:
+    def __init__(self, process: OneProcess, names: Sequence[str]) -> None:
+        self._process = process
+        self._names = names
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._process.note_uses(self._names, module, inputs, output)
+
+
+def _mean_square(tensor: torch.Tensor) -> float:
+    return float(wide(tensor).abs().square().mean()) if tensor.numel() else 0.0
+
+
+def root_mean_square(tensor: torch.Tensor) -> float:
+    """Of all elements; 0 where there are none."""
+    return math.sqrt(float(tensor.abs().double().square().mean())) if tensor.numel() else 0.0

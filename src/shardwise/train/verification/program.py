@@ -1,0 +1,91 @@
+"""What is verified: a program of one process, and the plan under which it is to give the same numbers."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows
+from shardwise.errors import BatchError
+from shardwise.plan import Merge, Plan, Sharding
+from shardwise.space import Mesh
+
+Optimizers = Callable[[Iterable[nn.Parameter]], Any]
+Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A model, its data and its optimizer."""
+
+    make_model: Callable[[], nn.Module]
+    """Called on every rank and for the one process, each time after `torch.manual_seed(seed)`."""
+    plan: Plan
+    """The layout. Its microbatches are those of one data rank."""
+    batches: Sequence[Batch]
+    """The rows of all data ranks, one batch per update."""
+    optimizer: Optimizers
+    loss: LossFunction | None = None
+    loss_weight: LossWeight | None = None
+    scheduler: Scheduler | None = None
+    seed: int = 0
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that see other samples."""
+        return self.plan.mesh.dp_replicate * self.plan.mesh.dp_shard
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of all data ranks together, per update."""
+        return self.num_data_ranks * self.plan.merge.microbatches
+
+    @property
+    def one_process_plan(self) -> Plan:
+        """The same without ranks: one process goes through the microbatches of all data ranks, in their order."""
+        return Plan(
+            mesh=Mesh(),
+            sharding=Sharding(stage=0),
+            merge=Merge(microbatches=self.num_microbatches, average=self.plan.merge.average),
+            precision=self.plan.precision,
+            clip_grad_norm=self.plan.clip_grad_norm,
+        )
+
+    def data_rank(self, rank: int) -> int:
+        """The place of a rank along dp_replicate and dp_shard."""
+        at = self.plan.mesh.coordinates(rank)
+        return at["dp_replicate"] * self.plan.mesh.dp_shard + at["dp_shard"]
+
+    def check(self) -> None:
+        """Raise BatchError unless ranks and the one process cut every batch into the same microbatches."""
+        if not self.batches:
+            raise BatchError("there is no batch to verify with; give one for each update")
+        for step, batch in enumerate(self.batches):
+            if (num_rows := count_rows(batch)) % self.num_microbatches or not num_rows:
+                raise BatchError(
+                    f"batch {step} has {num_rows} rows, which cannot be cut into {self.num_microbatches} equal "
+                    f"microbatches ({self.plan.merge.microbatches} for each of {self.num_data_ranks} data ranks); give "
+                    f"a multiple of {self.num_microbatches}"
+                )
+
+    def share(self, batch: Batch, rank: int) -> dict[str, Any]:
+        """The rows of a batch that a rank sees."""
+        num_rows = count_rows(batch) // self.num_data_ranks
+        start = self.data_rank(rank) * num_rows
+        return rows_of(batch, start, start + num_rows)
+
+    def build(self) -> nn.Module:
+        """The model, with the same initial parameters each time."""
+        torch.manual_seed(self.seed)
+        return self.make_model()
+
+
+def rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """Some rows of a batch; what has no rows goes along."""
+    return {
+        name: value[start:stop] if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in batch.items()
+    }

@@ -1,0 +1,282 @@
+"""What a model computes in an update, noted by hooks: outputs of modules, losses, gradients of each microbatch.
+
+Of a tensor with many elements a sample is kept, at places that depend on their number alone, and a digest of all.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.comm.agreement import digest_of_values
+from shardwise.engine.batches import Batch, LossFunction
+from shardwise.engine.pipeline.runner import PipelineRunner
+from shardwise.engine.pipeline.values import StageTensor
+from shardwise.train.verification.error_model import Path
+
+SAMPLED_ELEMENTS = 1 << 12
+"""So many elements of a tensor are kept."""
+
+LOSS = "the loss"
+"""In the place of a module's name."""
+
+
+class OutputKey(NamedTuple):
+    """Which tensor of a forward."""
+
+    microbatch: int
+    module: str
+    """Its name, or LOSS."""
+    call: int
+    """Of the module in this microbatch, counted from 0."""
+    place: str
+    """Where in the output: "", "0", "logits"."""
+
+
+class GradientKey(NamedTuple):
+    """Which gradient of a backward."""
+
+    microbatch: int
+    parameter: str
+
+
+class Noted(NamedTuple):
+    """A tensor, as far as it is kept."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+    """Of all elements; empty for a sum of several tensors."""
+    sample: torch.Tensor
+    """The elements at `places(num_elements)`, in float64 or complex128, on the CPU."""
+    num_calls: int
+    """See `Path`."""
+    length: int
+
+    @property
+    def num_elements(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def path(self) -> Path:
+        """What lies before the tensor in its forward."""
+        return Path(num_calls=self.num_calls, length=self.length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """What one rank computed in one update, in its order; microbatches are counted as the rank computes them."""
+
+    outputs: dict[OutputKey, Noted]
+    gradients: dict[GradientKey, Noted]
+
+    def packed(self) -> dict[str, Any]:
+        """As plain containers and tensors, for `torch.save`."""
+        return {
+            "outputs": [(tuple(key), tuple(noted)) for key, noted in self.outputs.items()],
+            "gradients": [(tuple(key), tuple(noted)) for key, noted in self.gradients.items()],
+        }
+
+    @classmethod
+    def unpacked(cls, packed: Mapping[str, Any]) -> "Notes":
+        """From what `packed` gave."""
+        return cls(
+            outputs={OutputKey(*key): Noted(*noted) for key, noted in packed["outputs"]},
+            gradients={GradientKey(*key): Noted(*noted) for key, noted in packed["gradients"]},
+        )
+
+
+@lru_cache(maxsize=256)
+def places(num_elements: int) -> torch.Tensor:
+    """The row-major elements that are kept of so many: all, or as many as can be kept, spread at random."""
+    if num_elements <= SAMPLED_ELEMENTS:
+        return torch.arange(num_elements)
+    generator = torch.Generator().manual_seed(num_elements)
+    return torch.randint(num_elements, (SAMPLED_ELEMENTS,), generator=generator).unique()
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In the widest dtype of its kind."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def is_number(dtype: str) -> bool:
+    """Whether values of a dtype are rounded."""
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
+class Recorder:
+    """Notes what goes through one model, from `begin` to `take`."""
+
+    def __init__(self, model: nn.Module, runner: PipelineRunner | None = None) -> None:
+        """`runner`: of the stages on this rank, where the model is cut into stages."""
+        self._runner = runner
+        self._model = model
+        self._is_on = False
+        self._microbatch = -1
+        self._clear()
+        self._handles = [model.register_forward_pre_hook(_Beginning(self), prepend=True)]
+        self._handles += [
+            module.register_forward_hook(_Output(self, name)) for name, module in model.named_modules()
+        ]
+        self._handles += [
+            parameter.register_hook(_Gradient(self, name))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def begin(self) -> None:
+        """An update begins."""
+        self._clear()
+        self._microbatch = -1
+        self._is_on = True
+
+    def take(self) -> Notes:
+        """What was noted in the update, which has ended."""
+        self._is_on = False
+        notes = Notes(outputs=self._outputs, gradients=self._gradients)
+        self._clear()
+        return notes
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def enter_model(self) -> None:
+        """The model is called: the next microbatch, where the schedule of a pipeline does not say which."""
+        if self._is_on and torch.is_grad_enabled() and not in_backward():
+            self._microbatch += 1
+
+    def note_output(self, name: str, module: nn.Module | None, output: Any) -> None:
+        """A module gave an output."""
+        if not self._is_on or in_backward():  # what is computed again in backward was noted
+            return
+        found = list(_tensors(output))
+        if any(isinstance(each, FakeTensor) for _, each in found):  # only its shape is asked for
+            return
+        number = self._number()
+        call = self._calls.get((number, name), 0)
+        self._calls[number, name] = call + 1
+        held = [] if module is None else [each for each in module._parameters.values() if each is not None]
+        sizes = [size for each in (*held, *(tensor for _, tensor in found)) for size in each.shape]
+        before = self._paths.get(number, Path(num_calls=0, length=0))
+        path = Path(num_calls=before.num_calls + 1, length=before.length + max(sizes, default=1))
+        self._paths[number] = path
+        for place, tensor in found:
+            if (local := local_of(tensor)) is not None:
+                key = OutputKey(number, name, call, place)
+                self._outputs[key] = noted_of(local, path)
+
+    def note_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Backward has a gradient for a parameter."""
+        if not self._is_on:
+            return
+        key = GradientKey(self._number(), name)
+        dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+        path = self._paths.get(key.microbatch, Path(num_calls=0, length=0))
+        noted = noted_of(dense, path)
+        if (before := self._gradients.get(key)) is not None:  # of another stage on this rank
+            noted = noted._replace(sample=before.sample + noted.sample, digest="")
+        self._gradients[key] = noted
+
+    def _number(self) -> int:
+        if self._runner is not None and (flow := self._runner.flow) is not None:
+            return flow.number
+        return self._microbatch
+
+    def _clear(self) -> None:
+        self._outputs: dict[OutputKey, Noted] = {}
+        self._gradients: dict[GradientKey, Noted] = {}
+        self._calls: dict[tuple[int, str], int] = {}
+        self._paths: dict[int, Path] = {}
+
+
+class NotedLoss:
+    """A loss function whose values are noted. A model that gives its own loss notes it as its output."""
+
+    def __init__(self, loss: LossFunction) -> None:
+        self._loss = loss
+        self.recorder: Recorder | None = None
+        """Who notes, once it is there."""
+
+    def __call__(self, output: Any, batch: Batch) -> torch.Tensor:
+        value = self._loss(output, batch)
+        if self.recorder is not None:
+            self.recorder.note_output(LOSS, None, value)
+        return value
+
+
+class _Beginning:
+    """A hook. Objects of this room's classes run with their module and are told to no other rank."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, *_: Any) -> None:
+        self._recorder.enter_model()
+
+
+class _Output:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder = recorder
+        self._name = name
+
+    def __call__(self, module: nn.Module, _: Any, output: Any) -> None:
+        self._recorder.note_output(self._name, module, output)
+
+
+class _Gradient:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder = recorder
+        self._name = name
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._recorder.note_gradient(self._name, gradient)
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of an output; None where another rank has them."""
+    local = tensor.value.local if isinstance(tensor, StageTensor) else tensor
+    return None if local is None or local.is_meta else local.detach()
+
+
+def noted_of(tensor: torch.Tensor, path: Path) -> Noted:
+    """What is kept of a tensor."""
+    dense = tensor.detach()
+    kept = dense.reshape(-1)[places(dense.numel()).to(dense.device)]
+    return Noted(
+        shape=tuple(dense.shape),
+        dtype=str(dense.dtype).removeprefix("torch."),
+        digest=digest_of_values(dense),
+        sample=wide(kept).cpu(),
+        num_calls=path.num_calls,
+        length=path.length,
+    )
+
+
+def _tensors(value: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in an output, each with its place."""
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided:
+            yield place, value
+        return
+    children: Sequence[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        children = list(value.items())
+    elif isinstance(value, tuple | list):
+        children = list(enumerate(value))
+    for key, child in children:
+        yield from _tensors(child, f"{place}.{key}" if place else str(key))
+

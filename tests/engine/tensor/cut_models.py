@@ -1,0 +1,113 @@
+"""Models cut over simulated ranks by a plan of tensor parallelism alone, beside the whole model in one process."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm.recorded import Call, Recorded
+from shardwise.engine.tensor.cutting import portion_of
+from shardwise.engine.tensor.outline import tensor_outline
+from shardwise.engine.tensor.running import TensorParallel
+from shardwise.plan.tensor import TensorPlan, plan_tensor
+
+MakeModel = Callable[[], nn.Module]
+Run = Callable[[nn.Module], torch.Tensor]
+"""From a model to what is computed with it; its sum is what the gradients are of."""
+
+
+@dataclass
+class Computed:
+    """What one process, or all ranks together, computed."""
+
+    output: torch.Tensor
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    plan: TensorPlan | None = None
+    calls: list[list[Call]] = field(default_factory=list)
+    """Of each rank."""
+
+
+def compute_whole(make_model: MakeModel, run: Run) -> Computed:
+    """One process, the model as it is."""
+    model = _made(make_model)
+    output = run(model)
+    output.sum().backward()
+    return Computed(output.detach(), {name: each.grad for name, each in model.named_parameters()})
+
+
+def compute_cut(make_model: MakeModel, rules: Mapping[str, str] | str, num_ranks: int, run: Run) -> Computed:
+    """Simulated ranks with the portions that the rules give them; the gradients put together.
+
+    All that the plan says is whole is compared: outputs and gradients have the same bits on every rank.
+    """
+
+    def on_rank(channel: sw.Channel) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], TensorPlan, list[Call]]:
+        model = _made(make_model)
+        outline, _ = tensor_outline(model)
+        plan = plan_tensor(outline, rules, num_ranks=num_ranks)  # type: ignore[arg-type]
+        for name, portion in plan.portions(channel.rank).items():
+            parameter = model.get_parameter(name)
+            parameter.data = portion_of(parameter.detach(), portion).clone()
+        recorded = Recorded(channel)
+        TensorParallel(model, plan, recorded)
+        output = run(model)
+        output.sum().backward()
+        return output.detach(), {name: each.grad for name, each in model.named_parameters()}, plan, recorded.calls
+
+    ranks = sw.simulate(num_ranks, on_rank)
+    outputs, gradients, (plan, *_), calls = zip(*ranks, strict=True)
+    for other in outputs[1:]:
+        assert torch.equal(other, outputs[0])
+    return Computed(
+        outputs[0],
+        {name: _together(name, [each[name] for each in gradients], plan) for name in gradients[0]},
+        plan,
+        list(calls),
+    )
+
+
+def assert_close(got: Computed, expected: Computed, *, relative: float = 1e-12) -> None:
+    """Outputs and gradients are equal to `relative` of the largest element: sums were taken in another order."""
+    _assert_near("the output", got.output, expected.output, relative)
+    assert got.gradients.keys() == expected.gradients.keys()
+    for name, gradient in got.gradients.items():
+        other = expected.gradients[name]
+        assert (gradient is None) == (other is None), f"{name}: {gradient} and {other}"
+        if gradient is not None and other is not None:
+            _assert_near(name, gradient, other, relative)
+
+
+def _assert_near(what: str, one: torch.Tensor, other: torch.Tensor, relative: float) -> None:
+    assert one.shape == other.shape, what
+    bound = relative * max(1.0, float(other.abs().max()))
+    largest = float((one - other).abs().max())
+    assert largest <= bound, f"{what} differs by {largest}, more than {bound}"
+
+
+def _made(make_model: MakeModel) -> nn.Module:
+    torch.manual_seed(0)
+    return make_model().double()
+
+
+def _together(name: str, parts: list[torch.Tensor | None], plan: TensorPlan) -> torch.Tensor | None:
+    held = [each for each in parts if each is not None]
+    if not held:
+        return None
+    if name in plan.summed:
+        return torch.stack([each for each in held]).sum(0)
+    if name not in plan.cuts:
+        assert len(held) == len(parts)
+        for other in held[1:]:
+            assert torch.equal(other, held[0]), f"{name} has another gradient on another rank"
+        return held[0]
+    whole = torch.full(plan.cuts[name].shape, torch.nan, dtype=held[0].dtype)
+    for rank, gradient in enumerate(held):
+        for box, local in plan.portions(rank)[name].boxes():
+            whole[_slices(box)] = gradient[_slices(local)]
+    return whole
+
+
+def _slices(box: sw.space.Box) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))

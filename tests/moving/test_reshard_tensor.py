@@ -1,0 +1,209 @@
+"""One tensor between layouts with autograd, against indexing the whole tensor in one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise.plan.reshard import plan_reshard
+from shardwise.space import Cut, Layout, Mesh, Piece, Replicate, Shard
+from tests.moving.layouts import Side, sides, values
+from tests.plan.strategies import proven
+from tests.space.plain import elements_of_piece
+
+SHAPE = (4, 6)
+X = torch.arange(24.0).view(SHAPE) / 7 - 1
+
+
+def piece(dtype: str = "float32", **place: Any) -> Piece:
+    return Piece(name="x", dtype=dtype, global_shape=SHAPE, **place)
+
+
+def weight(rank: int, num_elements: int) -> torch.Tensor:
+    """What a rank multiplies its target with, so that the order of sums shows in the last bits."""
+    return torch.sin(torch.arange(float(num_elements)) + 10.0 * rank) / 3
+
+
+def whole_side(num_ranks: int) -> st.SearchStrategy[Side]:
+    """A layout of x in which every rank has one piece, maybe without elements."""
+
+    def filled(side: Side) -> Side:
+        return [each or [piece(run=(0, 0))] for each in side]
+
+    return sides(num_ranks, [("x", "float32", SHAPE)]).map(filled)
+
+
+def expected_gradients(held: list[Piece], wanted: list[Piece]) -> list[torch.Tensor]:
+    """Element by element: the gradient of every target, in rank order, goes to the holder that the plan reads."""
+    plan = plan_reshard([[each] for each in held], [[each] for each in wanted])
+    gradients = [torch.zeros(each.num_elements) for each in held]
+    for _, at in plan.tensors:
+        route = plan.routes[at]
+        for share in route.shares:
+            giver, taker = route.ranks(share)
+            factors = weight(taker, wanted[taker].num_elements)
+            places = {element: place for place, element in enumerate(elements_of_piece(held[giver]))}
+            shared = set(places)
+            if share.box is not None:
+                shared &= set(elements_of_piece(piece(offset=share.box.offset, shape=share.box.shape)))
+            for place, element in enumerate(elements_of_piece(wanted[taker])):
+                if element in shared:
+                    gradients[giver][places[element]] += factors[place]
+    return gradients
+
+
+@proven
+@given(st.integers(1, 4).flatmap(lambda size: st.tuples(whole_side(size), whole_side(size))), st.integers(64, 200))
+def test_values_and_gradients_are_those_of_one_process(both: tuple[Side, Side], max_bytes: int) -> None:
+    held, wanted = ([each[0] for each in side] for side in both)
+
+    def move(channel: sw.Channel) -> torch.Tensor:
+        mine, wants = held[channel.rank], wanted[channel.rank]
+        x = values(mine, X).requires_grad_()
+        y = sw.reshard_tensor(x, mine, wants, channel, max_bytes=max_bytes)
+        assert torch.equal(y, values(wants, X))
+        assert y.requires_grad
+        (y.flatten() * weight(channel.rank, y.numel())).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+        return x.grad.flatten()
+
+    for gradient, expected in zip(sw.simulate(len(held), move), expected_gradients(held, wanted), strict=True):
+        assert torch.equal(gradient, expected)
+
+
+def test_the_gradients_of_all_holders_are_the_gradient_of_the_tensor() -> None:
+    """Replicas on both sides: each element's gradient is at one holder, and its sum is that of one process."""
+    x = X.clone().requires_grad_()
+    sum((x.flatten() * weight(rank, 24)).sum() for rank in range(3)).backward()  # type: ignore[union-attr]
+
+    def move(channel: sw.Channel) -> torch.Tensor:
+        mine = piece() if channel.rank < 2 else piece(run=(0, 0))
+        x = values(mine, X).requires_grad_()
+        y = sw.reshard_tensor(x * 1.0, mine, piece(), channel)
+        (y.flatten() * weight(channel.rank, 24)).sum().backward()
+        assert x.grad is not None
+        return x.grad if channel.rank < 2 else torch.zeros(SHAPE)
+
+    first, second, _ = sw.simulate(3, move)
+    # Rank 0 reads itself and is read by rank 2; rank 1 reads itself.
+    assert torch.equal(first.flatten(), weight(0, 24) + weight(2, 24))
+    assert torch.equal(second.flatten(), weight(1, 24))
+    assert x.grad is not None
+    torch.testing.assert_close(first + second, x.grad)  # the same three terms, added in another order
+
+
+def test_a_stage_on_other_ranks_computes_on_and_sends_the_gradient_back() -> None:
+    """Two ranks hold rows, two others columns: a pipeline across meshes. Nobody else holds what it has not got."""
+    rows = Layout(Mesh(dp_shard=2), {"dp_shard": Shard(0)})
+    columns = Layout(Mesh(tp=2), {"tp": Shard(1)})
+    first = torch.linspace(-1, 1, 36).view(6, 6)
+    expected = X.clone().requires_grad_()
+    hidden = torch.tanh(expected @ first)
+    (hidden * hidden).sum().backward()
+
+    def move(channel: sw.Channel) -> torch.Tensor | None:
+        rank, is_first = channel.rank % 2, channel.rank < 2
+        own = rows.piece(rank, name="x", dtype="float32", global_shape=SHAPE)
+        wants = columns.piece(rank, name="x", dtype="float32", global_shape=SHAPE)
+        x = values(own, X).requires_grad_() if is_first else None
+        sent = torch.empty(0) if x is None else torch.tanh(x @ first)
+        source, target = (own, wants.within(0, 0)) if is_first else (own.within(0, 0), wants)
+        came = sw.reshard_tensor(sent, source, target, channel)
+        assert came.requires_grad
+        (came * came).sum().backward()
+        return None if x is None else x.grad
+
+    above, below, *rest = sw.simulate(4, move)
+    assert rest == [None, None]
+    assert above is not None
+    assert below is not None
+    assert expected.grad is not None
+    torch.testing.assert_close(torch.cat([above, below]), expected.grad)  # matmuls of other shapes round otherwise
+
+
+def test_several_pieces_of_one_tensor_on_one_rank() -> None:
+    columns = [piece(offset=(0, at), shape=(4, 2)) for at in (0, 2, 4)]
+
+    def move(channel: sw.Channel) -> list[list[float]]:
+        mine = columns[:2] if channel.rank == 0 else columns[2:]
+        tensors = [values(each, X).requires_grad_() for each in mine]
+        runs = [piece(run=(0, 5)), piece(run=(3, 24))] if channel.rank == 1 else [piece(run=(0, 0))]
+        results = sw.reshard_tensor(tensors, mine, runs, channel)
+        assert [each.tolist() for each in results] == [values(each, X).tolist() for each in runs]
+        sum(each.sum() for each in results).backward()  # type: ignore[union-attr]
+        return [each.grad.flatten().tolist() for each in tensors if each.grad is not None]
+
+    # Elements 3 and 4, the last of the second columns and the first of the third, go to both runs.
+    assert sw.simulate(2, move) == [[[1.0] * 8, [1.0, 2.0] + [1.0] * 6], [[2.0] + [1.0] * 7]]
+
+
+def test_without_gradients_nothing_is_recorded() -> None:
+    def move(channel: sw.Channel) -> bool:
+        with torch.no_grad():
+            y = sw.reshard_tensor(X.clone().requires_grad_(), piece(), piece(), channel)
+        indices = torch.arange(24).view(SHAPE)
+        assert torch.equal(sw.reshard_tensor(indices, piece("int64"), piece("int64"), channel), indices)
+        return y.requires_grad or sw.reshard_tensor(X, piece(), piece(), channel).requires_grad
+
+    assert sw.simulate(2, move) == [False, False]
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"mode": torch.no_grad}, r"of rank 0 needs a gradient, but rank 1 records none \(no_grad\): reshard it in the"),
+    ({"targets": []}, "but rank 1 wants no piece, so that backward would not reach it; let it want a piece without"),
+    ({"targets": [piece("float16")]}, "it is held as float32, but rank 1 wants it as float16"),
+    ({"sources": [piece(), piece()]}, r"1 tensors were given for 2 pieces; (.|\n)*x\[0:4, 0:6\] is held twice"),
+    (
+        {"targets": [Piece(name="z", dtype="float32", global_shape=(0,))]},
+        "pieces of 2 tensors were given, x and z; reshard each alone",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), REFUSALS, ids=lambda _: "")
+def test_every_rank_refuses_alike(wrong: dict[str, Any], text: str) -> None:
+    def move(channel: sw.Channel) -> str:
+        arguments = wrong if channel.rank == 1 else {}
+        mode = arguments.get("mode", torch.enable_grad)
+        tensor = X.clone().requires_grad_(channel.rank == 0)
+        with pytest.raises(sw.ShardwiseError, match=text) as error, mode():
+            sw.reshard_tensor(
+                [tensor], arguments.get("sources", [piece()]), arguments.get("targets", [piece()]), channel
+            )
+        return str(error.value)
+
+    assert len(set(sw.simulate(2, move))) == 1
+
+
+def test_a_second_derivative_is_refused() -> None:
+    def move(channel: sw.Channel) -> None:
+        x = X.clone().requires_grad_()
+        y = sw.reshard_tensor(x, piece(), piece(), channel)
+        (gradient,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+    sw.simulate(1, move)
+
+
+def test_uneven_runs_and_replicas_together() -> None:
+    """Sources that overlap: a whole replica beside runs; own elements come from the rank itself."""
+    cut = Layout(Mesh(dp_shard=2, tp=1), {"dp_shard": Cut((0, 7, 24)), "tp": Replicate()})
+    held = [piece(), *(cut.piece(rank, name="x", dtype="float32", global_shape=SHAPE) for rank in range(2))]
+    wanted = [piece(run=(0, 0)), piece(), piece(offset=(0, 2), shape=(4, 2))]
+
+    def move(channel: sw.Channel) -> list[float]:
+        x = values(held[channel.rank], X).requires_grad_()
+        y = sw.reshard_tensor(x, held[channel.rank], wanted[channel.rank], channel)
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad.flatten().tolist()
+
+    whole, first, second = sw.simulate(3, move)
+    assert first == [1.0] * 7
+    assert second == [2.0 if (at + 7) % 6 in (2, 3) else 1.0 for at in range(17)]
+    assert whole == [0.0, 0.0, 1.0, 1.0] + [0.0] * 20

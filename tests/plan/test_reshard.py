@@ -1,0 +1,291 @@
+"""Reshard plans, against the plain question: which elements come from where, one by one."""
+
+import doctest
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardwise.plan.reshard
+from shardwise.errors import PlanError
+from shardwise.plan.reshard import ReshardPlan, Share, plan_reshard
+from shardwise.plan.reshard_batches import batches_of, stretch_bytes
+from shardwise.space import Box, Cut, Layout, Mesh, Piece, Shard
+from tests.plan.strategies import proven
+from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, shapes
+
+Sides = tuple[list[list[Piece]], list[list[Piece]]]
+
+
+@st.composite
+def sides(draw: st.DrawFn, *, everything: bool) -> Sides:
+    """What 1 to 4 ranks hold and want of 1 to 3 tensors: any pieces. everything: somebody holds each tensor whole."""
+    num_ranks = draw(st.integers(1, 4))
+    held: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    wanted: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        shape = draw(shapes().filter(lambda shape: len(shape) <= 3))
+        for side in (held, wanted):
+            for pieces in side:
+                pieces += draw(st.lists(pieces_of(shape, name), max_size=2))
+        if everything:
+            cut = draw(cuts(name, shape))
+            for at, piece in enumerate(cut):
+                held[(draw(st.integers(0, num_ranks - 1)) + at) % num_ranks].append(piece)
+    return held, wanted
+
+
+def cuts(name: str, shape: Shape) -> st.SearchStrategy[list[Piece]]:
+    """The tensor as a whole, or in two along a dim, or in two runs."""
+
+    def half(first: bool, dim: int) -> Piece:
+        low = shape[dim] // 2
+        offset, size = (0, low) if first else (low, shape[dim] - low)
+        box = [*shape[:dim], size, *shape[dim + 1 :]]
+        return Piece(
+            name=name,
+            dtype="float32",
+            global_shape=shape,
+            offset=[0] * dim + [offset] + [0] * (len(shape) - dim - 1),
+            shape=box,
+        )
+
+    whole = Piece(name=name, dtype="float32", global_shape=shape)
+    size = whole.num_elements
+    choices = [[whole], [whole.within(0, size // 3), whole.within(size // 3, size)]]
+    choices += [[half(True, dim), half(False, dim)] for dim in range(len(shape))]
+    return st.sampled_from(choices)
+
+
+def of_name(pieces: list[list[Piece]], name: str) -> list[tuple[int, Piece]]:
+    return [(rank, piece) for rank, each in enumerate(pieces) for piece in each if piece.name == name]
+
+
+@proven
+@given(sides(everything=True))
+def test_every_element_that_is_wanted_comes_once_from_its_place_in_one_holder(given_sides: Sides) -> None:
+    held, wanted = given_sides
+    plan = plan_reshard(held, wanted)
+    assert plan.check() == []
+    assert ReshardPlan.parse(plan.text()) == plan
+    routes = {name: plan.routes[at] for name, at in plan.tensors}
+    for name in {piece.name for each in wanted for piece in each}:
+        sources, targets = of_name(held, name), of_name(wanted, name)
+        came: list[dict[int, int]] = [{} for _ in targets]
+        for share in routes[name].shares if name in routes else ():
+            rank, source = sources[share.source]
+            to, target = targets[share.target]
+            assert routes[name].ranks(share) == (rank, to)
+            elements = elements_of_piece(source)
+            own = {each for holder, piece in sources if holder == to for each in elements_of_piece(piece)}
+            for move in routes[name].moves(share):
+                out = [
+                    move.source.start + at for at in elements_of_box(move.source.block, box(move.source, move.shape))
+                ]
+                put = [
+                    move.target.start + at for at in elements_of_box(move.target.block, box(move.target, move.shape))
+                ]
+                for taken, place in zip(out, put, strict=True):
+                    assert place not in came[share.target]
+                    came[share.target][place] = elements[taken]
+                    assert rank == to or elements[taken] not in own
+        for (_, target), places in zip(targets, came, strict=True):
+            assert [places[place] for place in range(target.num_elements)] == elements_of_piece(target)
+
+
+def box(part: "shardwise.space.Part", shape: Shape) -> Box:
+    return Box(part.offset, shape)
+
+
+@proven
+@given(sides(everything=False))
+def test_what_nobody_holds_is_found_in_every_tensor(given_sides: Sides) -> None:
+    held, wanted = given_sides
+    lacking: dict[str, tuple[int, int]] = {}
+    for rank, pieces in enumerate(wanted):
+        for piece in pieces:
+            there = {each for _, source in of_name(held, piece.name) for each in elements_of_piece(source)}
+            missing = [each for each in elements_of_piece(piece) if each not in there]
+            if missing:
+                lacking.setdefault(piece.name, (rank, len(missing)))
+    if not lacking:
+        assert plan_reshard(held, wanted).check() == []
+        return
+    with pytest.raises(PlanError) as error:
+        plan_reshard(held, wanted)
+    assert len(error.value.problems) == len(lacking)
+    for problem in error.value.problems:
+        rank, number = lacking[problem[0]]
+        assert f"rank {rank} wants" in problem
+        assert "no rank holds a tensor of this name" in problem or f"and {number} of its" in problem
+
+
+@proven
+@given(sides(everything=True), st.integers(64, 400), st.booleans())
+def test_batches_have_every_element_once_and_no_more_bytes_than_they_may(
+    given_sides: Sides, max_bytes: int, in_order: bool
+) -> None:
+    plan = plan_reshard(*given_sides, max_bytes=max_bytes)
+    gone: dict[tuple[int, int], list[int]] = {}
+    order: list[tuple[int, int]] = []
+    for batch in batches_of(plan, in_order=in_order):
+        out, into = [0] * plan.num_ranks, [0] * plan.num_ranks
+        for lot in batch:
+            route = plan.routes[plan.tensors[lot.tensor][1]]
+            for at in range(len(route.shares)) if lot.share is None else [lot.share]:
+                share = route.shares[at]
+                start, stop = lot.stretch(share.num_elements)
+                gone.setdefault((lot.tensor, at), []).extend(range(start, stop))
+                order.append((lot.tensor, at))
+                giver, taker = route.ranks(share)
+                if giver != taker:
+                    out[giver] += stretch_bytes(stop - start, route.dtype)
+                    into[taker] += stretch_bytes(stop - start, route.dtype)
+        assert max(*out, *into) <= max_bytes // 4
+    shares = {
+        (tensor, at): list(range(share.num_elements))
+        for tensor, (_, route) in enumerate(plan.tensors)
+        for at, share in enumerate(plan.routes[route].shares)
+    }
+    assert gone == shares
+    assert not in_order or order == sorted(order)
+
+
+def piece(name: str = "w", whole: Shape = (8, 4), dtype: str = "float32", **place: object) -> Piece:
+    return Piece(name=name, dtype=dtype, global_shape=whole, **place)  # type: ignore[arg-type]
+
+
+def test_a_large_tensor_is_cut_alike_over_all_pairs_so_that_all_are_busy() -> None:
+    rows, columns = Layout(Mesh(tp=4), {"tp": Shard(0)}), Layout(Mesh(tp=4), {"tp": Shard(1)})
+    tensor = {"name": "w", "dtype": "float32", "global_shape": (64, 64)}
+    plan = plan_reshard(
+        [[rows.piece(rank, **tensor)] for rank in range(4)],  # type: ignore[arg-type]
+        [[columns.piece(rank, **tensor)] for rank in range(4)],  # type: ignore[arg-type]
+        max_bytes=4096,
+    )
+    batches = list(batches_of(plan))
+    assert [len(batch) for batch in batches] == [1] * 4  # 3 KiB each way; thirds, rounded up, are over 1 KiB
+    assert plan.sent_bytes() == [3 * 16 * 16 * 4] * 4
+
+
+def test_replicas_are_read_from_the_rank_itself_else_from_the_holder_with_least_to_send() -> None:
+    names = [f"layers.{layer}" for layer in range(9)]
+    held = [[piece(name) for name in names] for _ in range(3)] + [[], []]
+    wanted = [[piece(name) for name in names], [], [], [piece(name) for name in names], [piece("layers.0")]]
+    plan = plan_reshard(held, wanted)
+    assert plan.check() == []
+    of = {name: plan.routes[at] for name, at in plan.tensors}
+    givers = [of[name].ranks(share) for name in names for share in of[name].shares]
+    assert sum(giver == taker == 0 for giver, taker in givers) == 9
+    sent = plan.sent_bytes()
+    assert sum(sent) == 10 * 32 * 4
+    assert sorted(sent[:3]) == [3 * 128, 3 * 128, 4 * 128]
+    assert sent[3:] == [0, 0]
+
+
+def test_overlapping_sources_give_what_the_own_rank_lacks() -> None:
+    held = [[piece()], [piece(offset=(4, 0), shape=(4, 4))]]
+    plan = plan_reshard(held, [[], [piece()]])
+    (route,) = plan.routes
+    assert route.shares == (Share(1, 0, 16, Box((4, 0), (4, 4))), Share(0, 0, 16, Box((0, 0), (4, 4))))
+    assert plan.sent_bytes() == [64, 0]
+
+
+def test_the_narrower_dtype_travels() -> None:
+    half = piece(dtype="bfloat16")
+    assert plan_reshard([[piece()], []], [[], [half]], cast=True).sent_bytes() == [64, 0]
+    assert plan_reshard([[half], []], [[], [piece()]], cast=True).sent_bytes() == [64, 0]
+
+
+def test_all_that_does_not_fit_is_said_at_once() -> None:
+    held = [
+        [piece("a"), piece("b"), piece("c"), piece("d"), piece("z", dtype="complex64"), piece("q", dtype="int5")],
+        [piece("d", dtype="float16")],
+    ]
+    wanted = [
+        [piece("a", (4, 8)), piece("b", dtype="float16"), piece("x"), piece("q", dtype="int5")],
+        [piece("d"), piece("z", dtype="float32"), piece("y"), piece("y")],
+    ]
+    with pytest.raises(PlanError) as error:
+        plan_reshard(held, wanted, cast=False)
+    assert error.value.problems == (
+        "a: it is held in shape [8, 4], but rank 0 wants it in shape [4, 8]; a reshard keeps shapes",
+        "b: it is held as float32, but rank 0 wants it as float16; want float32, or say cast=True",
+        "x: rank 0 wants it, and no rank holds a tensor of this name",
+        "q: held as 'int5' and wanted as 'int5': no known dtypes",
+        "d: rank 0 holds it as float32 of shape [8, 4], but rank 1 as float16 of shape [8, 4]; what is held of a "
+        "tensor is of one dtype and shape",
+        "z: it is held as complex64, but rank 1 wants it as float32; want complex64, or say cast=True",
+        "y: rank 1 wants it, and no rank holds a tensor of this name",
+    )
+    with pytest.raises(PlanError, match="z: it is held as complex64, but rank 1 wants it as float32, which has no ima"):
+        plan_reshard([[held[0][4]], []], [[], [wanted[1][1]]], cast=True)
+    with pytest.raises(
+        PlanError, match=r"rank 1 wants w\[0:8, 0:4\], and 4 of its 32 .* at index \(7, 0\); so it is w"
+    ):
+        plan_reshard([[piece(shape=(7, 4))], []], [[], [piece(), piece()]])
+
+
+@pytest.mark.parametrize(("num_targets", "max_bytes", "text"), [(1, 64, "2 ranks hold, and 1 want"), (2, 63, "is 63")])
+def test_wrong_calls(num_targets: int, max_bytes: int, text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        plan_reshard([[], []], [[]] * num_targets, max_bytes=max_bytes)
+
+
+def test_what_has_no_elements_needs_no_holder() -> None:
+    plan = plan_reshard(
+        [[], [piece("b", (0, 3))]], [[piece("a", (0, 3)), piece("c", run=(5, 5))], [piece("b", (0, 3))]]
+    )
+    assert (plan.routes, plan.tensors) == ((), ())
+
+
+def test_a_planted_fault_is_found() -> None:
+    plan = plan_reshard([[piece(shape=(3, 4))], [piece(offset=(3, 0), shape=(5, 4))]], [[piece()], []])
+    (route,) = plan.routes
+    for shares, text in (
+        (route.shares[:1], "20 of 32 elements are held by no piece"),
+        ((*route.shares, route.shares[0]), "12 of 32 elements are held more than once"),
+        ((route.shares[0], replace(route.shares[1], num_elements=19)), "moves 20 elements"),
+    ):
+        findings = replace(plan, routes=(replace(route, shares=shares),)).check()
+        assert [text in finding for finding in findings] == [True]
+
+
+def test_text_that_is_not_understood_is_named_by_line() -> None:
+    lines = plan_reshard([[piece()]], [[piece()]]).text().splitlines()
+    for number, line in ((1, "reshard: one rank"), (2, "  held by 0: [0:8, 0:4]"), (3, "  held by 0: [0:9, 0:4]")):
+        wrong = [*lines[: number - 1], line, *lines[number:]]
+        with pytest.raises(PlanError, match=f"^line {number} of the reshard is not understood: '{line[:6]}"):
+            ReshardPlan.parse("\n".join(wrong))
+    with pytest.raises(PlanError, match="line 1 of the reshard"):
+        ReshardPlan.parse("")
+
+
+def test_ten_thousand_tensors_on_eight_ranks_are_planned_in_two_seconds() -> None:
+    rows, runs = (
+        Layout(Mesh(dp_shard=8), {"dp_shard": placement}) for placement in (Shard(1), Cut(tuple(range(0, 4097, 512))))
+    )
+
+    def pieces(layout: Layout, rank: int) -> list[Piece]:
+        return [
+            layout.piece(rank, name=f"layers.{layer}", dtype="bfloat16", global_shape=(64, 64))
+            for layer in range(10_000)
+        ]
+
+    held, wanted = ([pieces(layout, rank) for rank in range(8)] for layout in (runs, rows))
+    begun = time.process_time()
+    plan = plan_reshard(held, wanted)
+    batches = list(batches_of(plan))
+    assert time.process_time() - begun < 2.0
+    assert len(plan.routes) == 1
+    assert plan.check() == []
+    assert sum(map(len, batches)) == 10_000
+    assert len(plan.text()) < 1_000_000
+
+
+def test_the_example_holds() -> None:
+    result = doctest.testmod(shardwise.plan.reshard)
+    assert result.attempted > 0
+    assert result.failed == 0
