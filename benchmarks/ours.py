@@ -37,21 +37,20 @@ def cast_each_time(model: nn.Module) -> None:
     setattr(model, "forward", autocast(model.forward))  # noqa: B010, it shadows a method
 
 
-def engine(
-    model: nn.Module,
-    num_microbatches: int,
-    *,
-    precision: sw.Precision,
-    over: Channel,
-    sharding: sw.Sharding = STAGE_1,
-) -> sw.Engine:
-    """Put the workload's model on all ranks of the channel, which see other samples each."""
-    plan = sw.Plan(
-        mesh=sw.Mesh(dp_shard=over.size),
+def plan_of(
+    num_ranks: int, num_microbatches: int, *, precision: sw.Precision, sharding: sw.Sharding = STAGE_1
+) -> sw.Plan:
+    """Data ranks, and nothing else."""
+    return sw.Plan(
+        mesh=sw.Mesh(dp_shard=num_ranks),
         sharding=sharding,
         merge=sw.Merge(microbatches=num_microbatches),
         precision=precision,
     )
+
+
+def engine(model: nn.Module, plan: sw.Plan, *, over: Channel) -> sw.Engine:
+    """The workload's model under a plan, on all ranks of the channel."""
     return sw.parallelize(
         model, plan, optimizer=lambda parameters: torch.optim.AdamW(parameters, **ADAMW), channel=over
     )
@@ -72,7 +71,8 @@ def _prepare(model: nn.Module, num_microbatches: int, *, settings: Settings) -> 
     if settings.autocast:
         cast_each_time(model)
     over = channel(settings.wire)
-    trained = engine(model, num_microbatches, precision=settings.precision, over=over, sharding=settings.sharding)
+    plan = plan_of(over.size, num_microbatches, precision=settings.precision, sharding=settings.sharding)
+    trained = engine(model, plan, over=over)
 
     def step(batch: Batch) -> float:
         return trained.step(batch.whole).loss

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.cells import in_processes
-from benchmarks.ours import OURS_SETTINGS, cast_each_time, channel, engine
+from benchmarks.ours import OURS_SETTINGS, cast_each_time, channel, engine, plan_of
 from benchmarks.workload import Batch, Shape, batches, llama
 from shardwise.comm import Channel, Work
 
@@ -161,7 +161,8 @@ def _profile(rank: int, folder: Path) -> None:
         cast_each_time(model)
     _clock_model(model, clock)
     over = ClockedChannel(channel=channel(settings.wire), clock=clock)
-    trained = engine(model, num_microbatches, precision=settings.precision, over=over, sharding=settings.sharding)
+    plan = plan_of(over.size, num_microbatches, precision=settings.precision, sharding=settings.sharding)
+    trained = engine(model, plan, over=over)
     trained.optimizer.register_step_pre_hook(lambda *_: clock.enter("optimizer"))
     trained.optimizer.register_step_post_hook(lambda *_: clock.leave())
     drawn = batches(Shape.parse(shape), num_microbatches, rank=rank, count=NUM_STEPS)

@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 import shardwise as sw
-from benchmarks.ours import ONCE, engine
+from benchmarks.hybrid.tensor import tensor_plan
+from benchmarks.ours import ONCE, engine, plan_of
 from benchmarks.workload import Shape, batches, llama
 from shardwise.comm import Channel
 from shardwise.plan import Bucket
 
-__all__ = ["Count", "of_sharding"]
+__all__ = ["Count", "of_sharding", "of_tensor"]
 
 SHAPE = Shape(num_sequences=1, num_tokens=2)
 BUCKET_BYTES = 4 << 20
@@ -41,32 +45,63 @@ class _Seen:
 
 def of_sharding(num_ranks: int, num_microbatches: int, sharding: sw.Sharding) -> Iterator[Count]:
     """Count one update of the workload's model, in bfloat16 with float32 masters."""
-    seen = sw.simulate(num_ranks, lambda channel: _update(channel, num_microbatches, sharding), timeout_seconds=300.0)
-    about = f"stage {sharding.stage}{', kept' if sharding.keep_gathered else ''}, {num_ranks} ranks, k = {num_microbatches}"
+    plan = plan_of(num_ranks, num_microbatches, precision=ONCE, sharding=sharding)
+    seen = sw.simulate(
+        num_ranks, lambda channel: _update(channel, channel.rank, llama(), plan), timeout_seconds=300.0
+    )
+    kept = ", kept" if sharding.keep_gathered else ""
+    about = f"stage {sharding.stage}{kept}, {num_ranks} ranks, k = {num_microbatches}"
     k, d, buckets = num_microbatches, num_ranks, seen[0].buckets
     num_elements = sum(slot.num_elements for bucket in buckets for slot in bucket.slots)
     buffers = sum(bucket.num_elements for bucket in buckets)
-    times_reduced = k if sharding.stage >= 2 else 1
-    reduced_itemsize = 2 if sharding.stage >= 2 or k == 1 else 4
-    times_gathered, text = _times_gathered(sharding, k)
-    k_text = "k" if sharding.stage >= 2 else "1"
-    for what, counted, formula, formula_text in (
-        ("elements cast", sum(each.cast_elements for each in seen), num_elements, "N"),
-        ("reduce-scatters", sum(each.num_reduced for each in seen), d * times_reduced * len(buckets), f"d * {k_text} * B"),
-        ("all-gathers", sum(each.num_gathered for each in seen), d * times_gathered * len(buckets), f"d * {text} * B"),
-        (
-            "bytes sent to reduce",
-            sum(each.reduced_bytes for each in seen),
-            (d - 1) * times_reduced * reduced_itemsize * buffers,
-            f"(d - 1) * {k_text} * {reduced_itemsize} P",
-        ),
-        (
-            "bytes sent to gather",
-            sum(each.gathered_bytes for each in seen),
-            (d - 1) * times_gathered * 2 * buffers,
-            f"(d - 1) * {text} * 2 P",
-        ),
-    ):
+    each_time = sharding.stage >= 2
+    reduced, wide = (k if each_time else 1), (2 if each_time or k == 1 else 4)
+    gathered, text = _times_gathered(sharding, k)
+    k_text = "k" if each_time else "1"
+    yield from _counts(
+        about,
+        seen,
+        [
+            ("elements cast", "cast_elements", "N", num_elements),
+            ("reduce-scatters", "num_reduced", f"d * {k_text} * B", d * reduced * len(buckets)),
+            ("all-gathers", "num_gathered", f"d * {text} * B", d * gathered * len(buckets)),
+            ("bytes sent to reduce", "reduced_bytes", f"(d - 1) * {k_text} * {wide} P", (d - 1) * reduced * wide * buffers),
+            ("bytes sent to gather", "gathered_bytes", f"(d - 1) * {text} * 2 P", (d - 1) * gathered * 2 * buffers),
+        ],
+    )
+
+
+def of_tensor(num_ranks: int, num_microbatches: int) -> Iterator[Count]:
+    """Count one update of the same model cut along tp: of each layer two sums forward and two backward, one of the
+    embedding forward, one of the head backward, and the logits.
+    """
+    config: Any = llama(num_ranks).config
+    seen = sw.simulate(
+        num_ranks,
+        lambda channel: _update(channel, 0, llama(num_ranks), tensor_plan(num_ranks, num_microbatches)),
+        timeout_seconds=300.0,
+    )
+    about = f"tensor parallelism, {num_ranks} ranks, k = {num_microbatches}"
+    k, t, num_sums = num_microbatches, num_ranks, 4 * config.num_hidden_layers + 2
+    num_tokens = SHAPE.num_sequences * SHAPE.num_tokens
+    sums_bytes = (t - 1) * k * num_sums * num_tokens * config.hidden_size * 2
+    logits_bytes = (t - 1) * k * num_tokens * config.vocab_size * 2
+    sums, sent = "k * (4 L + 2)", "(t - 1) * k * (4 L + 2) * 2 TH"
+    yield from _counts(
+        about,
+        seen,
+        [
+            ("reduce-scatters", "num_reduced", f"t * {sums}", t * k * num_sums),
+            ("all-gathers", "num_gathered", f"t * {sums} + t * k", t * k * (num_sums + 1)),
+            ("bytes sent to reduce", "reduced_bytes", sent, sums_bytes),
+            ("bytes sent to gather", "gathered_bytes", f"{sent} + (t - 1) * k * 2 TV", sums_bytes + logits_bytes),
+        ],
+    )
+
+
+def _counts(about: str, seen: Sequence[_Seen], asked: Sequence[tuple[str, str, str, int]]) -> Iterator[Count]:
+    for what, name, formula_text, formula in asked:
+        counted = sum(getattr(each, name) for each in seen)
         yield Count(about=about, what=what, formula_text=formula_text, counted=counted, formula=formula)
 
 
@@ -77,10 +112,10 @@ def _times_gathered(sharding: sw.Sharding, num_microbatches: int) -> tuple[int, 
     return 2 * num_microbatches, "2k"
 
 
-def _update(channel: Channel, num_microbatches: int, sharding: sw.Sharding) -> _Seen:
+def _update(channel: Channel, data_rank: int, model: nn.Module, plan: sw.Plan) -> _Seen:
     recorded = sw.Recorded(channel)
-    trained = engine(llama(), num_microbatches, precision=ONCE, over=recorded, sharding=sharding)
-    first, second = (each.whole for each in batches(SHAPE, num_microbatches, rank=channel.rank, count=2))
+    trained = engine(model, plan, over=recorded)
+    first, second = (each.whole for each in batches(SHAPE, plan.merge.microbatches, rank=data_rank, count=2))
     trained.step(first)  # a first update may do more than the later ones
     cast = trained.counters.cast_elements
     recorded.clear()

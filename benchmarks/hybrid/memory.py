@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from benchmarks.cells import in_processes
-from benchmarks.ours import ONCE, channel, engine
+from benchmarks.ours import ONCE, channel, engine, plan_of
 from benchmarks.rank import live_tensor_bytes
 from benchmarks.workload import Shape, batches, llama
 
@@ -77,8 +77,8 @@ def _measure(rank: int, folder: Path, *, num_microbatches: int) -> None:
     model = llama()
     parts = formula(model, over.size)
     drawn = batches(SHAPE, num_microbatches, rank=rank, count=1)
-    trained = engine(model, num_microbatches, precision=ONCE, over=over, sharding=sw.Sharding(stage=3))
-    del model
+    plan = plan_of(over.size, num_microbatches, precision=ONCE, sharding=sw.Sharding(stage=3))
+    trained = engine(model, plan, over=over)
     for _ in range(NUM_WARM_STEPS):
         trained.step(drawn[0].whole)
     resident = live_tensor_bytes()

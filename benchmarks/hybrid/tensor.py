@@ -1,7 +1,7 @@
 """Tensor parallelism: ours, by the plan that transformers' Llama carries, and torch's `parallelize_module` with the same cuts.
 
 Both cut queries, keys, values, gate and up by columns, the two projections back by rows, and the head by columns, whose
-logits are gathered for the model's own loss. The embedding is whole on every rank.
+logits are gathered for the model's own loss, and the embedding by rows.
 """
 
 import time
@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
-from benchmarks.ours import Wire, channel
+from benchmarks.ours import Wire, channel, engine
 from benchmarks.workload import ADAMW, Batch, Side, Training
 
-__all__ = ["TENSOR"]
+__all__ = ["TENSOR", "tensor_plan"]
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
@@ -46,23 +46,25 @@ class _Clock:
         return clocked
 
 
-def _ours(model: nn.Module, num_microbatches: int, *, dtype: str, wire: Wire) -> Training:
-    over = channel(wire)
-    plan = sw.Plan(
-        mesh=sw.Mesh(tp=over.size),
+def tensor_plan(num_ranks: int, num_microbatches: int, dtype: str = "bfloat16") -> sw.Plan:
+    """All ranks along tp."""
+    return sw.Plan(
+        mesh=sw.Mesh(tp=num_ranks),
         merge=sw.Merge(microbatches=num_microbatches),
         precision=sw.Precision(compute=dtype),
         tensor=sw.Tensor(rules="auto"),
     )
-    engine = sw.parallelize(
-        model, plan, optimizer=lambda parameters: torch.optim.AdamW(parameters, **ADAMW), channel=over
-    )
+
+
+def _ours(model: nn.Module, num_microbatches: int, *, dtype: str, wire: Wire) -> Training:
+    over = channel(wire)
+    trained = engine(model, tensor_plan(over.size, num_microbatches, dtype), over=over)
     clock = _Clock()
-    computation = engine._computation
+    computation = trained._computation
     setattr(computation, "train", clock.on(computation.train))  # noqa: B010, it shadows a method
 
     def step(batch: Batch) -> float:
-        return engine.step(batch.whole).loss
+        return trained.step(batch.whole).loss
 
     return Training(step=step, passes_s=lambda: clock.seconds)
 
@@ -71,8 +73,11 @@ def _theirs(model: Any, num_microbatches: int, *, dtype: torch.dtype) -> Trainin
     model.to(dtype)
     columns = {f"model.layers.*.{name}": ColwiseParallel() for name in COLUMNS}
     rows = {f"model.layers.*.{name}": RowwiseParallel() for name in ROWS}
-    head = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
-    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), {**columns, **rows, **head})
+    vocabulary = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), {**columns, **rows, **vocabulary})
     cut = [each for each in model.parameters() if isinstance(each, DTensor)]
     whole = [each for each in model.parameters() if not isinstance(each, DTensor)]
     updates = torch.optim.AdamW([{"params": cut}, {"params": whole}], **ADAMW)
@@ -97,7 +102,7 @@ def _theirs(model: Any, num_microbatches: int, *, dtype: torch.dtype) -> Trainin
     return Training(step=step, passes_s=lambda: clock.seconds)
 
 
-_CUTS = "layers and head cut along tp, logits gathered"
+_CUTS = "layers, embedding and head cut along tp, logits gathered"
 TENSOR = (
     *(
         Side(

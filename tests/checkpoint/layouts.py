@@ -1,13 +1,16 @@
 """Layouts to save and to load under, a model with everything odd in it, and states put together by brute force."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine.tensor.outline import tensor_outline
 from shardwise.plan.specs import Owners, Partition
+from shardwise.plan.tensor import plan_tensor
+from shardwise.space import Portion
 from tests.engine.models import NUM_WORDS, word_batch, word_loss
 from tests.engine.oracle import share_of
 
@@ -15,7 +18,15 @@ Whole = dict[str, torch.Tensor]
 
 
 class Odd(nn.Module):
-    """Ties, frozen parts, running statistics, integers, scalars, 4 dims, nothing at all, and what is never used."""
+    """Ties, frozen parts, running statistics, integers, scalars, 4 dims, nothing at all, and what is never used.
+
+    For tensor parallelism it has two layers with an odd number of columns between, and two projections packed in one.
+    """
+
+    tp_plan = {
+        **{"embedding": "embedding_rowwise", "head": "colwise_gather_output", "up": "colwise", "down": "rowwise"},
+        **{"gates": "packed_colwise", "gated": "rowwise"},
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,6 +38,10 @@ class Odd(nn.Module):
         self.unused = nn.Parameter(torch.randn(5))
         self.frozen = nn.Linear(7, 7).requires_grad_(False)
         self.order = nn.Parameter(torch.arange(7), requires_grad=False)
+        self.up = nn.Linear(7, 33)
+        self.down = nn.Linear(33, 7)
+        self.gates = nn.Linear(7, 18)
+        self.gated = nn.Linear(9, 7)
         self.norm = nn.BatchNorm1d(7)
         self.dropout = nn.Dropout(0.1)
         self.head = nn.Linear(7, NUM_WORDS, bias=False)
@@ -35,6 +50,9 @@ class Odd(nn.Module):
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         hidden = self.frozen(self.embedding(words))[..., self.order]
         hidden = torch.tanh(hidden @ self.cube.sum((0, 1)) @ self.cube[0, 0].T) * self.scale + self.gate
+        hidden = hidden + self.down(torch.tanh(self.up(hidden)))
+        left, right = self.gates(hidden).chunk(2, -1)
+        hidden = hidden + self.gated(torch.sigmoid(left) * right)
         hidden = self.norm(hidden.flatten(0, 1).to(self.norm.weight.dtype)).view(hidden.shape).to(hidden.dtype)
         out: torch.Tensor = self.head(self.dropout(hidden))
         return out
@@ -49,9 +67,16 @@ def odd(seed: int = 0) -> Odd:
 
 STAGES = {
     **{"embedding": 0, "cube": 1, "scale": 1, "gate": 2, "nothing": 3, "unused": 0},
-    **{"frozen": 0, "order": 3, "norm": 2, "head": 3},
+    **{"frozen": 0, "order": 3, "norm": 2, "head": 3, "up": 1, "down": 1, "gates": 2, "gated": 2},
 }
 """Of four; the order of the frozen layer's outputs comes from the last one, back to the first."""
+
+
+RULES = {
+    **{"embedding": "vocab", "head": "vocab", "up": "column(parts=20+13)", "down": "row(parts=20+13)"},
+    **{"gates": "column(parts=2)", "gated": "row"},
+}
+"""Both parts of the odd columns are cut, the second unevenly: a rank has two boxes of them."""
 
 
 def layout(
@@ -63,19 +88,23 @@ def layout(
     *,
     owners: Owners = "all",
     compute: str | None = None,
+    keep: tuple[str, ...] = (),
     microbatches: int = 1,
     pp: int = 1,
     chunks: int = 1,
+    tp: int = 1,
+    rules: Mapping[str, str] | Literal["auto"] = "auto",
 ) -> sw.Plan:
     """A plan in one line."""
     num_stages = pp * chunks
     stages = {name: stage * num_stages // 4 for name, stage in STAGES.items()} if num_stages > 1 else None
     return sw.Plan(
-        mesh=sw.Mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard),
+        mesh=sw.Mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
         pipeline=sw.Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks, stages=stages),
         sharding=sw.Sharding(stage=stage, partition=partition, bucket_bytes=bucket_bytes, owners=owners),
-        precision=sw.Precision(compute=compute),
+        precision=sw.Precision(compute=compute, keep=keep),
         merge=sw.Merge(microbatches=microbatches),
+        tensor=sw.Tensor(rules=rules if tp > 1 else None),
         clip_grad_norm=1.0,
     )
 
@@ -98,8 +127,24 @@ LAYOUTS = {
     "stages-four-bf16": layout(1, 1, 0, "slice", 1 << 20, compute="bfloat16", pp=4, microbatches=2),
     "stages-two-x-two": layout(1, 2, 1, "slice", 300, pp=2, chunks=2),
     "stages-four-x-two-whole": layout(2, 1, 1, "whole", 400, pp=4),
+    "stage2-two": layout(1, 2, 2, "slice", 500, microbatches=2),
+    "stage2-three-whole-bf16": layout(1, 3, 2, "whole", 300, compute="bfloat16"),
+    "stage2-replicas": layout(2, 2, 2, "slice", 400, owners="dp_shard"),
+    "stage3-two-bf16": layout(1, 2, 3, "slice", 300, compute="bfloat16", microbatches=2),
+    "stage3-three-whole": layout(3, 1, 3, "whole", 500),
+    "stage3-replicas-bf16": layout(2, 2, 3, "slice", 400, owners="dp_shard", compute="bfloat16", keep=("norm",)),
+    "stage3-stages": layout(1, 2, 3, "slice", 500, pp=2, microbatches=2),
+    "tensor-two": layout(1, 1, 1, "slice", 500, tp=2),
+    "tensor-three-bf16": layout(1, 1, 0, "slice", 1 << 20, tp=3, compute="bfloat16"),
+    "tensor-two-parts-x-two": layout(1, 2, 1, "slice", 130, tp=2, rules=RULES),
+    "tensor-two-x-two-whole-bf16": layout(2, 1, 1, "whole", 400, tp=2, rules=RULES, compute="bfloat16"),
+    "tensor-two-stages": layout(1, 1, 1, "slice", 1 << 20, pp=2, tp=2),
+    "tensor-two-x-three-stage2": layout(1, 3, 2, "slice", 300, tp=2),
+    "tensor-three-x-two-stage3": layout(1, 2, 3, "slice", 300, tp=3, rules=RULES, compute="bfloat16"),
+    "all": layout(1, 2, 1, "slice", 400, pp=2, tp=2, compute="bfloat16", microbatches=2),
+    "all-stage3": layout(1, 2, 3, "slice", 400, pp=2, tp=2, rules=RULES, microbatches=2),
 }
-"""Meshes, stages of both kinds, partitions, bucket sizes and compute dtypes."""
+"""Meshes, stages of both kinds, partitions, cuts of all kinds, bucket sizes and compute dtypes."""
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -117,11 +162,21 @@ def engine_of(plan: sw.Plan, channel: sw.Channel, *, seed: int = 0) -> sw.Engine
 def train(engine: sw.Engine, channel: sw.Channel, updates: Iterable[int]) -> list[float]:
     """The losses of these updates; the same rows, dropout by update and rank."""
     losses = []
-    num_data_ranks = channel.size // engine.plan.mesh.pp  # pp is the outermost axis
+    mesh = engine.plan.mesh
+    data_ranks = mesh.peers(channel.rank, ("dp_replicate", "dp_shard"))
     for update in updates:
         torch.manual_seed(1000 * update + channel.rank)
-        losses.append(engine.step(share_of(word_batch(update, 28), channel.rank % num_data_ranks, num_data_ranks)).loss)
+        share = share_of(word_batch(update, 28), data_ranks.index(channel.rank), len(data_ranks))
+        losses.append(engine.step(share).loss)
     return losses
+
+
+def portions_of(plan: sw.Plan, rank: int) -> Mapping[str, Portion]:
+    """What this rank has of the parameters that are cut along `tp`."""
+    if plan.tensor.rules is None:
+        return {}
+    tensor_plan = plan_tensor(tensor_outline(odd())[0], plan.tensor.rules, num_ranks=plan.mesh.tp)
+    return tensor_plan.portions(plan.mesh.coordinates(rank)["tp"])
 
 
 def assembled(states: Iterable[Mapping[sw.Piece, torch.Tensor]]) -> Whole:

@@ -1,6 +1,7 @@
-"""Any layout to any layout: every element of every tensor and of every state arrives, exactly."""
+"""From layout to layout: every element of every tensor and of every state arrives, exactly."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,56 +9,97 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint.arrangement import FileLayout
-from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, odd, train
+from shardwise.engine.tensor.cutting import portion_of
+from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, odd, portions_of, train
 
 Saved = tuple[Path, Whole]
+Saves = Callable[[str], Saved]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Saved]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saves:
     """One save per layout, after two updates; every other one has whole tensors in its files."""
-    found: dict[str, Saved] = {}
-    for number, (name, plan) in enumerate(LAYOUTS.items()):
-        path = tmp_path_factory.mktemp("saves") / name
-        file_layout: FileLayout = "whole" if number % 2 else "pieces"
 
-        def run(
-            channel: sw.Channel, plan: sw.Plan = plan, path: Path = path, file_layout: FileLayout = file_layout
-        ) -> dict[sw.Piece, torch.Tensor]:
+    @cache
+    def save(name: str) -> Saved:
+        plan = LAYOUTS[name]
+        path = tmp_path_factory.mktemp("saves") / name
+        file_layout: FileLayout = "whole" if list(LAYOUTS).index(name) % 2 else "pieces"
+
+        def run(channel: sw.Channel) -> dict[sw.Piece, torch.Tensor]:
             engine = engine_of(plan, channel)
             train(engine, channel, range(2))
-            sw.save(path, engine, extra={"name": path.name}, layout=file_layout, channel=channel)
-            return {piece: tensor.clone() for piece, tensor in engine.state().items()}
+            sw.save(path, engine, extra={"name": name}, layout=file_layout, channel=channel)
+            return state_of(engine)
 
-        found[name] = path, assembled(sw.simulate(plan.mesh.size, run))
-    return found
+        return path, assembled(sw.simulate(plan.mesh.size, run))
+
+    return save
+
+
+SPREAD = (0, 1, 7, 16, 25)
+"""How far behind its target a source is in the list: 165 ordered pairs, of every kind of layout with every other."""
+
+
+def sources_of(target: str) -> list[str]:
+    names = list(LAYOUTS)
+    return [names[names.index(target) - steps] for steps in SPREAD]
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
-@pytest.mark.parametrize("source", LAYOUTS)
-def test_every_layout_loads_into_every_other(source: str, target: str, saved: Mapping[str, Saved]) -> None:
-    path, expected = saved[source]
+def test_a_layout_loads_what_others_saved(target: str, saved: Saves) -> None:
     plan = LAYOUTS[target]
+    saves = {source: saved(source) for source in sources_of(target)}
 
-    def run(channel: sw.Channel) -> tuple[dict[sw.Piece, torch.Tensor], Whole]:
-        engine = engine_of(plan, channel, seed=5)
-        assert sw.load(path, engine, channel=channel) == {"name": source}
-        values = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
-        return {piece: tensor.clone() for piece, tensor in engine.state().items()}, values
+    def run(channel: sw.Channel) -> list[tuple[dict[sw.Piece, torch.Tensor], Whole]]:
+        loaded = []
+        for source, (path, _) in saves.items():
+            engine = engine_of(plan, channel, seed=5)
+            assert sw.load(path, engine, channel=channel) == {"name": source}
+            loaded.append((state_of(engine), working_copies(engine)))
+        return loaded
 
-    results = sw.simulate(plan.mesh.size, run)
-    got = assembled(state for state, _ in results)
-    masters = masters_of(expected)
-    assert masters_of(got).keys() == masters.keys()
-    for name, tensor in masters_of(got).items():
-        assert tensor.dtype == masters[name].dtype or not tensor.numel(), name
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), masters[name].reshape(-1).view(torch.uint8)), name
-    for _, values in results:  # working copies, on every rank
-        for name, value in values.items():
-            if value.is_meta:  # of another stage
-                continue
-            master = masters["embedding.weight" if name == "head.weight" else name]
-            assert torch.equal(value.reshape(-1), master.to(value.dtype)), name
+    ranks = sw.simulate(plan.mesh.size, run)
+    portions = [portions_of(plan, rank) for rank in range(plan.mesh.size)]
+    for (source, (_, expected)), results in zip(saves.items(), zip(*ranks, strict=True), strict=True):
+        masters = masters_of(expected)
+        got = masters_of(assembled(state for state, _ in results))
+        assert got.keys() == masters.keys(), source
+        for name, tensor in got.items():
+            assert tensor.dtype == masters[name].dtype or not tensor.numel(), name
+            assert same_bits(tensor, masters[name]), f"{name} of {source}"
+        for (_, values), cut in zip(results, portions, strict=True):
+            for name, value in values.items():
+                first = "embedding.weight" if name == "head.weight" else name
+                master = masters[first].view(value.shape if first not in cut else cut[first].global_shape)
+                local = master if first not in cut else portion_of(master, cut[first])
+                assert torch.equal(value, local.to(value.dtype)), f"{name} of {source}"
+
+
+def test_the_spread_has_every_kind_of_layout_with_every_other() -> None:
+    def kind_of(name: str) -> str:
+        plan = LAYOUTS[name]
+        return "tp" if plan.mesh.tp > 1 else f"pp {plan.mesh.pp > 1}, stage {plan.sharding.stage}"
+
+    pairs = {(kind_of(source), kind_of(target)) for target in LAYOUTS for source in sources_of(target)}
+    kinds = {kind_of(name) for name in LAYOUTS}
+    assert len({(source, target) for target in LAYOUTS for source in sources_of(target)}) >= 150
+    assert {("tp", kind) for kind in kinds} | {(kind, "tp") for kind in kinds} <= pairs
+
+
+def state_of(engine: sw.Engine) -> dict[sw.Piece, torch.Tensor]:
+    return {piece: tensor.clone() for piece, tensor in engine.state().items()}
+
+
+def working_copies(engine: sw.Engine) -> Whole:
+    """What this rank computes with; what is of another stage is not here, and what stage 3 gathers for a while either."""
+    if engine.plan.sharding.stage == 3:
+        return {}
+    return {name: each.clone() for name, each in engine.model.state_dict().items() if not each.is_meta}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def masters_of(whole: Whole) -> Whole:
@@ -72,8 +114,8 @@ def masters_of(whole: Whole) -> Whole:
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
-def test_every_layout_loads_into_a_plain_model(source: str, saved: Mapping[str, Saved]) -> None:
-    path, expected = saved[source]
+def test_every_layout_loads_into_a_plain_model(source: str, saved: Saves) -> None:
+    path, expected = saved(source)
     model = odd(7)
     report = sw.checkpoint.load(path, model.state_dict()).report
     assert not report.missing
@@ -85,8 +127,8 @@ def test_every_layout_loads_into_a_plain_model(source: str, saved: Mapping[str, 
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
-def test_every_save_verifies_and_its_catalogue_reads_the_same(source: str, saved: Mapping[str, Saved]) -> None:
-    path, expected = saved[source]
+def test_every_save_verifies_and_its_catalogue_reads_the_same(source: str, saved: Saves) -> None:
+    path, expected = saved(source)
     assert sw.checkpoint.verify(path).findings == ()
     catalogue = sw.checkpoint.open(path)
     assert set(catalogue.tensors) == set(expected)

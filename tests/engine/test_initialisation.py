@@ -165,6 +165,8 @@ def test_the_scaled_projections_of_gpt2_are_scaled() -> None:
     values = initialised(gpt2)
     assert values["transformer.h.3.mlp.c_proj.weight"].std() == pytest.approx(0.02 / 4, rel=0.1)  # 1,536 draws: 2 %
     assert values["transformer.h.3.mlp.c_fc.weight"].std() == pytest.approx(0.02, rel=0.1)
+    layers = [values[f"transformer.h.{layer}.mlp.c_fc.weight"] for layer in range(2)]
+    assert not torch.equal(*layers)
 
 
 def test_one_draw_is_a_draw_from_a_seed_made_of_the_seed_the_name_and_its_number() -> None:
@@ -229,7 +231,7 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b, self.c, self.d = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def reset_parameters(self) -> None:
         for name, parameter in self.named_parameters():
@@ -237,6 +239,8 @@ class Scaled(nn.Module):
                 parameter.data.mul_(0.5)
         self.b.weight.data.copy_(self.a.weight.t() + torch.ones(4))
         nn.init.trunc_normal_(self.c.weight)
+        self.d.weight.data.copy_(self.c.weight)
+        nn.init.zeros_(self.c.bias)
 
 
 class Applied(nn.Module):
@@ -312,6 +316,7 @@ def test_a_module_may_initialise_what_is_in_it() -> None:
     assert torch.equal(expected["a.weight"], 0.5 * before["a.weight"])
     assert torch.equal(expected["a.bias"], before["a.bias"])
     assert torch.equal(expected["b.weight"], expected["a.weight"].t() + 1)
+    assert torch.equal(expected["d.weight"], expected["c.weight"])
     assert expected["c.weight"].abs().max() <= 2
     assert expected["c.weight"].std() > 0.5  # of a linear layer it would be 0.29
 
@@ -339,6 +344,26 @@ def test_initialisers_may_go_by_what_they_find(kind: type[nn.Module]) -> None:
         assert torch.equal(expected["weight"], torch.empty(6, 6).normal_(generator=torch.Generator().manual_seed(3)))
     if kind is Suspicious:
         assert torch.equal(expected["weight"][3:], torch.full((3, 6), 2.0))
+
+
+class Normed(nn.Module):
+    """Divides what its modules drew by the largest of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.div_(module.weight.abs().max().item())
+
+
+def test_values_from_before_reach_an_initialiser_that_goes_by_them() -> None:
+    expected = initialised(Normed)
+    assert_equal(one_by_one(built(Normed)), expected)
+    drawn = initialised(lambda: nn.ModuleDict({"a": nn.Linear(8, 8, bias=False)}))["a.weight"]
+    assert torch.equal(expected["a.weight"], drawn / drawn.abs().max())
+    assert not torch.equal(expected["a.weight"], expected["b.weight"])
 
 
 class Tied(nn.Module):
@@ -392,8 +417,10 @@ def test_parameters_keep_their_class_their_attributes_and_whether_they_train() -
 
 
 def test_a_model_that_was_initialised_computes() -> None:
-    recurrent = built(partial(nn.LSTM, 5, 6, 2))
-    initialise(recurrent, 0)  # which lists its parameters a second time
+    recurrent = built(partial(nn.LSTM, 5, 6, 2))  # lists its parameters a second time
+    initialisation = Initialisation(recurrent, 0)
+    for name, values in initialisation.values(initialisation.names):
+        initialisation.put(name, values)
     assert recurrent(torch.ones(2, 3, 5))[0].isfinite().all()
     model = built(llama)
     initialise(model, 0)
@@ -420,6 +447,7 @@ def test_what_has_values_keeps_them() -> None:
     values = scaled.a.weight.detach().clone()
     initialise(scaled, 0)
     assert torch.equal(scaled.a.weight, values)  # though an initialiser around it would halve it
+    assert torch.equal(scaled.b.weight, 0.5 * values.t() + 1)  # what the initialiser computes from them is new
 
 
 class Legacy(nn.Module):
@@ -488,15 +516,9 @@ def overlapping() -> nn.Module:
     return model
 
 
-class Raising(nn.Linear):
+class Raising(Deciding):
     def reset_parameters(self) -> None:
         raise OverflowError("too much")
-
-
-def raising() -> nn.Module:
-    model = nn.Linear(2, 2)
-    model.__class__ = Raising
-    return nn.Sequential(model)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +527,7 @@ def raising() -> nn.Module:
         (plain_attribute, "'table' is a tensor without values .* in a plain attribute"),
         (overlapping, "'weight' and 'head', which have no values yet, share a part of one storage"),
         (lambda: nn.LazyLinear(3), "'weight' has no shape before the first forward"),
-        (raising, r"reset_parameters\(\) of '0' raised OverflowError: too much"),
+        (lambda: nn.Sequential(Raising()), r"reset_parameters\(\) of '0' raised OverflowError: too much"),
     ],
 )
 def test_what_cannot_be_initialised_is_refused(build: Build, message: str) -> None:

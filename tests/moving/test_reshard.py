@@ -228,6 +228,22 @@ def test_conjugates_give_their_values() -> None:
     assert result[piece].tolist() == [1 - 2j, 3 + 1j]
 
 
+def test_a_state_may_be_moved_into_itself_but_not_over_itself() -> None:
+    memory = torch.arange(12.0)
+    names = ("a", "b", "c")
+    source = {
+        Piece(name=name, dtype="float32", global_shape=(4,)): memory[at * 4 :][:4] for at, name in enumerate(names)
+    }
+    (result,) = sw.simulate(1, lambda channel: sw.reshard(source, {**source}, channel))
+    assert memory.tolist() == list(range(12))
+    assert result == source
+    one, two, three = source
+    for target in ({one: memory[4:8]}, {two: memory[7:11]}, {one: memory[:4], three: memory[1:5]}):
+        with pytest.raises(sw.ShardwiseError, match=r"would be written into memory of [abc]"):
+            sw.simulate(1, lambda channel, target=target: sw.reshard(source, target, channel))  # type: ignore[misc]
+    assert memory.tolist() == list(range(12))
+
+
 def piece(name: str = "w", shape: tuple[int, ...] = (4,), dtype: str = "float32", **place: Any) -> Piece:
     return Piece(name=name, dtype=dtype, global_shape=shape, **place)
 
@@ -239,7 +255,7 @@ REFUSALS: list[tuple[str, dict[int, Any], dict[int, Any], dict[str, Any], str]] 
         {0: {piece(run=(0, 3)): torch.zeros(3)}},
         {1: {piece(): None}},
         {},
-        r"rank 1 wants w\[0:4\], and 1 of its 4 elements are held by no rank, the first at index \(3,\)",
+        r"w: rank 1 wants \[0:4\] of it, and 1 of its 4 elements are held by no rank, the first at index \(3,\)",
     ),
     (
         "dtype",

@@ -96,24 +96,16 @@ def test_a_clip_that_is_no_number_above_zero_is_refused(clip: object) -> None:
     ]
 
 
-def test_ranks_along_tp_without_rules_are_refused() -> None:
-    assert problems_of(Plan, mesh=Mesh(pp=2, tp=4, dp_shard=2)) == [
-        "mesh.tp=4: tensor.rules does not say what is cut over these ranks; give rules=\"auto\" for a model that carries "
-        "a plan, or {name: rule}",
-    ]
-    assert Plan(mesh=Mesh(tp=4), tensor=Tensor(rules="auto")).tensor.rules == "auto"
-
-
 @pytest.mark.parametrize("rules", [5, ["a"], {1: "column"}, {"a": 1}, "all"])
 def test_rules_that_are_no_mapping_of_names_are_refused(rules: object) -> None:
     assert problems_of(Tensor, rules=rules) == [
-        f"tensor.rules: {rules!r} is neither \"auto\" nor a mapping of names to rules; write "
+        f'tensor.rules: {rules!r} is neither "auto" nor a mapping of names to rules; write '
         "rules={'layers.*.up': 'column'}"
     ]
 
 
 def test_a_plan_with_rules_has_a_text_that_parses_back_and_a_hash() -> None:
-    plan = Plan(mesh=Mesh(tp=2), tensor=Tensor(rules={"layers.*.up": "column", "odd \"name\"": "row"}))
+    plan = Plan(mesh=Mesh(tp=2), tensor=Tensor(rules={"layers.*.up": "column", 'odd "name"': "row"}))
     assert Plan.parse(plan.text()) == plan
     assert hash(Plan.parse(plan.text())) == hash(plan)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.comm import Channel
+from shardwise.comm import Channel, Work
 from shardwise.space import Cut, Layout, Mesh, Piece, Shard
 from tests.moving.layouts import bits, state_of, whole_values
 from tests.processes.pool import TCP, Pool, RankError
@@ -52,15 +52,15 @@ def gradient(channel: Channel) -> list[float]:
 
 
 def loses_a_rank(channel: Channel) -> None:
-    """Rank 1 is gone once the others have its pieces' descriptions."""
+    """Rank 1 is gone once the others know what it holds, and all need something of it."""
 
     class Dying(sw.Recorded):
-        def send(self, *arguments: object, **options: object) -> object:  # type: ignore[override]
+        def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
             os._exit(1)
 
     state = state_of(pieces(RUNS, channel.rank - 1), WHOLES)
-    used = Dying(channel) if channel.rank == 1 else channel
-    sw.reshard(state, dict.fromkeys(pieces(BLOCKS, channel.rank)), used)
+    used: Channel = Dying(channel) if channel.rank == 1 else channel
+    sw.reshard(state, dict.fromkeys(pieces(Layout(Mesh(), {}), 0)), used)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])

@@ -1,8 +1,11 @@
 """What is left of a box, against sets of indices."""
 
+import doctest
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardwise.space.remainders
 from shardwise.space import Box
 from shardwise.space.remainders import remainder
 from tests.space.plain import boxes_within, indices_of_box, proven, shapes
@@ -20,3 +23,9 @@ def test_a_remainder_has_what_was_not_taken_each_index_once_in_few_boxes(pair: t
 
 def test_scalars() -> None:
     assert list(remainder(Box((), ()), Box((), ()))) == []
+
+
+def test_the_example_holds() -> None:
+    result = doctest.testmod(shardwise.space.remainders)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -155,9 +155,8 @@ def test_problems_between_tables_are_listed_too(tmp_path: Path) -> None:
     assert "clip_grad_norm" in str(problems_of(tmp_path, MINIMAL, "train.clip_grad_norm=-1.0"))
 
 
-def test_ranks_along_tp_need_rules(tmp_path: Path) -> None:
+def test_rules_of_tensor_parallelism_are_checked(tmp_path: Path) -> None:
     text = MINIMAL + "[mesh]\ntp = 2\n"
-    assert "tensor.rules does not say" in str(problems_of(tmp_path, text, num_processes=2))
     config = read_config(written(tmp_path, text + '[tensor.rules]\n"up" = "column"\n'), num_processes=2)
     assert dict(config.plan.tensor.rules) == {"up": "column"}
     assert "the rule 'colum' is unknown" in str(

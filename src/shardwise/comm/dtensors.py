@@ -16,7 +16,7 @@ from shardwise.space import Piece
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "local_pieces", "local_tensor"]
+__all__ = ["is_dtensor", "local_pieces", "local_stretches", "local_tensor"]
 
 _Stretch = tuple[int, int]
 """Consecutive indices of one dim: the first, and the one after the last."""
@@ -45,16 +45,10 @@ def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor
     A tensor without elements is one whole piece on every rank of the mesh.
     Raises `CheckpointError` for summands (`Partial`), and for local tensors that are not what the placements say.
     """
-    coordinate = tensor.device_mesh.get_coordinate()
     _check_readable(name, tensor)
-    if coordinate is None:
+    if tensor.device_mesh.get_coordinate() is None:
         return []
-    held: list[list[_Stretch]] = [[(0, size)] for size in tensor.shape]
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
-            dim = placement.dim  # type: ignore[attr-defined]
-            share = _share(placement, _length(held[dim]), tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim])
-            held[dim] = _selected(held[dim], share)
+    held = local_stretches(name, tensor)
     local = local_tensor(tensor)
     lengths = tuple(_length(stretches) for stretches in held)
     if tuple(local.shape) != lengths:
@@ -65,6 +59,24 @@ def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor
     if 0 in tensor.shape:  # its name shall not be lost
         return [(_piece(name, tensor, None, None), local.new_empty(tensor.shape))]
     return _boxed(name, tensor, local, held)
+
+
+def local_stretches(name: str, tensor: "DTensor") -> list[list[_Stretch]]:
+    """Which indices of each dim of a DTensor the local tensor of this rank has, in its order, as stretches.
+
+    Raises `CheckpointError` for summands (`Partial`), and for a rank outside of the mesh.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    _check_readable(name, tensor)
+    if coordinate is None:
+        raise CheckpointError(f"{name} is a DTensor on {tensor.device_mesh}, in which this rank is not")
+    held: list[list[_Stretch]] = [[(0, size)] for size in tensor.shape]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined]
+            share = _share(placement, _length(held[dim]), tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim])
+            held[dim] = _selected(held[dim], share)
+    return held
 
 
 def _check_readable(name: str, tensor: "DTensor") -> None:

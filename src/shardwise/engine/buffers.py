@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.counters import Counters
+from shardwise.engine.given_dtensors import put_on, values_of
 from shardwise.engine.inventory import Inventory, torch_dtype
 from shardwise.plan import Bucket, Ownership, Segment, Slot
 
@@ -49,7 +50,7 @@ class FlatBuffers:
         self._owned_elements = [
             sum(segment.run.num_elements for segment in bucket.segments(self.owner)) for bucket in ownership.buckets
         ]
-        self._placed = {name: (each.data_ptr(), each._version) for name, each in self._parameters.items()}
+        self._placed = {name: (self._place_of(name), each._version) for name, each in self._parameters.items()}
 
     def part(self, index: int) -> torch.Tensor:
         """The owned part of a working buffer."""
@@ -72,7 +73,19 @@ class FlatBuffers:
 
     def moved(self) -> list[str]:
         """Names of parameters that no longer view their buffer: somebody replaced their storage."""
-        return [name for name, each in self._parameters.items() if each.data_ptr() != self._placed[name][0]]
+        return [name for name in self._parameters if self._place_of(name) != self._placed[name][0]]
+
+    def _place_of(self, name: str) -> int:
+        """What stays the same as long as nobody gives the parameter another storage."""
+        return values_of(self._parameters[name]).data_ptr()
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter lies in one of the buffers."""
+        return name in self._parameters
+
+    def is_held_whole(self, index: int) -> bool:
+        """Whether the working copy of a whole bucket is here all the time."""
+        return True
 
     @torch.no_grad()
     def adopt_writes(self) -> None:
@@ -105,7 +118,7 @@ class FlatBuffers:
             if self.has_masters(index):
                 part.copy_(self.masters[index])
                 counters.cast_elements += self._owned_elements[index]
-            if self._owners.size > 1:
+            if self._owners.size > 1 and self.is_held_whole(index):
                 counters.all_gathers += 1
                 purpose = f"{subject} {index}"
                 works.append(self._owners.all_gather(self.working[index], part, counts=bucket.counts, purpose=purpose))
@@ -123,6 +136,10 @@ class FlatBuffers:
                     return True
         return False
 
+    def _room(self, index: int, num_bytes: int) -> torch.Tensor:
+        """Memory for the working copy of a bucket."""
+        return self._owners.allocate(num_bytes)
+
     def _write(self, index: int, slot: Slot, segment: Segment | None, values: torch.Tensor) -> None:
         flat = values.reshape(-1)
         self.working[index][slot.run.start : slot.run.stop].copy_(flat)
@@ -133,7 +150,7 @@ class FlatBuffers:
     @torch.no_grad()
     def _fill(self, index: int, bucket: Bucket, waiting: Collection[str], *, keep_shapes: bool) -> None:
         dtype = torch_dtype(bucket.working)
-        working = self._owners.allocate(bucket.num_elements * dtype.itemsize).view(dtype)
+        working = self._room(index, bucket.num_elements * dtype.itemsize).view(dtype)
         self.working.append(working)
         part = self.part(index)
         master = part
@@ -143,11 +160,12 @@ class FlatBuffers:
         segments = {segment.name: segment for segment in bucket.segments(self.owner)}
         for slot in bucket.slots:
             parameter = self._parameters[slot.name]
+            values = values_of(parameter)
             if slot.name not in waiting:
-                self._write(index, slot, segments.get(slot.name), parameter.detach())
+                self._write(index, slot, segments.get(slot.name), values)
             if (segment := segments.get(slot.name)) is not None and bucket.trainable:
                 span = slice(segment.start, segment.start + segment.run.num_elements)
-                view = master[span].view(parameter.shape) if keep_shapes else master[span]
+                view = master[span].view(values.shape) if keep_shapes else master[span]
                 self.owned.append(Owned(segment=segment, parameter=nn.Parameter(view)))
             parameter.grad = None  # its dtype or place may no longer fit
-            parameter.data = working[slot.run.start : slot.run.stop].view(parameter.shape)
+            put_on(parameter, working[slot.run.start : slot.run.stop].view(values.shape))

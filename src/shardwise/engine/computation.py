@@ -124,7 +124,7 @@ class Computation:
     def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         """What `output_of` makes of the inputs, in evaluation mode, without a graph."""
         (stream,) = self._streams(EVALUATION, 1, 0)
-        with torch.no_grad(), _evaluating(self._model), Rounds(self._sharded, [], [], trains=False):
+        with torch.no_grad(), _evaluating(self._model), Rounds(self._sharded, [], [], trains=False, is_agreed=False):
             if self.runner is not None:
                 return self.runner.predict(inputs, output_of, stream=stream)
             with stream:

@@ -391,7 +391,9 @@ class Engine:
         squares = divide_and_square(weighed, divisor, everyone.device)
         mine = touched & gradients.keys()
         used = {at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine}
-        are_whole = everyone.size * self._channels.tensor.size == 1  # then the norm can be that of one process to the last bit
+        are_whole = (
+            everyone.size * self._channels.tensor.size == 1
+        )  # then the norm can be that of one process to the last bit
         norms = norms_of(list(used.values())) if are_whole and world.size > 1 else []
         self.counters.exchanges += 1
         closing = exchange_closing(

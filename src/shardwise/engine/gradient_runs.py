@@ -22,6 +22,7 @@ from torch import nn
 from shardwise.comm import Channel, Work
 from shardwise.engine.counters import Counters
 from shardwise.engine.gradients import Gradients, sum_over_replicas
+from shardwise.engine.given_dtensors import take_gradient, values_of
 from shardwise.engine.inventory import torch_dtype
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
@@ -85,9 +86,11 @@ class GradientRuns:
         self._starts_when_complete = starts_when_complete
         trainable = [bucket for bucket in ownership.buckets if bucket.trainable]
         is_late = [any(slot.name in late for slot in bucket.slots) for bucket in trainable]
-        self._ownership = _restricted(ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if not is_so])
+        self._ownership = _restricted(
+            ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if not is_so]
+        )
         self._whole = Gradients(
-            dict(parameters),
+            {name: each for name, each in parameters.items() if name in late},
             _restricted(ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if is_so]),
             precision,
             owners=owners,
@@ -109,7 +112,8 @@ class GradientRuns:
         self._by_stage: dict[int, list[_Pending]] = {}
         for pending in self._pending:
             self._by_stage.setdefault(pending.stage, []).append(pending)
-        self._shapes = {name: parameters[name].shape for name in self._of}
+        with torch._C.DisableTorchFunctionSubclass():  # what is at rest has a shape, and refuses the rest
+            self._shapes = {name: values_of(parameters[name]).shape for name in self._of}
         self._parameters = [parameters[name] for name in self._of]
         self._runs: list[torch.Tensor] = []
         self._scratch = torch.empty(0, device=owners.device)
@@ -196,7 +200,7 @@ class GradientRuns:
 
     # Microbatches -------------------------------------------------------------------------------------------------
 
-    def begin_pass(self, *, trains: bool) -> None:
+    def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
         """See `Sharded`."""
         self._trains = trains
 
@@ -221,7 +225,7 @@ class GradientRuns:
         """Reduce these buckets now: nothing more comes in this microbatch. Numbers count trainable buckets that are
         not `late`."""
         for index in indices:
-            if not self._pending[index].is_launched:
+            if self._trains and not self._pending[index].is_launched:
                 self._launch(self._pending[index])
                 self._counters.early_reductions += 1
 
@@ -232,22 +236,20 @@ class GradientRuns:
 
     def collect(self, name: str, parameter: torch.Tensor) -> None:
         """Take a finished gradient over from autograd; outside of an update it is the user's."""
-        if not self._is_collecting or parameter.grad is None:
+        if not self._is_collecting or (gradient := take_gradient(parameter)) is None:
             return
         pending = self._of[name]
-        gradient, parameter.grad = parameter.grad, None
-        dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
         self._touched.add(name)
         with torch.no_grad():
             if pending.is_launched:
-                self._stray(name, dense)
+                self._stray(name, gradient)
                 return
             if pending.memory is None:
                 self._give_buffer(pending)
             if name in pending.touched:
-                pending.views[name].add_(dense)
+                pending.views[name].add_(gradient)
             else:
-                pending.views[name].copy_(dense)
+                pending.views[name].copy_(gradient)
                 pending.touched.add(name)
         pending.missing.discard(name)
         if self._starts_when_complete and not pending.missing:

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.engine.counters import Counters
+from shardwise.engine.given_dtensors import take_gradient, values_of
 from shardwise.engine.inventory import torch_dtype
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Ownership, Precision, plan_arena
@@ -48,7 +49,7 @@ class Gradients:
         self._late = frozenset(late)
         self._arena = torch.empty(0, dtype=torch.uint8, device=owners.device)
         self._layout: Arena | None = None
-        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._shapes = {name: values_of(parameter).shape for name, parameter in parameters.items()}
         self._buffers: list[torch.Tensor] = []
         self._wire: list[torch.dtype] = []
         self.reduced: list[torch.Tensor] = []
@@ -125,21 +126,19 @@ class Gradients:
 
     def collect(self, name: str, parameter: torch.Tensor) -> None:
         """Take a finished gradient over from autograd; outside of an update it is the user's."""
-        if not self._is_collecting or parameter.grad is None:
+        if not self._is_collecting or (gradient := take_gradient(parameter)) is None:
             return
         index = self._bucket_of[name]
-        gradient, parameter.grad = parameter.grad, None
         if index < len(self._works):
             raise ModelError(
                 f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
                 "non-reentrant activation checkpointing (use_reentrant=False)"
             )
         with torch.no_grad():
-            dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
             if name in self._touched:
-                self._views[name].add_(dense)
+                self._views[name].add_(gradient)
             else:
-                self._views[name].copy_(dense)
+                self._views[name].copy_(gradient)
                 self._touched.add(name)
         if self._is_last and self._owners.progresses_alone and name not in self._late:
             self._pending[index].discard(name)

@@ -204,7 +204,7 @@ class Initialisation:
             return writes
         # What it does on less is not known: it is called on all of that, whatever is wanted of it.
         joined = frozenset(everything).union(*(each.met for each in writes.values()))
-        return {number: replace(each, origins=joined, met=joined) for number, each in writes.items()}
+        return {number: replace(each, origins=joined) for number, each in writes.items()}
 
     def _watch(self, initialiser: Initialiser, *, takes_all: bool) -> Watch:
         return Watch(self._held, seed=self._seed, key=initialiser.key, strays=self._strays, takes_all=takes_all)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from shardwise.comm.dtensors import is_dtensor
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter, Precision
 from shardwise.plan.parameters import check_keep, describe
@@ -138,8 +139,8 @@ def like(old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
 
 
 def holds_values(tensor: torch.Tensor) -> bool:
-    """Whether there is memory with elements behind a tensor."""
-    return tensor.numel() > 0 and not tensor.is_meta
+    """Whether there is memory with elements behind a tensor, and not behind a shell around another."""
+    return tensor.numel() > 0 and not tensor.is_meta and not is_dtensor(tensor)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -177,8 +178,10 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
 
 def place_of(parameter: nn.Parameter) -> tuple[object, ...]:
     """Equal for parameters that are one: the same object, or another that shares the whole of its storage."""
-    if parameter.numel() == 0:
-        return (id(parameter),)  # holds no memory: shares nothing unless it is the same object
+    if parameter.numel() == 0 or is_dtensor(parameter):
+        return (
+            id(parameter),
+        )  # holds no memory, or in a shell of its own: shares nothing unless it is the same object
     storage = parameter.untyped_storage()
     place = storage._cdata if parameter.is_meta else storage.data_ptr()  # on the meta device no storage has an address
     return (place, parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype)

@@ -12,9 +12,7 @@ _BLOCK_ELEMENTS = 1 << 18
 """Elements converted to float64 at a time: 2 MiB, which stay in cache."""
 
 
-def divide_and_square(
-    gradients: Iterable[tuple[torch.Tensor, bool]], divisor: int, device: torch.device
-) -> float:
+def divide_and_square(gradients: Iterable[tuple[torch.Tensor, bool]], divisor: int, device: torch.device) -> float:
     """Divide the gradients in place, and sum |g|^2 over all elements of those that count: (gradient, whether it does).
 
     The sum is taken in float64, so that it does not depend on how elements are cut over ranks; both are done block by

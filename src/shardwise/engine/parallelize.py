@@ -1,20 +1,20 @@
 """From a model and a plan to an engine: check everything, agree, then change the model."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agree, compare, digest_of_values
+from shardwise.comm.dtensors import is_dtensor
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
-from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.engine import DATA_AXES, Engine, EngineChannels, ModelNames, data_rank_of
+from shardwise.engine.given_dtensors import portions_of_dtensors
 from shardwise.engine.initialisation import Initialisation
-from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.inventory import Inventory, describe_model, take_inventory, torch_dtype
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import know
@@ -25,14 +25,22 @@ from shardwise.engine.pipeline.stage_parameters import assign_parameters, drop_f
 from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.precision import let_inputs_follow
 from shardwise.engine.randomness import KeyedRandom
+from shardwise.engine.sharded import (
+    attend,
+    make_buffers,
+    make_gradients,
+    number_microbatches,
+    plan_layout,
+    units_of,
+)
 from shardwise.engine.tensor.cutting import agree_on_tensor_plan, keep_portions
 from shardwise.engine.tensor.running import TensorParallel
-from shardwise.engine.sharded import make_gradients, plan_layout
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
 from shardwise.engine.values import ValueSource, fill, give_room
 from shardwise.engine.wrapping import unwrap
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Plan
+from shardwise.space import Portion
 
 
 def parallelize(
@@ -87,17 +95,18 @@ def parallelize_with(
     values: ValueSource | None = None,
 ) -> Engine:
     """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device."""
-    inventory, optimizers, agreed_seed = _inspect(model, plan, source, channel, seed)
+    inventory, optimizers, given, agreed_seed = _inspect(model, plan, source, channel, seed)
     PipelineRunner.take_off(model)
     unwrap(model)
     placement = agree_on_placement(model, plan, loss, sample, channel)
-    tensor_plan = agree_on_tensor_plan(model, plan, channel)
+    units = units_of(model, inventory, plan, placement)
+    tensor_plan = agree_on_tensor_plan(model, plan, channel, given=given)
     waiting = inventory.waiting()
     if waiting and values is None:
         values = _agree_on_initialisation(model, agreed_seed, channel)
     whole = inventory.specs
     channels = _channels(plan, channel)
-    inventory = inventory.cut(tensor_plan.portions(channels.tensor.rank))
+    inventory = inventory.cut({**tensor_plan.portions(channels.tensor.rank), **given})
     stages = assign_parameters(model, inventory, placement)
     coordinate = channels.pipeline.rank
     random = KeyedRandom(model, channel.device, agreed_seed)
@@ -109,7 +118,7 @@ def parallelize_with(
     move_to(model, channel.device)
     held = inventory.restricted(stages.held_by(coordinate))
     owned = inventory.restricted(stages.owned_by(coordinate))
-    layout = plan_layout(owned, stages, plan, owners=channels.owners, replicas=channels.replicas)
+    layout = plan_layout(owned, stages, plan, units, owners=channels.owners, replicas=channels.replicas)
     sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
     is_partial = sliced or plan.mesh.tp > 1
     known = know(
@@ -118,7 +127,7 @@ def parallelize_with(
         [find_whole_keys(each, channel.device) if is_partial else frozenset() for each in optimizers],
     )
     counters = Counters()
-    buffers = FlatBuffers(owned, layout.ownership, channels.owners, keep_shapes=not sliced, waiting=waiting)
+    buffers = make_buffers(layout, owned, channels.owners, keep_shapes=not sliced, waiting=waiting)
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
     swap(optimizers, inventory, buffers.owned)
     if values is not None:
@@ -131,6 +140,7 @@ def parallelize_with(
     gradients = make_gradients(
         layout, owned, plan, owners=channels.owners, replicas=channels.replicas, counters=counters
     )
+    sharded = attend(model, layout, owned, plan, buffers, gradients, owners=channels.owners, counters=counters)
     runner = None
     if placement.num_stages > 1:
         runner = PipelineRunner(
@@ -142,6 +152,7 @@ def parallelize_with(
             ties=ties,
             chains=chains_of(inventory.specs, stages),
         )
+        number_microbatches(sharded, runner)
     return Engine(
         model=model,
         plan=plan,
@@ -159,7 +170,7 @@ def parallelize_with(
             device=channel.device,
             rank=channel.rank,
             data_rank=data_rank_of(plan, channel.rank),
-            sharded=gradients if isinstance(gradients, GradientRuns) else None,
+            sharded=sharded,
         ),
         loss_weight=loss_weight,
         channels=channels,
@@ -199,19 +210,21 @@ def _channels(plan: Plan, world: Channel) -> EngineChannels:
 
 def _inspect(
     model: nn.Module, plan: Plan, source: OptimizerSource, channel: Channel, seed: int | None
-) -> tuple[Inventory, tuple[torch.optim.Optimizer, ...], int]:
+) -> tuple[Inventory, tuple[torch.optim.Optimizer, ...], Mapping[str, Portion], int]:
     """Look at the model and the optimizer, and compare with the other ranks; raises the same error on all.
 
-    Returns also the seed of all ranks.
+    Returns also the portions of parameters that were cut before, and the seed of all ranks.
     """
     refusal: ShardwiseError | None = None
     inventory: Inventory | None = None
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    portions: Mapping[str, Portion] = {}
     try:
         plan.mesh.check_world(channel.size)
         if seed is not None and type(seed) is not int:
             raise PlanError(f"seed: {seed!r} is not a whole number; None takes the one of torch.manual_seed")
         inventory = take_inventory(model, plan.precision)
+        portions = portions_of_dtensors(inventory, plan, channel.rank)
         optimizers = build(source, list(model.parameters()))
         check_coverage(optimizers, inventory)
         if plan.mesh.tp > 1:
@@ -246,7 +259,7 @@ def _inspect(
         subject="values",
         hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
     )
-    return inventory, optimizers, seeds[0][1] if seed is None else seed
+    return inventory, optimizers, portions, seeds[0][1] if seed is None else seed
 
 
 def _num_owners(plan: Plan) -> int:
@@ -256,5 +269,7 @@ def _num_owners(plan: Plan) -> int:
 def _digests(inventory: Inventory) -> Sequence[str]:
     tensors = {**inventory.parameters, **inventory.buffers}
     return [
-        f"{name!r} with digest {digest_of_values(tensor)}" for name, tensor in tensors.items() if not tensor.is_meta
+        f"{name!r} with digest {digest_of_values(tensor)}"
+        for name, tensor in tensors.items()
+        if not tensor.is_meta and not is_dtensor(tensor)  # of which each rank has its own part
     ]

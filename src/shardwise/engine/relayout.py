@@ -149,7 +149,11 @@ def _going_back(handed: HandOver) -> Iterator[None]:
     """Where ranks agree that it cannot be, leave model and optimizers as they were."""
     modules = [(module, _copied(vars(module))) for module in handed.model.modules()]
     optimizers = [
-        (known.optimizer, dict(known.optimizer.state), [list(group["params"]) for group in known.optimizer.param_groups])
+        (
+            known.optimizer,
+            dict(known.optimizer.state),
+            [list(group["params"]) for group in known.optimizer.param_groups],
+        )
         for known in handed.optimizers
     ]
     try:

@@ -8,8 +8,9 @@ from typing import Protocol, Self
 class Sharded(Protocol):
     """What is gathered and reduced while microbatches are computed (stages 2 and 3), by all data ranks together."""
 
-    def begin_pass(self, *, trains: bool) -> None:
-        """Forwards of some microbatches follow, and their backwards too where it `trains`."""
+    def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
+        """Forwards of some microbatches follow, and their backwards too where it `trains`. `is_agreed`: the ranks have
+        exchanged something since parameters were last written."""
 
     def microbatch_done(self, stage: int | None = None) -> None:
         """The backward of a microbatch has ended; on one of this rank's stages, or (None) on all."""
@@ -25,18 +26,25 @@ class Rounds:
     """The microbatches of one pass, numbered over all that any data rank computes."""
 
     def __init__(
-        self, sharded: Sharded | None, counted: Sequence[int], joint: Sequence[bool], *, trains: bool = True
+        self,
+        sharded: Sharded | None,
+        counted: Sequence[int],
+        joint: Sequence[bool],
+        *,
+        trains: bool = True,
+        is_agreed: bool = True,
     ) -> None:
         """`counted`: the microbatches that this rank computes. `joint`: whether any rank computes each."""
         self._sharded = sharded
         self._counted = counted
         self._joint = joint
         self._trains = trains
+        self._is_agreed = is_agreed
         self._next = 0
 
     def __enter__(self) -> Self:
         if self._sharded is not None:
-            self._sharded.begin_pass(trains=self._trains)
+            self._sharded.begin_pass(trains=self._trains, is_agreed=self._is_agreed)
         return self
 
     def __exit__(

@@ -49,7 +49,7 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatBuffers)
         if buffers.has_masters(index):
             state |= placed(state_name(name, MASTER), buffers.masters[index][span], spec_of[name], segment)
     for spec in inventory.specs:
-        if not spec.fused or not spec.num_elements:  # what has no elements is in nobody's part
+        if not buffers.holds(spec.name) or not spec.num_elements:  # what has no elements is in nobody's part
             state |= placed(spec.name, inventory.parameters[spec.name].detach(), spec)
     persistent = set(model.state_dict(keep_vars=True))
     for name, buffer in model.named_buffers():

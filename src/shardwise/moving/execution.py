@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.moving.parts import as_bits, part_of, torch_dtype
+from shardwise.moving.parts import part_of, put, torch_dtype
 from shardwise.plan.reshard import ReshardPlan, Route, Share
 from shardwise.plan.reshard_batches import Lot, batches_of, stretch_bytes
 from shardwise.space import Move, Piece
@@ -201,8 +201,7 @@ class Execution:
         dtype = torch_dtype(stretch.task.wire_dtype)
         for move in self._moves_of(stretch):
             stop = position + move.num_elements * dtype.itemsize
-            put = message[position:stop].view(dtype).view(move.shape)
-            _put(put, part_of(tensor, move.source, move.shape))
+            put(message[position:stop].view(dtype).view(move.shape), part_of(tensor, move.source, move.shape))
             position = stop
         self._given(piece, stretch.stop - stretch.start)
 
@@ -213,7 +212,7 @@ class Execution:
         for move in self._moves_of(stretch):
             stop = position + move.num_elements * dtype.itemsize
             came = message[position:stop].view(dtype).view(move.shape)
-            _put(part_of(tensor, move.target, move.shape), came, adds=self._adds)
+            self._arrive(part_of(tensor, move.target, move.shape), came)
             position = stop
 
     def _copy(self, stretch: _Stretch) -> None:
@@ -222,9 +221,15 @@ class Execution:
         target = self._room(self._targets[stretch.name][stretch.task.target]).detach()
         for move in self._moves_of(stretch):
             taken = part_of(source, move.source, move.shape)
-            _put(part_of(target, move.target, move.shape), taken, adds=self._adds)
+            self._arrive(part_of(target, move.target, move.shape), taken)
         del source
         self._given(piece, stretch.stop - stretch.start)
+
+    def _arrive(self, target: torch.Tensor, elements: torch.Tensor) -> None:
+        if self._adds:
+            target.add_(elements)
+        else:
+            put(target, elements)
 
     def _given(self, piece: Piece, num_elements: int) -> None:
         if self._let_go is None:
@@ -283,13 +288,3 @@ def _moved(stretch: _Stretch, by: int) -> _Stretch:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with its memory as it stands for its values."""
     return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _put(target: torch.Tensor, source: torch.Tensor, *, adds: bool = False) -> None:
-    """Copy, or add; the target's dtype holds."""
-    if adds:
-        target.add_(source)
-    elif target.dtype == source.dtype:
-        as_bits(target).copy_(as_bits(source))
-    else:
-        target.copy_(source)

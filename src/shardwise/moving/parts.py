@@ -7,10 +7,28 @@ import torch
 
 from shardwise.space import Part
 
-__all__ = ["as_bits", "part_of", "torch_dtype"]
+__all__ = ["part_of", "put", "torch_dtype"]
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Copied as these, for torch cannot copy every dtype. By bytes of an element."""
+_COPIED = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+"""Dtypes that torch copies everywhere, bit for bit."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Others are copied as these. By bytes of an element."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -18,11 +36,6 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, in a dtype of as many bytes that can be copied."""
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 def part_of(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:
@@ -34,3 +47,12 @@ def part_of(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Ten
     if tuple(tensor.shape) == part.block:
         return tensor[box]
     return tensor[part.start : part.start + math.prod(part.block)].view(part.block)[box]
+
+
+def put(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy; the target's dtype holds. Elements of the same dtype keep their bits."""
+    if target.dtype == source.dtype and target.dtype not in _COPIED:
+        bits = _BITS[target.element_size()]
+        target.view(bits).copy_(source.view(bits))
+    else:
+        target.copy_(source)

@@ -97,7 +97,36 @@ def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, tor
         found += faults
         if not faults and tensor is not None and _folds(tensor):
             found.append(f"{piece} is to be written into a tensor whose elements share memory (expanded); clone() it")
-    return found
+    return found or list(_read_and_written(source, target))
+
+
+def _read_and_written(
+    source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, torch.Tensor | None]
+) -> Iterator[str]:
+    """Memory that would be overwritten before it was read. Only what is contiguous is known to take all its memory."""
+    held = [(piece, tensor, False) for piece, tensor in source.items()]
+    wanted = [(piece, tensor, True) for piece, tensor in target.items() if tensor is not None]
+    if not wanted:
+        return
+    spans = [
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, is_written, at)
+        for at, (_, tensor, is_written) in enumerate([*held, *wanted])
+        if tensor.numel() and tensor.is_contiguous()
+    ]
+    pieces = [piece for piece, _, _ in (*held, *wanted)]
+    last: dict[bool, tuple[str, int, int, bool, int]] = {}
+    """Of what is read, and of what is written, the span so far that reaches furthest."""
+    for span in sorted(spans):
+        device, start, stop, is_written, at = span
+        other = last.get(not is_written)
+        if other is not None and other[0] == device and start < other[2]:
+            is_same = pieces[at] == pieces[other[4]] and (start, stop) == other[1:3]  # it stays as it is
+            if not is_same:
+                read, written = (other[4], at) if is_written else (at, other[4])
+                yield f"{pieces[written]} would be written into memory of {pieces[read]}, which is read; clone() one"
+        mine = last.get(is_written)
+        if mine is None or mine[0] != device or stop > mine[2]:
+            last[is_written] = span
 
 
 def _faults(piece: object, tensor: object, how: str) -> Iterator[str]:

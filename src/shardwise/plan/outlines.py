@@ -19,6 +19,13 @@ class Outline:
     """(full name, elements) of each parameter that it holds itself; 0 elements where an earlier name holds the same."""
     aliases: tuple[str, ...] = ()
     """Its other names."""
+    is_indivisible: bool = False
+    """It is one of torch's own modules that compute with the parameters of what is in them (attention, say)."""
+
+    @property
+    def num_places(self) -> int:
+        """Places in it that hold a parameter; a tie counts wherever it is met."""
+        return sum(len(module.own_parameters) for module in self.modules())
 
     @property
     def names(self) -> tuple[str, ...]:

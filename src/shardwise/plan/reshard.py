@@ -25,6 +25,9 @@ MIN_MAX_BYTES = 64
 _FEW = 4
 """With so many pieces none is looked up in an index: each is asked."""
 
+_SHOWN_NAMES = 4
+"""Of tensors of which one and the same thing is wrong."""
+
 Held = Sequence[tuple[int, Piece]]
 """(rank, piece), in rank order."""
 
@@ -63,18 +66,19 @@ def plan_reshard(
     held, wanted = _by_name(sources), _by_name(targets)
     kinds: dict[tuple[object, ...], _Kind] = {}
     kind_of: dict[str, _Kind] = {}
-    problems = []
+    problems: dict[str, list[str]] = {}
     for name, wants in wanted.items():
         holders = held.get(name, ())
         key = (tuple(map(_described, holders)), tuple(map(_described, wants)))
         kind = kinds.get(key)
         if kind is None:
             kind = kinds[key] = _kind(holders, wants, cast=cast)
-        problems += [f"{name}: {finding}" for finding in kind.findings]
+        for finding in kind.findings:
+            problems.setdefault(finding, []).append(name)
         if kind.meetings:
             kind_of[name] = kind
     if problems:
-        raise PlanError(*problems)
+        raise PlanError(*(f"{_listed(names)}: {finding}" for finding, names in problems.items()))
     chosen = _choose(kind_of, len(sources))
     routes: dict[int, int] = {}
     tensors = [(name, routes.setdefault(id(chosen[name]), len(routes))) for name in kind_of]
@@ -85,6 +89,12 @@ def plan_reshard(
         routes=tuple(by_id[route] for route in routes),
         tensors=tuple(tensors),
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of the names of which one thing is to be said."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 def _by_name(pieces: Sequence[Sequence[Piece]]) -> dict[str, list[tuple[int, Piece]]]:
@@ -266,8 +276,8 @@ def _lacking(rank: int, piece: Piece, left: Sequence[Box]) -> str:
     missing = sum(box.num_elements for box in left)
     first = min(box.offset for box in left)
     return (
-        f"rank {rank} wants {piece}, and {missing} of its {piece.num_elements} elements are held by no rank, "
-        f"the first at index {first}"
+        f"rank {rank} wants {_nameless(piece)} of it, and {missing} of its {piece.num_elements} elements are held by "
+        f"no rank, the first at index {first}"
     )
 
 

@@ -24,7 +24,7 @@ class Sharding:
     """Who holds which part of the training state (ZeRO stages; Rajbhandari et al., 2020, arXiv:1910.02054)."""
 
     stage: int = 1
-    """What is cut over its owners. 0: nothing; 1: masters and optimizer state; 2: gradients too; 3: working copies too."""
+    """What owners have alone. 0: nothing; 1: masters and optimizer state; 2: gradients too; 3: working copies too."""
     partition: Partition = "slice"
     """`slice`: equal element runs of each flat buffer; `whole`: whole parameters to owners, balanced by bytes."""
     bucket_bytes: int = 64 << 20
@@ -175,7 +175,7 @@ class Tensor:
             return
         if not isinstance(rules, Mapping) or not all(isinstance(each, str) for pair in rules.items() for each in pair):
             raise PlanError(
-                f"tensor.rules: {rules!r} is neither \"auto\" nor a mapping of names to rules; write "
+                f'tensor.rules: {rules!r} is neither "auto" nor a mapping of names to rules; write '
                 "rules={'layers.*.up': 'column'}"
             )
         _raise([f"tensor.rules: {problem}" for problem in rule_problems(rules)])
@@ -204,12 +204,6 @@ class Plan:
         clip = self.clip_grad_norm
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
             problems.append(f"clip_grad_norm: {clip!r} is not a number above 0; None switches clipping off")
-        if isinstance(self.mesh, Mesh) and self.mesh.tp > 1 and isinstance(self.tensor, Tensor):
-            if self.tensor.rules is None:
-                problems.append(
-                    f"mesh.tp={self.mesh.tp}: tensor.rules does not say what is cut over these ranks; give "
-                    "rules=\"auto\" for a model that carries a plan, or {name: rule}"
-                )
         if isinstance(self.mesh, Mesh) and isinstance(self.pipeline, Pipeline):
             problems += self.pipeline.foreign_stages(self.mesh.pp)
         _raise(problems)

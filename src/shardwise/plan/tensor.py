@@ -76,8 +76,7 @@ class _Planner:
 
     def _apply_to_module(self, module: TensorModule, rule: Rule) -> None:
         if rule.sums_gradients or rule.kind == "once":
-            inside = [each for each in self._modules.values() if _is_inside(each, module)]
-            self._summed.update(name for each in (module, *inside) for name in each.parameters.values())
+            self._summed |= self._held(module)
         match rule.kind:
             case "column" | "row":
                 self._cut_linear(module, rule)
@@ -104,8 +103,8 @@ class _Planner:
         ranges = self._ranges(_named(module), self._outline.shapes[weight][dim], rule, module if needs_heads else None)
         if ranges is None:
             return
-        if rule.kind == "column" and module.problem:
-            self._refuse(module, rule, module.problem)
+        if rule.kind == "column" and module.column_problem:
+            self._refuse(module, rule, module.column_problem)
             return
         self._cut(module, "weight", dim, ranges)
         if rule.kind == "column":
@@ -134,8 +133,8 @@ class _Planner:
         if module.computes != "embedding":
             self._refuse(module, rule, "it is no embedding; " + _instead(module))
             return
-        if module.problem:
-            self._refuse(module, rule, module.problem)
+        if problem := module.problem or (module.column_problem if rule.kind == "channels" else ""):
+            self._refuse(module, rule, problem)
             return
         if rule.gather is not None:
             self._refuse(module, rule, "an embedding takes tokens, which are not gathered; leave the setting out")
@@ -145,16 +144,11 @@ class _Planner:
         ranges = self._ranges(_named(module), self._outline.shapes[weight][dim], rule, None)
         if ranges is not None:
             self._cut(module, "weight", dim, ranges)
-            gathers = rule.kind == "channels"
-            self._add_style(
-                module,
-                Style(
-                    kind="vocab" if rule.kind == "vocab" else "channels",
-                    ranges=ranges,
-                    gathers=gathers,
-                    scatter=rule.scatter,
-                ),
-            )
+            if rule.kind == "channels":
+                self._add_style(module, Style(kind="channels", ranges=ranges, gathers=True))
+            else:
+                self._add_style(module, Style(kind="vocab", ranges=ranges, scatter=rule.scatter))
+                self._summed |= self._held(module)  # what it does with the rows, it does with those of this rank
 
     def _share_tail(self, module: TensorModule, rule: Rule) -> None:
         size = rule.size
@@ -260,6 +254,13 @@ class _Planner:
                 f"{_named(module, attribute)} is cut by the rule of its module and in another way by its own; give one"
             )
 
+    def _inside(self, module: TensorModule) -> list[TensorModule]:
+        return [each for each in self._modules.values() if _is_inside(each, module)]
+
+    def _held(self, module: TensorModule) -> set[str]:
+        """The parameters of a module and of those in it."""
+        return {name for each in (module, *self._inside(module)) for name in each.parameters.values()}
+
     def _add_style(self, module: TensorModule, style: Style) -> None:
         self._styles.setdefault(module.name, []).append(style)
 
@@ -286,15 +287,13 @@ class _Planner:
         """What is summed is a part on each rank, and is summed once."""
         for name in [name for name, styles in self._styles.items() if any(style.kind == "sum" for style in styles)]:
             module = self._modules[name]
-            inside = [each for each in self._modules.values() if _is_inside(each, module)]
-            held = {parameter for each in (module, *inside) for parameter in each.parameters.values()}
-            self._summed |= held
-            if not held & self._cuts.keys():
+            self._summed |= self._held(module)
+            if not self._held(module) & self._cuts.keys():
                 self.findings.append(
                     f"{_named(module)}: its outputs are to be summed over the ranks, but no parameter in it is cut; "
                     "give its parameters rules, or leave it out"
                 )
-            for each in inside:
+            for each in self._inside(module):
                 if any(style.kind in _SUM_THEMSELVES for style in self._styles.get(each.name, ())):
                     self.findings.append(
                         f"{_named(module)}: its outputs are to be summed over the ranks, but {_named(each)} in it has "

@@ -27,6 +27,8 @@ class TensorModule:
     """Attributes with the number of outputs that its forward reads."""
     problem: str = ""
     """Why this module cannot be cut, though it computes what can be."""
+    column_problem: str = ""
+    """Why its outputs cannot be cut, though its inputs or tokens can be."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Portions: what one rank has of a tensor that is cut for tensor parallelism, as the local tensor that it computes with.
+"""Portions: what a rank along `tp` has of a tensor, as the local tensor with which it computes.
 
 A local tensor is made of boxes of the global one. Most have one; packed projections have one per part:
 
@@ -34,7 +34,9 @@ class Portion:
             raise PlanError(f"a portion along dim {self.dim} of a tensor of shape {self.global_shape}, which has none")
         size = self.global_shape[self.dim]
         if wrong := [each for each in self.ranges if not 0 <= each[0] <= each[1] <= size]:
-            raise PlanError(f"a portion has the indices {wrong[0]} along dim {self.dim}, but the tensor has 0 to {size}")
+            raise PlanError(
+                f"a portion has the indices {wrong[0]} along dim {self.dim}, but the tensor has 0 to {size}"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:

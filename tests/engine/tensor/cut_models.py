@@ -1,7 +1,7 @@
 """Models cut over simulated ranks by a plan of tensor parallelism alone, beside the whole model in one process."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from shardwise.comm.recorded import Call, Recorded
 from shardwise.engine.tensor.cutting import portion_of
 from shardwise.engine.tensor.outline import tensor_outline
 from shardwise.engine.tensor.running import TensorParallel
+from shardwise.engine.tensor.tracing import find_summed
 from shardwise.plan.tensor import TensorPlan, plan_tensor
 
 MakeModel = Callable[[], nn.Module]
@@ -37,10 +38,13 @@ def compute_whole(make_model: MakeModel, run: Run) -> Computed:
     return Computed(output.detach(), {name: each.grad for name, each in model.named_parameters()})
 
 
-def compute_cut(make_model: MakeModel, rules: Mapping[str, str] | str, num_ranks: int, run: Run) -> Computed:
+def compute_cut(
+    make_model: MakeModel, rules: Mapping[str, str] | str, num_ranks: int, run: Run, *, is_completed: bool = False
+) -> Computed:
     """Simulated ranks with the portions that the rules give them; the gradients put together.
 
-    All that the plan says is whole is compared: outputs and gradients have the same bits on every rank.
+    All that is whole is compared: outputs and gradients have the same bits on every rank. Which gradients are summed is
+    read from the graph; it is what the rules say, unless it `is_completed` so.
     """
 
     def on_rank(channel: sw.Channel) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], TensorPlan, list[Call]]:
@@ -53,11 +57,17 @@ def compute_cut(make_model: MakeModel, rules: Mapping[str, str] | str, num_ranks
         recorded = Recorded(channel)
         TensorParallel(model, plan, recorded)
         output = run(model)
-        output.sum().backward()
-        return output.detach(), {name: each.grad for name, each in model.named_parameters()}, plan, recorded.calls
+        loss = output.sum()
+        parameters = dict(model.named_parameters())
+        summed = find_summed(loss, parameters, cut=plan.cuts, summed=plan.summed)
+        assert is_completed or summed == plan.summed, summed ^ plan.summed
+        loss.backward()
+        gradients = {name: each.grad for name, each in parameters.items()}
+        return output.detach(), gradients, replace(plan, summed=summed), recorded.calls
 
     ranks = sw.simulate(num_ranks, on_rank)
-    outputs, gradients, (plan, *_), calls = zip(*ranks, strict=True)
+    outputs, gradients, plans, calls = zip(*ranks, strict=True)
+    plan = plans[0]
     for other in outputs[1:]:
         assert torch.equal(other, outputs[0])
     return Computed(

@@ -61,6 +61,9 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
         children=tuple(children),
         own_parameters=tuple(own_parameters),
         aliases=tuple(names[module][1:]),
+        is_indivisible=bool(module._modules)
+        and type(module).__module__.startswith("torch.nn.modules")
+        and not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict),
     )
 
 

@@ -111,7 +111,9 @@ def drop_foreign(
 
 def move_to(model: nn.Module, device: torch.device) -> None:
     """`model.to(device)`, but for what has no memory."""
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def _without_memory(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

@@ -1,13 +1,16 @@
 """From whole parameters to the portions that a rank along `tp` computes with."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree, compare
+from shardwise.comm.dtensors import is_dtensor
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.tensor.outline import tensor_outline
-from shardwise.errors import ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan import Plan
 from shardwise.plan.tensor import TensorPlan, plan_tensor
 from shardwise.space import Portion
@@ -16,16 +19,30 @@ NO_CUTS = TensorPlan(num_ranks=1)
 """Of a model that is whole on every rank."""
 
 
-def agree_on_tensor_plan(model: nn.Module, plan: Plan, channel: Channel) -> TensorPlan:
-    """Plan how the parameters of `model` are cut. Raises PlanError, the same on all ranks."""
+def agree_on_tensor_plan(model: nn.Module, plan: Plan, channel: Channel, *, given: Mapping[str, Portion]) -> TensorPlan:
+    """Plan how the parameters of `model` are cut. Raises PlanError, the same on all ranks.
+
+    given: what is cut already, because it came as DTensors. Their modules know what to do; nothing is planned then.
+    """
     if plan.mesh.tp == 1:
         return NO_CUTS
     refusal: ShardwiseError | None = None
     tensor_plan = NO_CUTS
     try:
-        assert plan.tensor.rules is not None, "a plan with ranks along tp has rules"
-        outline, _ = tensor_outline(model)
-        tensor_plan = plan_tensor(outline, plan.tensor.rules, num_ranks=plan.mesh.tp)
+        rules = plan.tensor.rules
+        if rules is not None and given:
+            raise PlanError(
+                f"tensor.rules: given for a model of which {len(given)} parameters are cut DTensors already, such as "
+                f"{next(iter(given))!r}; leave the rules out, or give the model as it was built"
+            )
+        if rules is None and not given:
+            raise PlanError(
+                f"mesh.tp={plan.mesh.tp}: tensor.rules does not say what is cut over these ranks, and no parameter is "
+                'a DTensor; give rules="auto" for a model that carries a plan, or {name: rule}'
+            )
+        if rules is not None:
+            outline, _ = tensor_outline(model)
+            tensor_plan = plan_tensor(outline, rules, num_ranks=plan.mesh.tp)
     except ShardwiseError as error:
         refusal = error
     agree(channel, refusal, purpose="verdict on tensor parallelism")
@@ -51,7 +68,7 @@ def keep_portions(inventory: Inventory) -> None:
     What moves to a flat buffer is a view until it is copied there; the rest lets go of the whole at once.
     """
     for spec in inventory.specs:
-        if spec.portion is not None:
+        if spec.portion is not None and not is_dtensor(inventory.parameters[spec.name]):
             parameter = inventory.parameters[spec.name]
             local = portion_of(parameter.detach(), spec.portion)
             parameter.grad = None

@@ -11,11 +11,12 @@ Every movement is linear, and its backward is the movement that is its transpose
     settle   sum, own part is taken parts are gathered        each rank has a part of a sum, goes on with a part
 
 Sums are taken in rank order, by one rank for each element, so that all ranks have the same bits; half precision travels
-as it is, is added in float32 and rounded once. Fake tensors do not travel: what comes of them has the right shape.
+as it is, is added in float32 and rounded once. What moved is no view, so that it may be written to in place. Fake
+tensors do not travel: what comes of them has the right shape.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,6 +26,8 @@ from shardwise.plan.tensor_plan import Ranges
 
 Movement = Callable[[torch.Tensor], torch.Tensor]
 
+Kind = Literal["share", "total", "whole", "part", "spread", "settle", "once"]
+
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -32,19 +35,39 @@ class _Moved(torch.autograd.Function):
     """A movement, with its transpose for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, movement: Movement, transpose: Movement) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movement) -> torch.Tensor:
+        ctx.kind = kind
         ctx.movements = (movement, transpose)
         return movement(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         movement, transpose = ctx.movements
-        return _moved(gradients[0], transpose, movement), None, None
+        return _moved(gradients[0], _TRANSPOSES[ctx.kind], transpose, movement), None, None, None
 
 
-def _moved(value: torch.Tensor, movement: Movement, transpose: Movement) -> torch.Tensor:
+_TRANSPOSES: dict[Kind, Kind] = {
+    "share": "total",
+    "total": "share",
+    "whole": "part",
+    "part": "whole",
+    "spread": "settle",
+    "settle": "spread",
+    "once": "once",
+}
+
+
+def movement_of(node: object) -> Kind | None:
+    """What kind of movement a node of an autograd graph is the backward of; None for one that is none."""
+    if not isinstance(node, _Moved._backward_cls):  # type: ignore[attr-defined]
+        return None
+    kind: Kind = node.kind  # type: ignore[attr-defined]
+    return kind
+
+
+def _moved(value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movement) -> torch.Tensor:
     if torch.is_grad_enabled() and value.requires_grad:
-        moved: torch.Tensor = _Moved.apply(value, movement, transpose)  # type: ignore[no-untyped-call]
+        moved: torch.Tensor = _Moved.apply(value, kind, movement, transpose)  # type: ignore[no-untyped-call]
         return moved
     return movement(value)
 
@@ -62,31 +85,42 @@ class Movements:
         """The same value, which each rank reads for itself."""
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
-        return _moved(value, _same, self._sum)
+        return _moved(value, "share", _same, self._sum)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' values."""
-        return _moved(value, self._sum, _same)
+        return _moved(value, "total", self._sum, _same)
 
     def whole(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
         """All ranks' parts along `dim`, each where its ranges say."""
-        return _moved(value, self._gathering(dim, ranges), self._taking(dim, ranges))
+        return _moved(value, "whole", self._gathering(dim, ranges), self._taking(dim, ranges))
 
     def part(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
         """This rank's part along `dim`."""
-        return _moved(value, self._taking(dim, ranges), self._gathering(dim, ranges))
+        return _moved(value, "part", self._taking(dim, ranges), self._gathering(dim, ranges))
 
     def spread(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
         """All ranks' parts along `dim`, which each rank reads for itself."""
-        return _moved(value, self._gathering(dim, ranges), self._settling(dim, ranges))
+        return _moved(value, "spread", self._gathering(dim, ranges), self._settling(dim, ranges))
 
     def settle(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
         """This rank's part along `dim` of the sum of all ranks' values."""
-        return _moved(value, self._settling(dim, ranges), self._gathering(dim, ranges))
+        return _moved(value, "settle", self._settling(dim, ranges), self._gathering(dim, ranges))
+
+    def share_last(self, value: torch.Tensor, size: int) -> torch.Tensor:
+        """The same value, of which each rank reads the last `size` along the last dim for itself."""
+
+        def sum_last(gradient: torch.Tensor) -> torch.Tensor:
+            rest, last = gradient.split([gradient.shape[-1] - size, size], dim=-1)
+            return torch.cat([rest, self._sum(last)], dim=-1)
+
+        if not (torch.is_grad_enabled() and value.requires_grad):
+            return value
+        return _moved(value, "share", _same, sum_last)
 
     def on_first_rank(self, value: torch.Tensor) -> torch.Tensor:
         """The value on the first rank, zeros on the others; so for the gradient."""
-        return value if self.rank == 0 else _moved(value, torch.zeros_like, torch.zeros_like)
+        return _moved(value, "once", _same, _same) if self.rank == 0 else _moved(value, "once", _zeros, _zeros)
 
     def gathered(self, value: torch.Tensor) -> torch.Tensor:
         """All ranks' values, of one shape, in rank order along a new first dim; without a gradient."""
@@ -105,19 +139,20 @@ class Movements:
         flat = _flat(value)
         share, rest = divmod(flat.numel(), self.num_ranks)
         counts = [share + (at < rest) for at in range(self.num_ranks)]
-        part = self._summed_part(flat, counts)
-        total = torch.empty_like(flat)
-        self._channel.all_gather(total, part, counts=counts, purpose=self._purpose).wait()
-        return total.view(value.shape)
+        part = self._summed_part(flat, counts, [counts[self.rank]])
+        total = flat.new_empty(value.shape)
+        self._channel.all_gather(total.view(-1), part, counts=counts, purpose=self._purpose).wait()
+        return total
 
-    def _summed_part(self, flat: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def _summed_part(self, flat: torch.Tensor, counts: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """This rank's `counts` of the sum, in their shape."""
         dtype = torch.float32 if flat.dtype in _HALVES else flat.dtype
-        part = torch.empty(counts[self.rank], dtype=dtype, device=flat.device)
-        self._channel.reduce_scatter(part, flat, counts=counts, purpose=self._purpose).wait()
+        part = torch.empty(shape, dtype=dtype, device=flat.device)
+        self._channel.reduce_scatter(part.view(-1), flat, counts=counts, purpose=self._purpose).wait()
         return part.to(flat.dtype)
 
     def _taking(self, dim: int, ranges: Sequence[Ranges]) -> Movement:
-        return lambda value: _taken(value, dim, ranges[self.rank]).contiguous()
+        return lambda value: _taken(value, dim, ranges[self.rank]).clone(memory_format=torch.contiguous_format)
 
     def _gathering(self, dim: int, ranges: Sequence[Ranges]) -> Movement:
         def gather(value: torch.Tensor) -> torch.Tensor:
@@ -144,7 +179,7 @@ class Movements:
                 return _taken(value, dim, ranges[self.rank]) if self.num_ranks == 1 else value.new_empty(shape)
             parts = [_taken(value, dim, held).reshape(-1) for held in ranges]
             counts = [part.numel() for part in parts]
-            return self._summed_part(torch.cat(parts), counts).view(shape)
+            return self._summed_part(torch.cat(parts), counts, shape)
 
         return settle
 
@@ -156,6 +191,10 @@ def is_fake(value: torch.Tensor) -> bool:
 
 def _same(value: torch.Tensor) -> torch.Tensor:
     return value.view_as(value)
+
+
+def _zeros(value: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(value)
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:

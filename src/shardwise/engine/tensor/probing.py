@@ -19,10 +19,15 @@ class Probes:
         self._known: dict[object, dict[str, Any]] = {}
 
     def look_at(self, module: nn.Module) -> dict[str, Any]:
-        """`computes`, `output_sizes` and `problem` of its `TensorModule`."""
+        """`computes`, `output_sizes` and problems of its `TensorModule`."""
         if isinstance(module, nn.Embedding):
             settings = [key for key in ("max_norm", "scale_grad_by_freq") if getattr(module, key)]
-            return {"computes": "embedding", "problem": _embedding_problem(settings)}
+            own = type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
+            return {
+                "computes": "embedding",
+                "problem": _embedding_problem(settings),
+                "column_problem": "its forward does more than to look up rows" if own else "",
+            }
         held = {key: value for key, value in module._parameters.items() if value is not None}
         weight = held.get("weight")
         if weight is None or weight.dim() != 2 or not held.keys() <= {"weight", "bias"} or isinstance(weight, DTensor):
@@ -57,7 +62,7 @@ def _probe(module: nn.Module, held: Mapping[str, nn.Parameter], numbers: Mapping
                 if _is_linear(module, held, outputs - 1, inputs, computes):
                     return {"computes": computes, "output_sizes": attributes}
         problem = f"its forward works with all {outputs} outputs only, and no attribute says how many there are"
-        return {"computes": computes, "problem": problem}
+        return {"computes": computes, "column_problem": problem}
     return {}
 
 

@@ -214,8 +214,7 @@ class Tail(Styled):
                 f"{self.name!r}: the last {size} outputs are to be shared, but it has {output.shape[-1]}; give the "
                 "size of what every head reads: 'mla_kv_a_proj(size=...)'"
             )
-        rest, last = output.split([output.shape[-1] - size, size], dim=-1)
-        return torch.cat([rest, self.movements.share(last)], dim=-1)
+        return self.movements.share_last(output, size)
 
 
 class Positions(Styled):

@@ -182,3 +182,8 @@ def _check(targets: torch.Tensor, size: int) -> None:
         torch._assert_async(((targets >= 0) & (targets < size)).all())
     elif not 0 <= int(targets.min()) <= int(targets.max()) < size:
         raise IndexError(f"labels reach from {int(targets.min())} to {int(targets.max())}, but there are {size} tokens")
+
+
+def is_cut_loss(node: object) -> bool:
+    """Whether a node of an autograd graph is the backward of a loss over cut logits."""
+    return isinstance(node, _CutCrossEntropy._backward_cls)  # type: ignore[attr-defined]

@@ -16,9 +16,9 @@ class Closeness:
     """The row-major element that is furthest off."""
     allowed: float
     """There."""
-    ours: complex | float
+    ours: object
     """In one process, there."""
-    theirs: complex | float
+    theirs: object
     """Under the layout, there."""
 
 

@@ -5,30 +5,30 @@ For each microbatch: what modules give, the loss, the gradients that come back; 
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from shardwise.checkpoint import Catalogue
+from shardwise.comm.agreement import digest_of_values
+from shardwise.engine.inventory import dtype_name
+from shardwise.plan.state_names import is_state_name
 from shardwise.train.verification.closeness import EQUAL, Closeness, by_element, by_size
 from shardwise.train.verification.error_model import UNIT_ROUNDOFF, UPDATE_ROUNDINGS, ErrorModel, Path
 from shardwise.train.verification.layout_notes import LayoutNotes
 from shardwise.train.verification.mean_gradients import MeanGradients
 from shardwise.train.verification.one_process import OwnStep
-from shardwise.train.verification.recording import (
-    LOSS,
-    GradientKey,
-    Noted,
-    OutputKey,
-    is_number,
-    places,
-    wide,
-)
+from shardwise.train.verification.program import Program
+from shardwise.train.verification.recording import LOSS, GradientKey, Noted, is_number, places, wide
 from shardwise.train.verification.report import Divergence, StepComparison, Tally
 
 OUTPUTS, PER_MICROBATCH, LOSSES = "outputs of modules", "gradients per microbatch", "losses"
-MEANS, NORMS, UPDATED, REPLICAS = "mean gradients", "gradient norms", "updated tensors", "replicas"
+MEANS, NORMS, UPDATED = "mean gradients", "gradient norms", "updated tensors"
+
+
+_BARELY = 2.0**-52
+"""The ratio of tensors that only differ in elements that are not kept."""
 
 
 @dataclass(slots=True)
@@ -38,70 +38,280 @@ class _Count:
     worst: float = 0.0
 
 
-class StepCheck:
-    """The comparison of one update; `run` gives what diverges first."""
+class StepComparer:
+    """The comparison of one update: `first_divergence`, then `summary`."""
 
-    def __init__(self, *, step: int, layout: LayoutNotes, own: OwnStep, model: ErrorModel, clip: float | None,
-                 means: MeanGradients, gradients: Catalogue, state: Catalogue) -> None:
+    def __init__(
+        self,
+        *,
+        step: int,
+        program: Program,
+        layout: LayoutNotes,
+        own: OwnStep,
+        gradients: Catalogue,
+        state: Catalogue,
+    ) -> None:
+        """gradients, state: of the layout, after the update."""
         self._step = step
+        self._program = program
         self._layout = layout
         self._own = own
-        self._model = model
-        self._means = means
+        self._model = ErrorModel.of(program.plan)
         self._gradients = gradients
         self._state = state
         self._counts: dict[str, _Count] = {}
-        self._rounded: set[str] = set()
-        """Parameters of whose gradients per microbatch some were not equal, or not compared."""
+        self._num_equal: dict[str, int] = {}
+        """By parameter, the microbatches whose gradients are."""
+        self.remarks: list[str] = []
 
-    def run(self) -> Divergence | None:
-        """The first divergence; None where all is equal or rounding."""
+    def first_divergence(self) -> Divergence | None:
+        """None where all is equal or rounding."""
         return next(self._divergences(), None)
 
     def summary(self) -> StepComparison:
-        """What was compared, after `run`."""
-        tallies = [
-            Tally(kind=kind, num_compared=each.compared, num_equal=each.equal, worst=each.worst)
-            for kind, each in self._counts.items()
-        ]
+        """What was compared."""
         return StepComparison(
             step=self._step,
             loss=self._layout.report.loss,
             one_process_loss=self._own.report.loss,
             grad_norm=self._layout.report.grad_norm,
-            one_process_grad_norm=self._means.norm,
-            tallies=tuple(tallies),
+            one_process_grad_norm=self._own.report.grad_norm,
+            tallies=tuple(
+                Tally(kind=kind, num_compared=each.compared, num_equal=each.equal, worst=each.worst)
+                for kind, each in self._counts.items()
+            ),
         )
 
     def _divergences(self) -> Iterator[Divergence]:
-        numbers = self._layout.counted
-        for own_number, number in enumerate(numbers):
+        for own_number, number in enumerate(self._layout.counted):
             yield from self._of_outputs(own_number, number)
             yield from self._of_contributions(own_number, number)
         yield from self._of_loss()
-        yield from self._of_means()
-        yield from self._of_norm()
-        yield from self._of_update()
+        if not self._own.report.skipped:
+            yield from self._of_means()
+        yield from self._of_state()
         yield from self._of_replicas()
 
-    # Forward and backward of one microbatch ---------------------------------------------------------------------------
+    # One microbatch -------------------------------------------------------------------------------------------------
 
     def _of_outputs(self, own_number: int, number: int) -> Iterator[Divergence]:
         for key, ours in self._own.notes.outputs.items():
             if key.microbatch != own_number:
                 continue
             for rank, theirs in self._layout.outputs.get(key._replace(microbatch=number), ()):
-                if ours.shape != theirs.shape:  # a part of it, where parameters are cut over tp
+                if ours.shape != theirs.shape:  # a part of it, where parameters are cut over ranks along tp
                     continue
-                closeness = self._forward_closeness(ours, theirs)
-                if closeness is not None and self._is_far(OUTPUTS, closeness):
-                    yield self._divergence("output", key.place or "output", key.module, closeness, ours, microbatch=number, rank=rank)
+                found = self._of_noted(ours, theirs, ours.path)
+                if found is not None and self._is_far(LOSSES if key.module == LOSS else OUTPUTS, found):
+                    place = key.place or ("loss" if key.module == LOSS else "output")
+                    yield self._divergence("output", place, key.module, found, ours, microbatch=number, rank=rank)
 
-    def _forward_closeness(self, ours: Noted, theirs: Noted) -> Closeness | None:
+    def _of_contributions(self, own_number: int, number: int) -> Iterator[Divergence]:
+        for key, ours in self._own.notes.gradients.items():
+            theirs = self._layout.gradients.get(GradientKey(number, key.parameter))
+            if key.microbatch != own_number or theirs is None:
+                continue
+            path = self._own.path.there_and_back()
+            found = self._of_noted(
+                ours, theirs.noted, path, least_size=math.sqrt(self._own.terms[key.parameter].square)
+            )
+            if found is None:
+                continue
+            if found.ratio == 0:
+                self._num_equal[key.parameter] = self._num_equal.get(key.parameter, 0) + 1
+            if self._is_far(PER_MICROBATCH, found):
+                name = key.parameter
+                yield self._divergence("gradient of", name, _module_of(name), found, ours, microbatch=number)
+
+    def _of_noted(self, ours: Noted, theirs: Noted, path: Path, *, least_size: float = 0.0) -> Closeness | None:
+        """None where rounding may turn a choice, and nothing can be said."""
         if ours.digest == theirs.digest and ours.dtype == theirs.dtype:
             return EQUAL
-        if self._model.same_forward or (self._model.same_up_to_order and not is_number(ours.dtype)):
-            return by_element(ours.sample, theirs.sample, torch.zeros(len(ours.sample), dtype=torch.float64)) if not torch.equal(ours.sample, theirs.sample) else Closeness(ratio=math.inf, at=0, allowed=0.0, ours=math.nan, theirs=math.nan)
-        if not is_number(ours.dtype):  # choices that rounding may turn
-            return None
-        return by_size(ours.sample, theirs.sample, ours.path.deviation(roundoff_of(ours.dtype)))
+        if ours.dtype != theirs.dtype:
+            return Closeness(ratio=math.inf, at=0, allowed=0.0, ours=ours.dtype, theirs=theirs.dtype)
+        if self._model.same_forward or not is_number(ours.dtype):
+            if not self._model.same_up_to_order:
+                return None
+            found = by_element(ours.sample, theirs.sample, torch.zeros(len(ours.sample), dtype=torch.float64))
+            # Elements that are not kept differ, or there is nothing but a sum to compare with.
+            return found if found.ratio or not theirs.digest else replace(found, ratio=math.inf)
+        found = by_size(ours.sample, theirs.sample, path.deviation, least_size=least_size)
+        return replace(found, ratio=_BARELY) if not found.ratio and theirs.digest else found
+
+    # All of them ----------------------------------------------------------------------------------------------------
+
+    def _of_loss(self) -> Iterator[Divergence]:
+        ours, theirs = self._own.report, self._layout.report
+        deviation = 0.0 if self._model.same_forward else self._own.path.deviation
+        allowed = (deviation + 1e-15 * (1 + len(self._layout.counted))) * abs(ours.loss)
+        found = by_element(_one(ours.loss), _one(theirs.loss), _one(allowed))
+        if self._is_far(LOSSES, found):
+            yield self._divergence("loss", "loss of all microbatches", "", found, None)
+        if ours.skipped != theirs.skipped:
+            words = {True: "skips the update, whose gradient is not finite", False: "takes the update"}
+            yield replace(
+                self._divergence("update", "update", "", EQUAL, None),
+                one_process=words[ours.skipped],
+                layout=words[theirs.skipped],
+            )
+
+    def _of_means(self) -> Iterator[Divergence]:
+        numbers: dict[str, int] = {}
+        for key in self._own.notes.gradients:
+            numbers[key.parameter] = numbers.get(key.parameter, 0) + 1
+        rounded = {name for name, number in numbers.items() if self._num_equal.get(name) != number}
+        means = MeanGradients(self._program, self._model, self._own, self._layout, rounded)
+        stored = self._gradients.tensors
+        for name in means.names():
+            if name not in stored:
+                missing = self._divergence("mean gradient of", name, _module_of(name), EQUAL, None)
+                yield replace(missing, one_process="a gradient", layout="none")
+                continue
+            theirs = self._gradients.read(name)
+            found = means.closeness(name, theirs)
+            is_equal = digest_of_values(theirs) == self._own.gradient_digests.get(name)
+            if self._is_far(MEANS, found, is_equal=is_equal):
+                pieces = [each.piece for each in stored[name].pieces]
+                words, microbatch = means.explain(name, theirs, found.at, pieces)
+                if not words and self._counts.get(PER_MICROBATCH):
+                    words = "The gradients of its microbatches agree: their sum over microbatches and ranks does not"
+                where = self._divergence(
+                    "mean gradient of", name, _module_of(name), found, None, microbatch=microbatch, shape=theirs.shape
+                )
+                yield replace(where, explanation=words)
+        for name in stored:
+            if name not in self._own.terms and bool(self._gradients.read(name).any()):
+                unused = self._divergence("mean gradient of", name, _module_of(name), EQUAL, None)
+                yield replace(unused, one_process="no gradient", layout="one that is not zero")
+        found = by_element(_one(means.norm), _one(self._layout.report.grad_norm), _one(means.allowed_of_norm))
+        if self._is_far(NORMS, found, is_equal=self._own.report.grad_norm == self._layout.report.grad_norm):
+            yield self._divergence("norm", "norm of all gradients", "", found, None)
+
+    def _of_state(self) -> Iterator[Divergence]:
+        theirs_of = {**self._state.contents.aliases, **{name: name for name in self._state.tensors}}
+        for name, ours in self._own.state.items():
+            if name not in theirs_of:
+                lost = self._divergence("updated", name, _module_of(name), EQUAL, None)
+                yield replace(lost, one_process="a value", layout="none")
+                continue
+            theirs = self._state.read(name).to(ours.device)
+            if self._is_left_out(name, ours, theirs):
+                continue
+            found = _of_update(ours, theirs)
+            if self._is_far(UPDATED, found):
+                words = "One process started from the same state and was given the layout's gradients"
+                where = self._divergence("updated", name, _module_of(name), found, None, shape=theirs.shape)
+                yield replace(where, explanation=words)
+
+    def _is_left_out(self, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        """Buffers that a forward writes: every data rank sees other rows, and one of them gives its own to all."""
+        if self._model.num_data_ranks == 1 and self._model.same_up_to_order:
+            return False
+        if is_state_name(name) or name in self._own.parameters or _of_update(ours, theirs).ratio == 0:
+            return False
+        remark = f"buffer {name!r}, which forwards write: with several data ranks, one of them gives its own to all"
+        self.remarks += [remark] if remark not in self.remarks else []
+        return True
+
+    def _of_replicas(self) -> Iterator[Divergence]:
+        for piece, one, other in self._layout.unequal_pieces:
+            differ = self._divergence("replica", piece, "", EQUAL, None, rank=other)
+            yield replace(differ, one_process=f"one value (as rank {one} has it)", layout="another one")
+
+    # Words ----------------------------------------------------------------------------------------------------------
+
+    def _is_far(self, kind: str, found: Closeness, *, is_equal: bool | None = None) -> bool:
+        """Count it; whether rounding does not explain it. `is_equal`: where that is not what has been compared."""
+        count = self._counts.setdefault(kind, _Count())
+        count.compared += 1
+        equal = found.ratio == 0 if is_equal is None else is_equal
+        count.equal += equal
+        if not equal and not found.ratio > 1:
+            count.worst = max(count.worst, found.ratio)
+        return found.ratio > 1
+
+    def _divergence(
+        self,
+        kind: str,
+        tensor: str,
+        module: str,
+        found: Closeness,
+        noted: Noted | None,
+        *,
+        microbatch: int | None = None,
+        rank: int | None = None,
+        shape: Sequence[int] = (),
+    ) -> Divergence:
+        at, whole = found.at, tuple(shape)
+        if noted is not None:
+            at, whole = int(places(noted.num_elements)[found.at]) if noted.num_elements else 0, noted.shape
+        return Divergence(
+            kind=kind,
+            tensor=tensor,
+            module=module,
+            step=self._step,
+            microbatch=microbatch,
+            rank=rank,
+            index=_index(at, whole),
+            one_process=_shown(found.ours),
+            layout=_shown(found.theirs),
+            allowed=found.allowed,
+        )
+
+
+def initial_divergence(own: Mapping[str, torch.Tensor], layout: Catalogue) -> Divergence | None:
+    """The first tensor that is not the same before the first update."""
+    known = {*layout.tensors, *layout.contents.aliases}
+    for name, ours in own.items():
+        theirs = layout.read(name) if name in known else None
+        found = Closeness(ratio=math.inf, at=0, allowed=0.0, ours="a value", theirs="none")
+        if theirs is not None:
+            found = _of_update(ours.cpu(), theirs)
+        if found.ratio > 0:
+            whole = tuple(ours.shape)
+            return Divergence(
+                kind="initial",
+                tensor=name,
+                module=_module_of(name),
+                step=0,
+                microbatch=None,
+                rank=None,
+                index=_index(found.at, whole),
+                one_process=_shown(found.ours),
+                layout=_shown(found.theirs),
+                allowed=0.0,
+            )
+    return None
+
+
+def _index(at: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    return tuple(int(each) for each in torch.unravel_index(torch.tensor(at), shape)) if shape else None
+
+
+def _of_update(ours: torch.Tensor, theirs: torch.Tensor) -> Closeness:
+    """Updates do the same to the same numbers; an optimizer that works in blocks may round once or twice differently."""
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return Closeness(ratio=math.inf, at=0, allowed=0.0, ours=_kind(ours), theirs=_kind(theirs))
+    if digest_of_values(ours) == digest_of_values(theirs):
+        return EQUAL
+    mine, other = wide(ours).reshape(-1), wide(theirs).reshape(-1)
+    roundoff = UNIT_ROUNDOFF.get(dtype_name(ours.dtype), 0.0)
+    return by_element(mine, other, UPDATE_ROUNDINGS * roundoff * mine.abs())
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def _one(value: float) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float64)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.9g}" if isinstance(value, float | complex) else str(value)
+
+
+def _module_of(name: str) -> str:
+    """The module that holds a parameter or buffer, or what an optimizer keeps for one."""
+    plain = name.removeprefix("optimizer/").rpartition("/")[0] if is_state_name(name) else name
+    return plain.rpartition(".")[0]

@@ -7,6 +7,7 @@ n u (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019), and that is what bounds
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.plan import Plan
@@ -39,18 +40,31 @@ class Path:
     """Calls of modules so far: each rounds what it gives to its dtype."""
     length: int
     """Their reduction lengths added up; that of a call is the largest size of a dim of its parameters and output."""
+    roundoff: float
+    """The largest of the dtypes that they gave."""
 
-    def deviation(self, roundoff: float) -> float:
+    @classmethod
+    def beginning(cls) -> "Path":
+        """Nothing was called yet."""
+        return cls(num_calls=0, length=0, roundoff=0.0)
+
+    def after(self, *, length: int, dtypes: Iterable[str]) -> "Path":
+        """One call further on, which gave values of these dtypes."""
+        roundoff = max((UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+        return Path(num_calls=self.num_calls + 1, length=self.length + length, roundoff=max(self.roundoff, roundoff))
+
+    @property
+    def deviation(self) -> float:
         """Allowed root mean square of the difference, relative to that of the value.
 
-        What a call gives is rounded to its own dtype (`roundoff`), sums inside of it are taken in float32 at least.
+        What a call gives is rounded to its dtype, sums inside of it are taken in float32 at least.
         """
-        inner = min(roundoff, UNIT_ROUNDOFF["float32"])
-        return CONFIDENCE * (roundoff * math.sqrt(self.num_calls) + inner * math.sqrt(self.length))
+        inner = min(self.roundoff, UNIT_ROUNDOFF["float32"])
+        return CONFIDENCE * (self.roundoff * math.sqrt(self.num_calls) + inner * math.sqrt(self.length))
 
     def there_and_back(self) -> "Path":
         """To a gradient: as much again in backward."""
-        return Path(num_calls=2 * self.num_calls, length=2 * self.length)
+        return Path(num_calls=2 * self.num_calls, length=2 * self.length, roundoff=self.roundoff)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +90,7 @@ class ErrorModel:
         num_data_ranks = mesh.dp_replicate * mesh.dp_shard
         added_in = max(UNIT_ROUNDOFF[precision.accumulate], UNIT_ROUNDOFF[precision.master])
         return cls(
-            same_forward=mesh.pp == mesh.tp == 1,
+            same_forward=mesh.pp * plan.pipeline.num_chunks * mesh.tp == 1,
             same_up_to_order=mesh.tp == 1,
             num_data_ranks=num_data_ranks,
             sum_roundoff=min(added_in, UNIT_ROUNDOFF["float32"]) if precision.compute is None else added_in,
@@ -102,9 +116,9 @@ def _words(plan: Plan) -> str:
             "2^-24 in float32, 2^-8 in bfloat16; an element by "
             f"{ELEMENT_FACTOR:g} times as much; gradients have 2c and 2n"
         )
-    elif mesh.pp > 1:
+    elif mesh.pp * plan.pipeline.num_chunks > 1:
         lines.append(
-            f"pp={mesh.pp}: outputs, losses and gradients per microbatch: zero, but where a value or parameter has uses "
+            f"{mesh.pp * plan.pipeline.num_chunks} stages: outputs, losses and gradients per microbatch: zero, but where a value or parameter has uses "
             "on several stages, whose gradients are added in another order; these may be off by "
             f"{CONFIDENCE:g} (u sqrt(c) + 2^-24 sqrt(n)) of their size after c calls with reduction lengths n"
         )

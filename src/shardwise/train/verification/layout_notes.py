@@ -13,13 +13,36 @@ from shardwise.train.verification.recording import GradientKey, Noted, OutputKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """The gradient of one microbatch, as several ranks have it together."""
+
+    noted: Noted
+    """Their sum."""
+    sizes: torch.Tensor
+    """The sum of the sizes of what each has, for the elements that are kept."""
+    num_parts: int
+
+    @classmethod
+    def of(cls, parts: "Sequence[Contribution]") -> "Contribution":
+        """The sum of contributions."""
+        if len(parts) == 1:
+            return parts[0]
+        total = torch.stack([each.noted.sample for each in parts]).sum(0)
+        return cls(
+            noted=parts[0].noted._replace(sample=total, digest=""),
+            sizes=torch.stack([each.sizes for each in parts]).sum(0),
+            num_parts=sum(each.num_parts for each in parts),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutNotes:
     """The notes of one update. Microbatches are numbered over all data ranks, as one process goes through them."""
 
     report: StepReport
     outputs: Mapping[OutputKey, Sequence[tuple[int, Noted]]]
     """What ranks have of each output: (rank, what)."""
-    gradients: Mapping[GradientKey, Noted]
+    gradients: Mapping[GradientKey, Contribution]
     """Of parameters that are whole on the ranks that compute with them: what these have together, summed."""
     counted: Sequence[int]
     """The microbatches that were computed, in order."""
@@ -33,7 +56,7 @@ class LayoutNotes:
         ranks = [RankNotes.read(notes_file(folder, step, rank)) for rank in range(program.plan.mesh.size)]
         per_rank = program.plan.merge.microbatches
         outputs: dict[OutputKey, list[tuple[int, Noted]]] = {}
-        parts: dict[GradientKey, dict[int, list[Noted]]] = {}
+        parts: dict[GradientKey, dict[int, list[Contribution]]] = {}
         counted: set[int] = set()
         for rank, told in enumerate(ranks):
             numbers = [program.data_rank(rank) * per_rank + at for at in told.counted]
@@ -45,7 +68,9 @@ class LayoutNotes:
                 holder = told.chained.get(gradient.parameter, at["pp"])
                 if holder == at["pp"]:  # else this part is in what another rank has
                     renamed = gradient._replace(microbatch=numbers[gradient.microbatch])
-                    parts.setdefault(renamed, {}).setdefault(at["tp"], []).append(noted)
+                    parts.setdefault(renamed, {}).setdefault(at["tp"], []).append(
+                        Contribution(noted=noted, sizes=noted.sample.abs(), num_parts=1)
+                    )
         return cls(
             report=ranks[0].report,
             outputs=outputs,
@@ -57,21 +82,15 @@ class LayoutNotes:
 
 
 def _together(
-    parts: Mapping[GradientKey, Mapping[int, Sequence[Noted]]], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[GradientKey, Noted]]:
+    parts: Mapping[GradientKey, Mapping[int, Sequence[Contribution]]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[GradientKey, Contribution]]:
     """Add up the parts of several stages, and then those of ranks along tp, where these differ."""
     for key, by_tp in parts.items():
-        wholes = [_sum(each) for each in by_tp.values()]
-        if any(each.shape != shapes.get(key.parameter) for each in wholes):
+        wholes = [Contribution.of(each) for each in by_tp.values()]
+        if any(each.noted.shape != shapes.get(key.parameter) for each in wholes):
             continue  # cut over the ranks along tp
-        alike = all(torch.equal(each.sample, wholes[0].sample) for each in wholes)
-        yield key, wholes[0] if alike else _sum(wholes)
-
-
-def _sum(parts: Sequence[Noted]) -> Noted:
-    if len(parts) == 1:
-        return parts[0]
-    return parts[0]._replace(sample=torch.stack([each.sample for each in parts]).sum(0), digest="")
+        alike = all(torch.equal(each.noted.sample, wholes[0].noted.sample) for each in wholes)
+        yield key, wholes[0] if alike else Contribution.of(wholes)
 
 
 def _unequal(ranks: Sequence[RankNotes]) -> Iterator[tuple[str, int, int]]:

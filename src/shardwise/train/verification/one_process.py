@@ -6,7 +6,7 @@ apart from what it was given: where a gradient is nearly zero, Adam makes roundi
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint import load
+from shardwise.checkpoint import Catalogue, load
 from shardwise.comm import alone
+from shardwise.comm.agreement import digest_of_values
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program
 from shardwise.train.verification.recording import NotedLoss, Notes, Recorder, in_backward, wide
-
-ReadGradient = Callable[[str], torch.Tensor | None]
 
 
 @dataclass(kw_only=True)
@@ -49,9 +48,10 @@ class OwnStep:
     """Of a whole forward."""
     state: dict[str, torch.Tensor]
     """After the update with the layout's gradients; views that hold until the next one."""
-    was_updated: bool
-    missing: tuple[str, ...]
-    """Parameters with a gradient, for which the layout has none."""
+    gradient_digests: dict[str, str]
+    """Of the mean gradients as an engine in one process adds them up: what is equal to these is equal to the bit."""
+    parameters: frozenset[str]
+    """The names of all parameters, frozen ones too."""
 
 
 class OneProcess:
@@ -76,11 +76,12 @@ class OneProcess:
         self._schedulers = [program.scheduler(each) for each in self._engine.optimizers] if program.scheduler else []
         self._terms: dict[str, Terms] = {}
         self._squares: dict[str, float] = {}
-        self._read: ReadGradient | None = None
-        self._missing: list[str] = []
-        self._was_updated = False
+        self._digests: dict[str, str] = {}
+        self._theirs: Catalogue | None = None
+        self._names = frozenset(name for name, _ in self.model.named_parameters(remove_duplicate=False))
         self.order = [name for name, each in self.model.named_parameters() if each.requires_grad]
         """The trained parameters, in the order of the model."""
+        self.shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_hook(_AddTerm(self, name))
@@ -96,15 +97,14 @@ class OneProcess:
         """Parameters, masters, buffers and optimizer state by name."""
         return {piece.name: tensor for piece, tensor in self._engine.state().items()}
 
-    def step(self, batch: Any, state: FilePath, read_gradient: ReadGradient) -> OwnStep:
-        """One update from a state of the layout. `read_gradient`: what the layout's optimizer was given, by name."""
+    def step(self, batch: Any, state: FilePath, gradients: Catalogue) -> OwnStep:
+        """One update from a state of the layout. `gradients`: what the layout's optimizer was given."""
         load(str(state), self._engine, channel=self._channel)
-        self._terms, self._squares, self._missing = {}, {}, []
-        self._read, self._was_updated = read_gradient, False
+        self._terms, self._squares, self._digests, self._theirs = {}, {}, {}, gradients
         self._recorder.begin()
         report = self._engine.step(batch)
         notes = self._recorder.take()
-        self._read = None
+        self._theirs = None
         if not report.skipped:
             for scheduler in self._schedulers:
                 scheduler.step()
@@ -116,10 +116,10 @@ class OneProcess:
             notes=notes,
             report=report,
             terms={name: self._terms[name] for name in self.order if name in self._terms},
-            path=max(paths, key=lambda path: path.num_calls, default=Path(num_calls=1, length=1)),
+            path=max(paths, key=lambda path: path.num_calls, default=Path.beginning()),
             state=self.state(),
-            was_updated=self._was_updated,
-            missing=tuple(self._missing),
+            gradient_digests=self._digests,
+            parameters=self._names,
         )
 
     # Hooks ----------------------------------------------------------------------------------------------------------
@@ -142,7 +142,11 @@ class OneProcess:
         floating = [each.detach() for each in inputs if isinstance(each, torch.Tensor) and each.is_floating_point()]
         held = dict(self.model.named_parameters(remove_duplicate=False))
         # Of a vector each output is a term; of a matrix, outputs times inputs; tokens stand for vectors with a single 1.
-        of_input = {name: _mean_square(floating[0]) if floating else 1 / max(1, held[name].shape[0]) for name in names if held[name].ndim > 1}
+        of_input = {
+            name: _mean_square(floating[0]) if floating else 1 / max(1, held[name].shape[0])
+            for name in names
+            if held[name].ndim > 1
+        }
         scales = {name: of_input.get(name, 1.0) for name in names}
 
         def note(gradient: torch.Tensor) -> None:
@@ -154,15 +158,12 @@ class OneProcess:
 
     def _take_gradients(self, *_: Any) -> None:
         """Just before an optimizer steps: give it what the layout's was given."""
-        self._was_updated = True
-        if self._read is None:
+        if self._theirs is None:
             return
         for piece, gradient in self._engine.gradients().items():
-            theirs = self._read(piece.name)
-            if theirs is not None and theirs.shape == gradient.shape:
-                gradient.copy_(theirs)
-            elif piece.name in self._terms:
-                self._missing.append(piece.name)
+            self._digests.setdefault(piece.name, digest_of_values(gradient))
+            if piece.name in self._theirs.tensors and self._theirs.tensors[piece.name].shape == gradient.shape:
+                gradient.copy_(self._theirs.read(piece.name))
 
 
 class _AddTerm:

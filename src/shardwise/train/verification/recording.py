@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.agreement import digest_of_values
 from shardwise.engine.batches import Batch, LossFunction
+from shardwise.engine.inventory import dtype_name
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.values import StageTensor
 from shardwise.train.verification.error_model import Path
@@ -57,6 +58,7 @@ class Noted(NamedTuple):
     num_calls: int
     """See `Path`."""
     length: int
+    roundoff: float
 
     @property
     def num_elements(self) -> int:
@@ -66,7 +68,7 @@ class Noted(NamedTuple):
     @property
     def path(self) -> Path:
         """What lies before the tensor in its forward."""
-        return Path(num_calls=self.num_calls, length=self.length)
+        return Path(num_calls=self.num_calls, length=self.length, roundoff=self.roundoff)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,8 @@ def places(num_elements: int) -> torch.Tensor:
     if num_elements <= SAMPLED_ELEMENTS:
         return torch.arange(num_elements)
     generator = torch.Generator().manual_seed(num_elements)
-    return torch.randint(num_elements, (SAMPLED_ELEMENTS,), generator=generator).unique()
+    drawn: torch.Tensor = torch.randint(num_elements, (SAMPLED_ELEMENTS,), generator=generator).unique()
+    return drawn
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,9 +125,7 @@ class Recorder:
         self._microbatch = -1
         self._clear()
         self._handles = [model.register_forward_pre_hook(_Beginning(self), prepend=True)]
-        self._handles += [
-            module.register_forward_hook(_Output(self, name)) for name, module in model.named_modules()
-        ]
+        self._handles += [module.register_forward_hook(_Output(self, name)) for name, module in model.named_modules()]
         self._handles += [
             parameter.register_hook(_Gradient(self, name))
             for name, parameter in model.named_parameters()
@@ -166,8 +167,8 @@ class Recorder:
         self._calls[number, name] = call + 1
         held = [] if module is None else [each for each in module._parameters.values() if each is not None]
         sizes = [size for each in (*held, *(tensor for _, tensor in found)) for size in each.shape]
-        before = self._paths.get(number, Path(num_calls=0, length=0))
-        path = Path(num_calls=before.num_calls + 1, length=before.length + max(sizes, default=1))
+        before = self._paths.get(number, Path.beginning())
+        path = before.after(length=max(sizes, default=1), dtypes=[dtype_name(tensor.dtype) for _, tensor in found])
         self._paths[number] = path
         for place, tensor in found:
             if (local := local_of(tensor)) is not None:
@@ -180,7 +181,7 @@ class Recorder:
             return
         key = GradientKey(self._number(), name)
         dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-        path = self._paths.get(key.microbatch, Path(num_calls=0, length=0))
+        path = self._paths.get(key.microbatch, Path.beginning())
         noted = noted_of(dense, path)
         if (before := self._gradients.get(key)) is not None:  # of another stage on this rank
             noted = noted._replace(sample=before.sample + noted.sample, digest="")
@@ -207,6 +208,7 @@ class NotedLoss:
         """Who notes, once it is there."""
 
     def __call__(self, output: Any, batch: Batch) -> torch.Tensor:
+        """The loss of a microbatch."""
         value = self._loss(output, batch)
         if self.recorder is not None:
             self.recorder.note_output(LOSS, None, value)
@@ -258,11 +260,12 @@ def noted_of(tensor: torch.Tensor, path: Path) -> Noted:
     kept = dense.reshape(-1)[places(dense.numel()).to(dense.device)]
     return Noted(
         shape=tuple(dense.shape),
-        dtype=str(dense.dtype).removeprefix("torch."),
+        dtype=dtype_name(dense.dtype),
         digest=digest_of_values(dense),
         sample=wide(kept).cpu(),
         num_calls=path.num_calls,
         length=path.length,
+        roundoff=path.roundoff,
     )
 
 
@@ -279,4 +282,3 @@ def _tensors(value: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         children = list(enumerate(value))
     for key, child in children:
         yield from _tensors(child, f"{place}.{key}" if place else str(key))
-

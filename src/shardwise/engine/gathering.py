@@ -1,0 +1,330 @@
+"""When units are gathered and let go: before and after the forwards and backwards of their modules (stage 3).
+
+One microbatch over three units; a unit that nobody uses stays until the next one is gathered:
+
+    forward    gather 0   run 0 | free 0  gather 1   run 1 | free 1  gather 2   run 2 |
+    backward   (2 is here)              run 2, reduce 2 | free 2  gather 1   run 1, reduce 1 | free 1  gather 0   run 0
+    forward of the next microbatch      (0 is here)   run 0 | ...
+
+The next unit, as the last pass had it, is gathered while this one runs, where transfers progress by themselves.
+
+All data ranks gather in one order. Where peers' memory is read in place, nobody waits for anybody: the parts do not
+change from the exchange that opens a step or an evaluation to the one that closes it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwise.comm import Channel, Work
+from shardwise.engine.counters import Counters
+from shardwise.engine.gradient_runs import GradientRuns
+from shardwise.engine.resting import RestingBuffers, resting_class
+from shardwise.plan.units import Unit
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class GatheredUnit:
+    """A unit on this rank."""
+
+    number: int
+    plan: Unit
+    buckets: tuple[int, ...]
+    reductions: tuple[int, ...]
+    """The numbers of its buckets among those that are reduced."""
+    parameters: tuple[tuple[nn.Parameter, type, type], ...]
+    """Each with its class while it is gathered, and while it is not."""
+    storages: frozenset[int]
+    stage: int
+    num_uses: int = 0
+    """Forwards and backwards that need it now."""
+    is_resident: bool = False
+    works: list[Work] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """Something that all data ranks do at this point of a microbatch."""
+
+    what: str
+    """`use`, `drop` or `reduce`."""
+    phase: str
+    unit: int
+
+
+class UnitCall:
+    """One call of a module whose backward needs its units again."""
+
+    __slots__ = ("_gathering", "_has_begun", "_has_ended", "microbatch", "units")
+
+    def __init__(self, gathering: "Gathering", units: Sequence[GatheredUnit], microbatch: int) -> None:
+        self.units = units
+        self.microbatch = microbatch
+        self._gathering = gathering
+        self._has_begun = False
+        self._has_ended = False
+
+    def begin(self, _: object = None) -> None:
+        """The backward of the call begins."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._gathering.begin_backward(self)
+
+    def end(self, _: object = None) -> None:
+        """Everything in the call has its gradient, if it gets one."""
+        if self._has_begun and not self._has_ended:
+            self._has_ended = True
+            self._gathering.end_backward(self)
+
+    def close(self) -> list[GatheredUnit]:
+        """The backward around it has ended; what it did not let go itself."""
+        held = [] if self._has_ended or not self._has_begun else list(self.units)
+        self._has_begun = self._has_ended = True
+        return held
+
+
+class Gathering:
+    """The units of one rank. See `Sharded` for what goes on around microbatches."""
+
+    def __init__(
+        self,
+        buffers: RestingBuffers,
+        gradients: GradientRuns,
+        units: Sequence[Unit],
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        owners: Channel,
+        counters: Counters,
+        stage_of: Mapping[str, int],
+        keeps: bool,
+    ) -> None:
+        """`keeps`: what was gathered once stays until the end of the pass."""
+        self._buffers = buffers
+        self._gradients = gradients
+        self._owners = owners
+        self._counters = counters
+        self._keeps = keeps
+        self.microbatch: Callable[[], int] = lambda: 0
+        """The microbatch that this rank works on, where a schedule mixes several."""
+        self.units = tuple(self._unit(number, plan, parameters, stage_of) for number, plan in enumerate(units))
+        self._resident: list[GatheredUnit] = []
+        self._trains = False
+        self._is_in_pass = False
+        self._next: dict[tuple[str, int], GatheredUnit] = {}
+        """(phase, unit) -> the unit that was used after it."""
+        self._last_use: tuple[str, int] | None = None
+        self._outstanding: dict[int, dict[int, int]] = {}
+        """Microbatch -> unit -> calls whose backward has not ended."""
+        self._open: list[UnitCall] = []
+        self._events: list[_Event] = []
+        self._recorded: dict[bool, list[_Event]] = {}
+        """Of the last microbatch, in passes that train and in others."""
+
+    def _unit(
+        self, number: int, plan: Unit, parameters: Mapping[str, nn.Parameter], stage_of: Mapping[str, int]
+    ) -> GatheredUnit:
+        names = set(plan.parameters)
+        buckets = tuple(
+            index
+            for index, bucket in enumerate(self._buffers.ownership.buckets)
+            if not self._buffers.is_held_whole(index) and bucket.slots[0].name in names
+        )
+        reductions = {self._gradients.index_of(name): None for name in plan.parameters}
+        members = []
+        for name in plan.parameters:
+            kind = self._buffers.kind_of(name)
+            assert kind is not None
+            members.append((parameters[name], kind, resting_class(kind)))
+        return GatheredUnit(
+            number=number,
+            plan=plan,
+            buckets=buckets,
+            reductions=tuple(sorted(each for each in reductions if each is not None)),
+            parameters=tuple(members),
+            storages=frozenset(map(self._buffers.storage_of, buckets)),
+            stage=stage_of[plan.parameters[0]],
+        )
+
+    # Passes and microbatches ----------------------------------------------------------------------------------------
+
+    def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
+        """See `Sharded`."""
+        if not is_agreed and self._buffers.reads_in_place:
+            self._counters.exchanges += 1
+            self._owners.exchange(b"", purpose="parameters are written")
+        self.release()
+        self._trains, self._is_in_pass = trains, True
+        self._gradients.begin_pass(trains=trains)
+
+    def end_pass(self) -> None:
+        """See `Sharded`."""
+        self._gradients.end_pass()
+        self._is_in_pass = False
+        self.release()
+
+    def release(self) -> None:
+        """Let go of everything, whatever state it is in."""
+        for unit in self.units:
+            if unit.num_uses:
+                unit.num_uses = 0
+                _close(unit)
+        for unit in list(self._resident):
+            self._free(unit)
+        self._open.clear()
+        self._outstanding.clear()
+        self._events.clear()
+        self._last_use = None
+
+    def microbatch_done(self, stage: int | None = None) -> None:
+        """See `Sharded`."""
+        for call in self._open:
+            for unit in call.close():
+                self.drop(unit, BACKWARD)
+        self._open.clear()
+        if stage is None:
+            self._outstanding.clear()
+        for calls in self._outstanding.values():
+            for unit in self.units:
+                if unit.stage == stage:
+                    calls.pop(unit.number, None)
+        self._gradients.microbatch_done(stage)
+        self._recorded[self._trains], self._events = self._events, []
+
+    def skip_microbatch(self) -> None:
+        """See `Sharded`: gather and reduce what the others do, which is what was done last."""
+        for event in self._recorded.get(self._trains) or list(self._expected()):
+            unit = self.units[event.unit]
+            if event.what == "reduce":
+                self._reduce(unit)
+            elif self._buffers.reads_in_place:
+                continue  # the others need nothing of this rank
+            elif event.what == "use":
+                self.use(unit, event.phase)
+            else:
+                self.drop(unit, event.phase)
+        self.microbatch_done()
+
+    def _expected(self) -> Iterator[_Event]:
+        """Before anything was recorded: every unit once, in the order of the model."""
+        for unit in self.units:
+            yield _Event("use", FORWARD, unit.number)
+            yield _Event("drop", FORWARD, unit.number)
+        for unit in reversed(self.units) if self._trains else ():
+            yield _Event("use", BACKWARD, unit.number)
+            yield _Event("drop", BACKWARD, unit.number)
+            yield _Event("reduce", BACKWARD, unit.number)
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    def call(self, units: Sequence[GatheredUnit]) -> UnitCall:
+        """A call that has begun, and whose backward may follow."""
+        return UnitCall(self, units, self.microbatch())
+
+    def expect_backward(self, call: UnitCall) -> None:
+        """The backward of a call will begin if what it gave is used."""
+        calls = self._outstanding.setdefault(call.microbatch, {})
+        for unit in call.units:
+            calls[unit.number] = calls.get(unit.number, 0) + 1
+
+    def begin_backward(self, call: UnitCall) -> None:
+        """See `UnitCall`."""
+        self._open.append(call)
+        for unit in call.units:
+            self.use(unit, BACKWARD)
+
+    def end_backward(self, call: UnitCall) -> None:
+        """See `UnitCall`: the gradients of a unit are reduced when no other call of it is to come."""
+        self._open.remove(call)
+        calls = self._outstanding.get(call.microbatch, {})
+        for unit in call.units:
+            self.drop(unit, BACKWARD)
+            left = calls[unit.number] = calls.get(unit.number, 1) - 1
+            if not left and self._trains:
+                self._reduce(unit)
+
+    def _reduce(self, unit: GatheredUnit) -> None:
+        self._events.append(_Event("reduce", BACKWARD, unit.number))
+        self._gradients.finish(unit.reductions)
+
+    # Units ------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def using(self, units: Sequence[GatheredUnit]) -> Iterator[None]:
+        """The units are gathered inside."""
+        for unit in units:
+            self.use(unit, FORWARD)
+        try:
+            yield
+        finally:
+            for unit in units:
+                self.drop(unit, FORWARD)
+
+    def use(self, unit: GatheredUnit, phase: str) -> None:
+        """Somebody needs the unit from now on."""
+        unit.num_uses += 1
+        if self._is_in_pass:
+            self._events.append(_Event("use", phase, unit.number))
+        if unit.num_uses > 1:
+            return
+        if not unit.is_resident:
+            self._make_room(unit)
+            self._fill(unit)
+        if unit.works:
+            self._wait(unit)
+        for parameter, kind, _ in unit.parameters:
+            parameter.__class__ = kind
+        if self._owners.progresses_alone:
+            self._look_ahead(unit, phase)
+
+    def drop(self, unit: GatheredUnit, phase: str) -> None:
+        """Somebody needs it no more. It stays until there is need for room."""
+        unit.num_uses -= 1
+        if self._is_in_pass:
+            self._events.append(_Event("drop", phase, unit.number))
+        if not unit.num_uses:
+            _close(unit)
+
+    def _look_ahead(self, unit: GatheredUnit, phase: str) -> None:
+        """Begin to gather what was used next in the last pass."""
+        if self._last_use is not None:
+            self._next[self._last_use] = unit
+        self._last_use = phase, unit.number
+        following = self._next.get(self._last_use)
+        if following is not None and not following.is_resident:
+            self._make_room(following)
+            self._fill(following)
+
+    def _make_room(self, for_unit: GatheredUnit) -> None:
+        if self._keeps:
+            return
+        for unit in [each for each in self._resident if not each.num_uses and each is not for_unit]:
+            self._free(unit)
+
+    def _fill(self, unit: GatheredUnit) -> None:
+        unit.is_resident = True
+        self._resident.append(unit)
+        for index in unit.buckets:
+            if (work := self._buffers.fill(index, self._counters, unit=unit.plan.name)) is not None:
+                unit.works.append(work)
+
+    def _wait(self, unit: GatheredUnit) -> None:
+        for work in unit.works:
+            work.wait()
+        unit.works.clear()
+
+    def _free(self, unit: GatheredUnit) -> None:
+        self._wait(unit)
+        self._resident.remove(unit)
+        unit.is_resident = False
+        for index in unit.buckets:
+            self._buffers.free(index)
+
+
+def _close(unit: GatheredUnit) -> None:
+    for parameter, _, resting in unit.parameters:
+        parameter.__class__ = resting

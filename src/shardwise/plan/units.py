@@ -1,0 +1,189 @@
+"""Units: which parameters of a model are gathered together, and before the forward of which modules (stage 3).
+
+Where nobody says otherwise, a unit is a repeated block: a member of the outermost list (ModuleList, Sequential) that
+has several modules of one class, or of any module that has several children of one class and no such list in them.
+What lies outside of blocks is a unit by the module that holds it, so that an embedding, a last norm and a head are
+gathered apart:
+
+    embedding   |  layers.0  |  layers.1  |  layers.2  |   norm   |  head        six units; a head that is tied to the
+    weight      |  all in it |            |            |   weight |  weight      embedding calls for the embedding's
+"""
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from shardwise.errors import PlanError
+from shardwise.plan.names import meant_by, nearest
+from shardwise.plan.outlines import Outline
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Parameters that are gathered together."""
+
+    name: str
+    """Of the module; "" for the model itself."""
+    modules: tuple[str, ...]
+    """The modules whose forwards read them: the unit's own, and those outside of it that hold a tie to it."""
+    parameters: tuple[str, ...]
+    """By their first names, in the order of the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """The units of a model, in the order of their first parameters."""
+
+    units: tuple[Unit, ...] = ()
+
+    def unit_of(self) -> dict[str, str]:
+        """Parameter -> name of its unit."""
+        return {parameter: unit.name for unit in self.units for parameter in unit.parameters}
+
+    def text(self) -> str:
+        """A line per unit, module and parameter; `Units.parse` gives an equal value."""
+        lines = []
+        for unit in self.units:
+            lines.append(f"unit {json.dumps(unit.name)}")
+            lines += [f"  before {json.dumps(name)}" for name in unit.modules]
+            lines += [f"  {json.dumps(name)}" for name in unit.parameters]
+        return "".join(f"{line}\n" for line in lines)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The value that `text` was written from. Raises PlanError naming the first line that is not understood."""
+        units: list[tuple[str, list[str], list[str]]] = []
+        for number, line in enumerate(text.splitlines()):
+            try:
+                if line.startswith("unit "):
+                    units.append((_name(line[5:]), [], []))
+                elif line.startswith("  before "):
+                    units[-1][1].append(_name(line[9:]))
+                else:
+                    units[-1][2].append(_name(line))
+            except (ValueError, IndexError):
+                raise PlanError(f"line {number + 1} of the units is not understood: {line!r}") from None
+        return cls(
+            units=tuple(
+                Unit(name=name, modules=tuple(modules), parameters=tuple(parameters))
+                for name, modules, parameters in units
+            )
+        )
+
+
+def _name(text: str) -> str:
+    value = json.loads(text)
+    if not isinstance(value, str):
+        raise ValueError(text)
+    return value
+
+
+def plan_units(
+    outline: Outline,
+    *,
+    first_names: Mapping[str, str],
+    patterns: Sequence[str] | None = None,
+    placed: Collection[str] | None = None,
+) -> Units:
+    """The units of a model.
+
+    first_names: every name of a parameter -> its first one, which has the others as ties. patterns: names or globs of
+    the modules that are units; what one pattern matches inside of what it matches is no unit of its own, and a
+    parameter belongs to the innermost. placed: the modules that lie on a stage of a pipeline; no unit reaches beyond
+    one, and what lies outside of all has none. Raises PlanError for patterns that match nothing, or no module that is
+    called and holds parameters.
+    """
+    chosen = set(_repeated(outline)) if patterns is None else _matched(outline, patterns)
+    holders: dict[str, list[str]] = {}  # parameter -> the units in which it lies, the one of its first name first
+    for unit, parameter in _homes(outline, chosen, placed):
+        found = holders.setdefault(first_names[parameter], [])
+        if unit not in found:
+            found.append(unit)
+    members: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = {}
+    for parameter, units in holders.items():
+        members.setdefault(units[0], []).append(parameter)
+        called = modules.setdefault(units[0], [units[0]])
+        called += [name for name in units[1:] if name not in called]
+    return Units(
+        units=tuple(
+            Unit(name=name, modules=tuple(modules[name]), parameters=tuple(parameters))
+            for name, parameters in members.items()
+        )
+    )
+
+
+def _homes(outline: Outline, chosen: Collection[str], placed: Collection[str] | None) -> Iterator[tuple[str, str]]:
+    """(unit in which it lies, parameter) for every place of a parameter that has a unit, in the order of the model."""
+
+    def walk(module: Outline, unit: str | None, called: str, is_placed: bool) -> Iterator[tuple[str, str]]:
+        """`called`: the innermost module around whose forward is called, which reads what its lists hold."""
+        if not module.is_container:
+            called = module.name
+        if placed is not None and any(name in placed for name in module.names):
+            is_placed = True
+            unit = called if unit is not None else None  # what was to be gathered as a whole ends at a stage
+        if module.name in chosen:
+            unit = module.name
+        if is_placed:
+            for parameter, _ in module.own_parameters:
+                yield called if unit is None else unit, parameter
+        for child in module.children:
+            yield from walk(child, unit, called, is_placed)
+
+    return walk(outline, None, outline.name, placed is None)
+
+
+def _repeated(outline: Outline) -> Iterator[str]:
+    """The names of repeated blocks, the outermost ones."""
+    if outline.is_indivisible and not _has_list(outline):
+        yield outline.name
+        return
+    candidates = [child for child in outline.children if child.num_places and not child.is_container]
+    count_of = Counter(child.kind for child in candidates)
+    for child in outline.children:
+        is_repeated = child in candidates and count_of[child.kind] > 1
+        if is_repeated and (_is_list(outline) or not _has_list(child)):
+            yield child.name
+        else:
+            yield from _repeated(child)
+
+
+def _has_list(outline: Outline) -> bool:
+    """Whether there is a list in it with several modules of one class that hold parameters."""
+    if _is_list(outline):
+        kinds = Counter(child.kind for child in outline.children if child.num_places and not child.is_container)
+        if any(count > 1 for count in kinds.values()):
+            return True
+    return any(map(_has_list, outline.children))
+
+
+def _is_list(outline: Outline) -> bool:
+    """Whether its members run one by one."""
+    return outline.is_container or outline.kind == "Sequential"
+
+
+def _matched(outline: Outline, patterns: Sequence[str]) -> set[str]:
+    by_name = {name: module for module in outline.modules() for name in module.names if name}
+    chosen: set[str] = set()
+    problems = []
+    for pattern in patterns:
+        meant = meant_by(pattern, list(by_name))
+        outermost = [name for name in meant if not any(name.startswith(f"{other}.") for other in meant)]
+        usable = [by_name[name] for name in outermost if by_name[name].num_places]
+        if not meant:
+            near = nearest(pattern, list(by_name))
+            hint = f"; the nearest module is {near!r}" if near is not None else "; the model has no modules inside"
+            problems.append(f"sharding.units: {pattern!r} matches none of the {len(by_name)} modules{hint}")
+        elif not usable:
+            problems.append(f"sharding.units: {pattern!r} matches modules without parameters only, such as {meant[0]!r}")
+        elif lists := [each for each in usable if each.is_container]:
+            problems.append(
+                f"sharding.units: {pattern!r} matches {lists[0].name!r}, a {lists[0].kind} whose forward is never "
+                f"called; name what is in it ({lists[0].name + '.*'!r}), or the module around it"
+            )
+        chosen |= {each.name for each in usable}
+    if problems:
+        raise PlanError(*problems)
+    return chosen

@@ -1,0 +1,203 @@
+"""What the mean gradients of an update have to be, how far off they may be, and what a wrong one looks like."""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
+
+import torch
+
+from shardwise.space import Piece
+from shardwise.train.verification.closeness import Closeness, by_element, by_size, factor_between
+from shardwise.train.verification.error_model import UNIT_ROUNDOFF, ErrorModel
+from shardwise.train.verification.layout_notes import LayoutNotes
+from shardwise.train.verification.one_process import OwnStep
+from shardwise.train.verification.program import Program
+from shardwise.train.verification.recording import GradientKey, places, wide
+
+_UNLIKE_ONE = 0.02
+"""Microbatches whose weights in a fit are that far from 1 are told."""
+
+_MAX_FITTED = 64
+"""Microbatches that are fitted at most."""
+
+
+class MeanGradients:
+    """The mean gradients of one process, in float64, with bounds for those of a layout."""
+
+    def __init__(
+        self, program: Program, model: ErrorModel, own: OwnStep, layout: LayoutNotes, rounded: Collection[str]
+    ) -> None:
+        """rounded: parameters of which not all gradients per microbatch are known to be equal in both."""
+        self._model = model
+        self._own = own
+        self._layout = layout
+        self._rounded = rounded
+        self._num_terms = len(layout.counted)
+        # Without averaging, microbatches are summed on each data rank, and these sums averaged over data ranks.
+        divisor = program.num_microbatches if program.plan.merge.average else program.num_data_ranks
+        self._scale = 1.0 / divisor
+        squares, allowed = 0.0, 0.0
+        for name, terms in own.terms.items():
+            squares += float((terms.total.abs() * self._scale).square().sum())
+            allowed += self._allowed_norm(name) ** 2
+        self.norm = math.sqrt(squares) if math.isfinite(squares) else math.nan
+        self.allowed_of_norm = math.sqrt(allowed) + 4 * UNIT_ROUNDOFF["float32"] * self.norm
+        """By how much the norm may be off: at most by the norm of what all elements may be off."""
+        limit = program.plan.clip_grad_norm
+        self._clip = 1.0 if limit is None else min(1.0, limit / (self.norm + 1e-6))
+        self._slack = 0.0 if self._clip == 1.0 else self.allowed_of_norm / max(self.norm, 1e-30)
+
+    def names(self) -> Iterator[str]:
+        """Parameters with a gradient, those first whose gradients came first in the last backward."""
+        last = [key.parameter for key in self._own.notes.gradients if key.microbatch == self._num_terms - 1]
+        yield from dict.fromkeys([*last, *reversed(list(self._own.terms))])
+
+    def closeness(self, name: str, theirs: torch.Tensor) -> Closeness:
+        """Of what the layout's optimizer was given."""
+        flat = wide(theirs).reshape(-1).cpu()
+        terms = self._own.terms[name]
+        expected = terms.total.reshape(-1).cpu() * self._factor
+        if name not in self._rounded:
+            sizes = terms.sizes.reshape(-1).cpu() * self._factor
+            allowed = self._model.of_sum(self._num_terms) * sizes + self._slack * expected.abs()
+            return by_element(expected, flat, allowed)
+        added = self._as_added_up(name, flat)
+        if added is not None and added.ratio > 1:
+            return added
+        deviation = self._rounding() + self._slack
+        least = math.sqrt(terms.square) * self._factor
+        found = by_size(expected, flat, deviation, least_size=least)
+        scaled = self._scaling(expected, flat, deviation, least, tuple(theirs.shape))
+        return max((each for each in (found, scaled, added) if each is not None), key=lambda each: each.ratio)
+
+    def explain(self, name: str, theirs: torch.Tensor, at: int, pieces: Sequence[Piece]) -> tuple[str, int | None]:
+        """What a gradient that is too far off looks like, and the first microbatch that counts wrongly.
+
+        pieces: as the layout holds it. Its owner has a sum of its own, so only elements of the piece of `at` are fitted.
+        """
+        flat = wide(theirs).reshape(-1).cpu()
+        if not bool((flat.abs() > 0).any()):
+            return "The layout's is zero everywhere", None
+        kept = places(flat.numel())
+        inside = _in_piece_of(at, kept, tuple(theirs.shape), pieces)
+        target = flat[kept[inside]]
+        weights = self._fitted(name, target, inside)
+        if weights is None:
+            expected = (self._own.terms[name].total.reshape(-1).cpu() * self._factor)[kept[inside]]
+            return _as_factor(expected, target), None
+        wrong = [at for at, weight in enumerate(weights) if abs(weight - 1) > _UNLIKE_ONE]
+        if not wrong:
+            return "", None
+        listed = [f"{_range(numbers)} {weight:.3g}" for weight, numbers in _runs(weights)]
+        return f"It is as if microbatches counted: {', '.join(listed)} times", self._layout.counted[wrong[0]]
+
+    @property
+    def _factor(self) -> float:
+        return self._scale * self._clip
+
+    def _allowed_norm(self, name: str) -> float:
+        terms = self._own.terms[name]
+        norm_of_sizes = float(terms.sizes.square().sum().sqrt()) * self._scale
+        if name not in self._rounded:
+            return self._model.of_sum(self._num_terms) * norm_of_sizes
+        size = max(float(terms.total.abs().square().mean().sqrt()), math.sqrt(terms.square)) * self._scale
+        return self._rounding() * size * math.sqrt(terms.total.numel())
+
+    def _rounding(self) -> float:
+        return self._own.path.there_and_back().deviation + self._model.of_sum(self._num_terms)
+
+    def _as_added_up(self, name: str, theirs: torch.Tensor) -> Closeness | None:
+        """Against the layout's own gradients of each microbatch, as far as these are known: only adding rounds."""
+        parts = [self._layout.gradients.get(GradientKey(number, name)) for number in self._layout.counted]
+        known = [part for part in parts if part is not None]
+        told = {key.microbatch for key in self._own.notes.gradients if key.parameter == name}
+        if len(known) != len(told):
+            return None
+        added = torch.stack([part.noted.sample for part in known]).sum(0) * self._factor
+        sizes = torch.stack([part.sizes for part in known]).sum(0) * self._factor
+        relative = self._model.of_sum(sum(part.num_parts for part in known))
+        kept = theirs[places(theirs.numel())]
+        found = by_element(added, kept, relative * sizes + self._slack * added.abs())
+        return Closeness(
+            ratio=found.ratio,
+            at=int(places(theirs.numel())[found.at]),
+            allowed=found.allowed,
+            ours=found.ours,
+            theirs=found.theirs,
+        )
+
+    def _scaling(
+        self, expected: torch.Tensor, theirs: torch.Tensor, deviation: float, least: float, shape: Sequence[int]
+    ) -> Closeness | None:
+        """Rounding errors of many elements have no common factor: that between two right gradients is nearly 1."""
+        factor = factor_between(expected, theirs)
+        if factor is None:
+            return None
+        size = float(expected.abs().square().mean().sqrt())
+        independent = max(shape, default=1)
+        allowed = deviation * max(1.0, least / size) / math.sqrt(independent)
+        at = int(expected.abs().argmax())
+        return Closeness(
+            ratio=abs(factor - 1) / allowed,
+            at=at,
+            allowed=allowed * float(expected[at].abs()),
+            ours=expected[at].item(),
+            theirs=theirs[at].item(),
+        )
+
+    def _fitted(self, name: str, target: torch.Tensor, inside: torch.Tensor) -> list[float] | None:
+        """With which weights the microbatches' gradients add up to `target`; None where no weights do."""
+        columns = []
+        for number in range(self._num_terms):
+            noted = self._own.notes.gradients.get(GradientKey(number, name))
+            columns.append(torch.zeros_like(target) if noted is None else noted.sample[inside] * self._factor)
+        if self._num_terms > _MAX_FITTED or 2 * self._num_terms > len(target):
+            return None
+        matrix = torch.stack(columns, dim=1)
+        if not bool(torch.isfinite(matrix.abs()).all() & torch.isfinite(target.abs()).all()):
+            return None
+        weights = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+        left_over = float((matrix @ weights - target).abs().square().sum().sqrt())
+        if left_over > _UNLIKE_ONE * float(target.abs().square().sum().sqrt()):
+            return None
+        return [float(each.real) for each in weights]
+
+
+def _in_piece_of(at: int, kept: torch.Tensor, shape: tuple[int, ...], pieces: Sequence[Piece]) -> torch.Tensor:
+    """Which of the kept elements lie in the piece that has the element `at`."""
+    everywhere = torch.arange(len(kept))
+    for piece in pieces:
+        for_at, for_kept = _inside(torch.tensor([at]), shape, piece), _inside(kept, shape, piece)
+        if bool(for_at.any()):
+            return everywhere[for_kept]
+    return everywhere
+
+
+def _inside(elements: torch.Tensor, shape: tuple[int, ...], piece: Piece) -> torch.Tensor:
+    found = torch.zeros(len(elements), dtype=torch.bool)
+    indices = torch.unravel_index(elements, shape) if shape else ()
+    for box in piece.boxes():
+        in_box = torch.ones(len(elements), dtype=torch.bool)
+        for index, start, size in zip(indices, box.offset, box.shape, strict=True):
+            in_box &= (index >= start) & (index < start + size)
+        found |= in_box
+    return found
+
+
+def _as_factor(expected: torch.Tensor, theirs: torch.Tensor) -> str:
+    factor = factor_between(expected, theirs)
+    if factor is None:
+        return ""
+    left_over = float((theirs - factor * expected).abs().square().sum().sqrt())
+    if left_over > _UNLIKE_ONE * float(theirs.abs().square().sum().sqrt()) or abs(factor - 1) < _UNLIKE_ONE / 4:
+        return ""
+    return f"It is {factor:.3g} times that of one process"
+
+
+def _runs(weights: Sequence[float]) -> Iterator[tuple[float, list[int]]]:
+    for weight, group in groupby(enumerate(weights), key=lambda each: round(each[1], 2)):
+        yield weight + 0.0, [at for at, _ in group]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

@@ -1,0 +1,442 @@
+"""Stages 2 and 3 train to the bits of stage 1, or of one process that adds in their order, whatever a model does."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.engine.gathering import Gathering
+from shardwise.errors import ModelError, PlanError
+from tests.engine.models import word_batch, word_loss, words, words_with_kept_norm
+from tests.engine.oracle import Trained, share_of
+from tests.engine.ranks import assert_same_bits
+from tests.engine.stages import RoundOrder, train_sharded, values_of_all
+
+BATCHES = [word_batch(seed, 24) for seed in range(3)]
+WIDTH = 6
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    return word_loss(model(batch["words"]), batch)
+
+
+def plan_of(stage: int, *, ranks: int = 2, k: int = 1, **settings: Any) -> sw.Plan:
+    precision = settings.pop("precision", sw.Precision())
+    mesh = settings.pop("mesh", sw.Mesh(dp_shard=ranks))
+    sharding = sw.Sharding(stage=stage, bucket_bytes=settings.pop("bucket_bytes", 600), **settings)
+    return sw.Plan(mesh=mesh, sharding=sharding, merge=sw.Merge(microbatches=k), precision=precision, clip_grad_norm=0.3)
+
+
+def assert_stages_agree(make_model: Callable[[], nn.Module], *, ranks: int = 2, **settings: Any) -> Trained:
+    """With one microbatch, the same reductions are made in every stage."""
+
+    def trained(stage: int, **more: Any) -> Trained:
+        plan = plan_of(stage, ranks=ranks, **settings, **more)
+        return train_sharded(make_model, plan, BATCHES, optimizer=adamw, loss=word_loss)
+
+    first = trained(1)
+    for stage, more in ((2, {}), (3, {}), (3, {"keep_gathered": True})):
+        got = trained(stage, **more)
+        assert_same_bits(got, first)
+        assert (got.losses, got.grad_norms) == (first.losses, first.grad_norms)
+    return first
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("partition", ["slice", "whole"])
+@pytest.mark.parametrize("bucket_bytes", [1, 600, 1 << 20])
+@pytest.mark.parametrize(("ranks", "k"), [(2, 3), (3, 1), (4, 2)])
+def test_sums_are_taken_over_ranks_and_then_over_microbatches(
+    stage: int, partition: str, bucket_bytes: int, ranks: int, k: int
+) -> None:
+    plan = plan_of(stage, ranks=ranks, k=k, partition=partition, bucket_bytes=bucket_bytes)
+    got = train_sharded(words, plan, BATCHES, optimizer=adamw, loss=word_loss)
+    expected = RoundOrder(
+        model=words(), make_optimizer=adamw, loss_of=loss_of, num_ranks=ranks, num_microbatches=k, clip=0.3
+    ).train(BATCHES)
+    assert_same_bits(got, expected)
+    assert got.grad_norms == expected.grad_norms
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("k", [1, 3])
+def test_replicas_of_owners_add_their_runs_once_per_update(stage: int, k: int) -> None:
+    plan = plan_of(stage, mesh=sw.Mesh(dp_replicate=2, dp_shard=2), owners="dp_shard", k=k)
+    got = train_sharded(words, plan, BATCHES, optimizer=adamw, loss=word_loss)
+    expected = RoundOrder(
+        model=words(),
+        make_optimizer=adamw,
+        loss_of=loss_of,
+        num_ranks=4,
+        ranks_per_sum=2,
+        num_microbatches=k,
+        clip=0.3,
+    ).train(BATCHES)
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("accumulate", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reduce", ["float32", "float16"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_bfloat16_is_rounded_where_the_plan_says(stage: int, accumulate: str, reduce: str, k: int) -> None:
+    precision = sw.Precision(compute="bfloat16", keep=("norm",), accumulate=accumulate, reduce=reduce)
+    plan = plan_of(stage, k=k, precision=precision)
+    got = train_sharded(words_with_kept_norm, plan, BATCHES, optimizer=adamw, loss=word_loss)
+    expected = RoundOrder(
+        model=words_with_kept_norm(),
+        make_optimizer=adamw,
+        loss_of=loss_of,
+        num_ranks=2,
+        num_microbatches=k,
+        clip=0.3,
+        working=lambda name: torch.float32 if name.startswith("norm") else torch.bfloat16,
+        accumulate=getattr(torch, accumulate),
+        reduce=getattr(torch, reduce),
+    ).train(BATCHES)
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("k", [1, 3])
+def test_one_data_rank_is_one_process(stage: int, k: int) -> None:
+    """With one owner there is nothing to cut: the sums are those of stage 1."""
+    trained = [
+        train_sharded(words, plan_of(each, ranks=1, k=k), BATCHES, optimizer=adamw, loss=word_loss)
+        for each in (1, stage)
+    ]
+    assert_same_bits(*trained)
+
+
+class Block(nn.Module):
+    """Attention of torch's own, a wide layer, a convolution with a kernel of three dims, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up = nn.Linear(WIDTH, 17)
+        self.down = nn.Linear(17, WIDTH)
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        normed = self.norm(x)
+        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        x = x + self.down(torch.tanh(self.up(x)))
+        out: torch.Tensor = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return out
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head, with what `kind` adds."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 11)
+        self.scales = nn.ParameterList([torch.tensor(1.5), torch.ones(WIDTH)])
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.Linear(3, 2)
+        if kind == "positions":
+            self.positions = Positions()
+        if kind == "tied":
+            self.head.weight = self.embedding.weight
+        if kind == "frozen":
+            for module in (self.embedding, self.blocks[1], self.blocks[0]):
+                module.requires_grad_(False)
+        if kind == "frozen middle":
+            self.blocks[1].requires_grad_(False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(words) * self.scales[0] + self.scales[1]
+        if self.kind == "positions":
+            x = x + self.positions(words.shape[1])
+        for number, block in enumerate(self.blocks):
+            if self.kind == "checkpointed":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif self.kind == "checkpointed reentrant":
+                x = checkpoint(block, x, use_reentrant=True)
+            elif self.kind == "twice" and number == 1:
+                x = block(block(x))
+            elif self.kind == "unused output" and number == 1:
+                block(x)
+            elif self.kind == "no gradient" and number == 1:
+                with torch.no_grad():
+                    x = x + block(x)
+            elif self.kind == "in place":
+                x = x + 0
+                block(x)
+                x = block(x).add_(1)
+            else:
+                x = block(x)
+        if self.kind == "checkpoint of several":
+            x = checkpoint(lambda each: self.blocks[1](self.blocks[0](each)), x, use_reentrant=False)
+        if self.kind == "recurrent":
+            for _ in range(3):
+                for block in self.blocks:
+                    x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Positions(nn.Module):
+    """Gives a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9, WIDTH))
+
+    def forward(self, length: int) -> torch.Tensor:
+        return self.weight[:length]
+
+
+def net(kind: str = "") -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Net(kind)
+
+    return make
+
+
+KINDS = (
+    *("", "tied", "twice", "recurrent", "checkpointed", "checkpoint of several", "frozen", "frozen middle"),
+    *("unused output", "no gradient", "in place", "positions", "checkpointed reentrant"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_model_does_changes_no_bit(kind: str) -> None:
+    assert_stages_agree(net(kind))
+
+
+@pytest.mark.parametrize("partition", ["slice", "whole"])
+def test_ranks_that_own_nothing_take_part(partition: str) -> None:
+    assert_stages_agree(net("tied"), ranks=5, partition=partition)
+
+
+@pytest.mark.parametrize("units", [("blocks.*",), ("blocks.*.attention", "blocks.*"), ("blocks.0", "blocks.1.up")])
+def test_units_of_any_cut_change_no_bit(units: tuple[str, ...]) -> None:
+    first = train_sharded(net("tied"), plan_of(1), BATCHES, optimizer=adamw, loss=word_loss)
+    plan = plan_of(3, units=units)
+    assert_same_bits(train_sharded(net("tied"), plan, BATCHES, optimizer=adamw, loss=word_loss), first)
+
+
+def test_any_dtypes_share_a_unit() -> None:
+    precision = sw.Precision(compute="bfloat16", keep=("*norm*", "*.up"))
+    assert_stages_agree(net("frozen"), precision=precision)
+
+
+def gathering_of(engine: sw.Engine) -> Gathering:
+    sharded = engine._computation._sharded
+    assert isinstance(sharded, Gathering)
+    return sharded
+
+
+def assert_at_rest(engine: sw.Engine) -> None:
+    for unit in gathering_of(engine).units:
+        assert (unit.num_uses, unit.is_resident, unit.works) == (0, False, [])
+        for index in unit.buckets:
+            assert engine._buffers.working[index].untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("kind", ["", "tied", "twice", "checkpointed", "unused output"])
+def test_evaluations_and_predictions_between_steps_change_nothing(kind: str) -> None:
+    def between(engine: sw.Engine, model: nn.Module, channel: sw.Channel) -> None:
+        # Other numbers of rows on the ranks, and none on the last one.
+        rows = [5, 0][channel.rank]
+        engine.evaluate({name: value[:rows] for name, value in BATCHES[0].items()})
+        engine.predict({"words": BATCHES[0]["words"][:2]}, lambda inputs: model(inputs["words"]))
+        assert_at_rest(engine) if engine.plan.sharding.stage == 3 else None
+
+    trained = [
+        train_sharded(net(kind), plan_of(stage, k=2), BATCHES, optimizer=adamw, loss=word_loss, after=after)
+        for stage, after in ((2, lambda *_: None), (2, between), (3, lambda *_: None), (3, between))
+    ]
+    for other in trained[1:]:
+        assert_same_bits(other, trained[0])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_microbatches_that_only_some_ranks_compute(stage: int) -> None:
+    """Weights are counts of words to predict; rank 0 has none in its first microbatch, rank 1 none in its last."""
+
+    def loss_weight(batch: Mapping[str, Any]) -> float:
+        return float((batch["targets"] != -100).sum())
+
+    batches = [{name: value.clone() for name, value in batch.items()} for batch in BATCHES]
+    for batch in batches:
+        batch["targets"][:4] = -100
+        batch["targets"][20:] = -100
+    plan = plan_of(stage, k=3)
+    got = train_sharded(words, plan, batches, optimizer=adamw, loss=word_loss, loss_weight=loss_weight)
+    expected = RoundOrder(
+        model=words(),
+        make_optimizer=adamw,
+        loss_of=loss_of,
+        num_ranks=2,
+        num_microbatches=3,
+        clip=0.3,
+        loss_weight=loss_weight,
+    ).train(batches)
+    assert_same_bits(got, expected)
+
+
+class Alternating(nn.Module):
+    """Uses one of two layers, by the first word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.one = nn.Linear(4, 11)
+        self.other = nn.Linear(4, 11)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        head = self.one if words[0, 0] % 2 else self.other
+        out: torch.Tensor = head(self.embedding(words))
+        return out
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_parameters_that_come_back_into_use_are_reduced_late_but_whole(k: int) -> None:
+    """Buckets do not wait for what no rank used in the update before; stage 3 wants one order of modules on all."""
+    batches = [{name: value.clone() for name, value in word_batch(seed, 8).items()} for seed in range(6)]
+    for number, batch in enumerate(batches):
+        batch["words"][:, 0] = number % 2 + 2
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Alternating()
+
+    expected = RoundOrder(
+        model=make(), make_optimizer=adamw, loss_of=loss_of, num_ranks=2, num_microbatches=k, clip=0.3
+    ).train(batches)
+    for stage in (2, 3):
+        plan = plan_of(stage, k=k, bucket_bytes=1 << 20)
+        got = train_sharded(make, plan, batches, optimizer=adamw, loss=word_loss)
+        for name, value in got.parameters.items():
+            # A late sum is added per rank first; otherwise the same two terms, and one rounding of each more.
+            torch.testing.assert_close(value, expected.parameters[name], rtol=0, atol=2**-22 if k > 1 else 0)
+
+
+def test_what_is_not_gathered_tells_what_it_is_and_refuses_the_rest() -> None:
+    def run(channel: sw.Channel) -> None:
+        model = net()()
+        engine = sw.parallelize(model, plan_of(3), optimizer=adamw, loss=word_loss, channel=channel)
+        weight = model.blocks[0].up.weight  # type: ignore[union-attr, index]
+        assert (weight.shape, weight.dtype, weight.numel(), weight.requires_grad) == ((17, WIDTH), torch.float32, 102, True)
+        assert weight.grad is None
+        weight.grad = None
+        assert isinstance(weight, nn.Parameter)
+        assert "not gathered (unit 'blocks.0')" in repr(weight)
+        for read in (
+            lambda: weight + 1,
+            lambda: weight.data,
+            lambda: weight.tolist(),
+            lambda: model.state_dict(),
+            lambda: torch.stack([weight, weight]),
+            lambda: model.blocks[0].up(torch.ones(WIDTH)),  # type: ignore[union-attr, index]
+            lambda: weight.data.fill_(1),
+            lambda: model.to(torch.float64),
+        ):
+            with pytest.raises(ModelError, match=r"of unit '.*', which is cut over ranks .* sharding.units"):
+                read()
+        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+
+    sw.simulate(2, run)
+
+
+def test_a_parameter_that_is_read_past_its_unit_is_named() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 4)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.embedding(words) @ self.embedding.weight.T
+
+    def run(channel: sw.Channel, units: tuple[str, ...] | None) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(Reads())
+        engine = sw.parallelize(model, plan_of(3, units=units), optimizer=adamw, loss=word_loss, channel=channel)
+        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+
+    with pytest.raises(ModelError, match=r"'0.embedding.weight' of unit '0.embedding'"):
+        sw.simulate(2, lambda channel: run(channel, None))
+    sw.simulate(2, lambda channel: run(channel, ("0",)))
+
+
+def test_a_write_in_forward_is_refused() -> None:
+    class Writes(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.bias.mul_(0.5)
+            return super().forward(input)
+
+    def run(channel: sw.Channel) -> None:
+        model = Writes(3, 3)
+        torch.manual_seed(0)
+        model.reset_parameters()
+        engine = sw.parallelize(
+            model, plan_of(3), optimizer=adamw, loss=lambda output, _: output.square().mean(), channel=channel
+        )
+        engine.step({"input": torch.ones(2, 3)})
+        with pytest.raises(ModelError, match="'bias' was written to in a forward"):
+            engine.step({"input": torch.ones(2, 3)})
+
+    sw.simulate(2, run)
+
+
+def test_units_that_match_nothing_are_refused_on_all_ranks() -> None:
+    def run(channel: sw.Channel) -> None:
+        sw.parallelize(
+            net()(), plan_of(3, units=("block.*",)), optimizer=adamw, loss=word_loss, channel=channel
+        )
+
+    with pytest.raises(PlanError, match=r"'block.\*' matches none of the .* modules; the nearest module is 'blocks"):
+        sw.simulate(2, run)
+
+
+def test_saving_gathers_nothing_and_any_stage_loads_what_another_saved(tmp_path: Any) -> None:
+    precision = sw.Precision(compute="bfloat16", keep=("*norm*",))
+    batches = [share_of(batch, 0, 1) for batch in BATCHES]
+
+    def run(channel: sw.Channel, source: int, target: int) -> None:
+        path = tmp_path / f"{source}-{target}"
+        recorded = sw.Recorded(channel)
+        shares = [share_of(batch, channel.rank, channel.size) for batch in batches]
+        model = net("frozen middle")()
+        engine = sw.parallelize(
+            model, plan_of(source, precision=precision), optimizer=adamw, loss=word_loss, channel=recorded
+        )
+        engine.step(shares[0])
+        recorded.clear()
+        engine.state()
+        assert not recorded.calls
+        sw.save(path, engine, channel=channel)
+        assert not [call for call in recorded.calls if call.operation in ("all_gather", "reduce_scatter")]
+        other_model = net("frozen middle")()
+        other = sw.parallelize(
+            other_model, plan_of(target, precision=precision), optimizer=adamw, loss=word_loss, channel=channel
+        )
+        sw.load(path, other, channel=channel)
+        for share in shares[1:]:
+            assert engine.step(share) == other.step(share)
+        ours, theirs = values_of_all(model, engine, channel), values_of_all(other_model, other, channel)
+        for name, value in ours.items():
+            assert torch.equal(value, theirs[name]), name
+
+    for source, target in ((1, 3), (3, 2), (3, 3), (2, 1), (3, 1)):
+        sw.simulate(2, lambda channel, source=source, target=target: run(channel, source, target))
