@@ -19,8 +19,6 @@ from benchmarks.workload import Batch, Shape, Side, Training, batches, llama
 
 NUM_BATCHES = 32
 NUM_PROOF_STEPS = 6
-SECONDS_PER_TURN = 0.4
-"""A turn of one side in one round is as many steps as take about this long on the median side, at least one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +31,11 @@ class Cell:
     num_rounds: int
     num_ranks: int = 2
     num_heads: int = 6
-    """Of the model."""
+    num_layers: int = 8
     same_samples: bool = False
     """All ranks see the same samples, as they do along tp; False: each has its own."""
+    seconds_per_turn: float = 0.4
+    """A turn of one side in one round is as many steps as take about this long on the median side, at least one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +78,15 @@ def run_cell(cell: Cell) -> Outcome:
     predicted: dict[str, int] = {}
     for side in sides:
         before = live_tensor_bytes()
-        training = side.prepare(llama(cell.num_heads), cell.num_microbatches)
+        model = llama(num_heads=cell.num_heads, num_layers=cell.num_layers)
+        training = side.prepare(model, cell.num_microbatches)
         trainings[side.name] = training
         if training.predicted_bytes is not None:
             predicted[side.name] = training.predicted_bytes
         losses[side.name] = [_mean_of_ranks(training.step(drawn[0])) for _ in range(NUM_PROOF_STEPS)]
         held[side.name] = live_tensor_bytes() - before
     prove_training(sides, losses)
-    turns, num_steps = _alternate(trainings, drawn, cell.num_rounds)
+    turns, num_steps = _alternate(trainings, drawn, cell)
     return Outcome(
         cell=cell,
         num_steps_per_turn=num_steps,
@@ -131,20 +132,18 @@ class _Turn:
     """Of them in forwards and backwards, on the slowest rank; 0 for a side that does not clock them."""
 
 
-def _alternate(
-    trainings: dict[str, Training], drawn: list[Batch], num_rounds: int
-) -> tuple[dict[str, list[_Turn]], int]:
+def _alternate(trainings: dict[str, Training], drawn: list[Batch], cell: Cell) -> tuple[dict[str, list[_Turn]], int]:
     warm = [_turn(training, drawn, 0, 2).step_s for training in trainings.values()]
-    num_steps = max(1, round(SECONDS_PER_TURN / statistics.median(warm)))
+    num_steps = max(1, round(cell.seconds_per_turn / statistics.median(warm)))
     turns: dict[str, list[_Turn]] = {name: [] for name in trainings}
     order = list(trainings)
-    for index in range(num_rounds):
+    for index in range(cell.num_rounds):
         # Each round starts with another side, every second one runs backwards: nobody has one neighbour all the time.
         turned = order[index % len(order) :] + order[: index % len(order)]
         for name in turned if index % 2 == 0 else reversed(turned):
             turns[name].append(_turn(trainings[name], drawn, index * num_steps, num_steps))
         if dist.get_rank() == 0:
-            print(f"    round {index + 1} of {num_rounds}", file=sys.stderr, flush=True)
+            print(f"    round {index + 1} of {cell.num_rounds}", file=sys.stderr, flush=True)
     return turns, num_steps
 
 

@@ -37,8 +37,8 @@ class Batch:
     microbatches: list[dict[str, torch.Tensor]]
 
 
-def llama(num_heads: int = 6) -> nn.Module:
-    """Build a Llama of 15.7 M parameters, 8 layers, in float32; the same values on every rank."""
+def llama(*, num_heads: int = 6, num_layers: int = 8) -> nn.Module:
+    """Build a Llama in float32, with 8 layers of 15.7 M parameters; the same values on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def llama(num_heads: int = 6) -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=384,
         intermediate_size=1024,
-        num_hidden_layers=8,
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
         max_position_embeddings=512,

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -21,13 +22,12 @@ from benchmarks.hybrid import counting, memory, table
 from benchmarks.hybrid.asked import pairs
 from benchmarks.hybrid.counting import Count
 from benchmarks.hybrid.memory import Peak
+from benchmarks.hybrid.tensor import HEADS
 from benchmarks.rank import Cell, Outcome
 from benchmarks.sides import SIDES, installed
 
 RESULTS = Path(__file__).parent.parent / "results"
 PARTS = ("sharding", "tensor", "memory", "counts")
-HEADS = 8
-"""Of the model that is cut along tp: as many as can be divided by 4."""
 
 
 def main() -> None:
@@ -36,7 +36,10 @@ def main() -> None:
     outcomes: list[Outcome] = []
     for cell in _cells(arguments):
         begun = time.monotonic()
-        print(f"{cell.num_ranks} ranks, k = {cell.num_microbatches}, {cell.shape}: {', '.join(cell.sides)}", file=sys.stderr)
+        print(
+            f"{cell.num_ranks} ranks, k = {cell.num_microbatches}, {cell.shape}, {len(cell.sides)} sides",
+            file=sys.stderr,
+        )
         outcomes.append(cells.run(cell))
         print(table.steps_table(outcomes[-1:]), file=sys.stderr)  # a later cell may fail
         print(f"    {time.monotonic() - begun:.0f} s", file=sys.stderr)
@@ -53,9 +56,7 @@ def main() -> None:
 
 def _cells(arguments: argparse.Namespace) -> Iterator[Cell]:
     """The cells in order, each with every side that is compared there."""
-    for part, num_ranks, k, shape in product(
-        ("sharding", "tensor"), arguments.ranks, arguments.k, arguments.shape
-    ):
+    for part, num_ranks, k, shape in product(("sharding", "tensor"), arguments.ranks, arguments.k, arguments.shape):
         along_tp = part == "tensor"
         if part not in arguments.parts or (along_tp and k > 1):
             continue
@@ -70,7 +71,7 @@ def _cells(arguments: argparse.Namespace) -> Iterator[Cell]:
         )
         compared = installed(sides_of(pairs(cell)))
         sides = tuple(side for side in compared if arguments.sides is None or side in arguments.sides)
-        yield Cell(**{**{name: getattr(cell, name) for name in Cell.__slots__}, "sides": sides})
+        yield replace(cell, sides=sides)
 
 
 def _peaks(arguments: argparse.Namespace) -> Iterator[Peak]:
@@ -84,6 +85,7 @@ def _counts(arguments: argparse.Namespace) -> Iterator[Count]:
         for stage, keep_gathered in ((1, False), (2, False), (3, False), (3, True)):
             sharding = sw.Sharding(stage=stage, keep_gathered=keep_gathered, bucket_bytes=counting.BUCKET_BYTES)
             yield from counting.of_sharding(num_ranks, k, sharding)
+        yield from counting.of_tensor(num_ranks, k)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -50,9 +50,10 @@ class Peak:
         return f"stage 3 on {self.num_ranks} ranks, k = {self.num_microbatches}"
 
 
-def measure(num_ranks: int, num_microbatches: int, folder: Path) -> Peak:
+def measure(num_ranks: int, num_microbatches: int, folder: Path, *, num_layers: int = 8) -> Peak:
     """In fresh processes; `folder` is empty."""
-    in_processes(partial(_measure, num_microbatches=num_microbatches), folder, num_ranks=num_ranks)
+    work = partial(_measure, num_microbatches=num_microbatches, num_layers=num_layers)
+    in_processes(work, folder, num_ranks=num_ranks)
     return Peak(**json.loads((folder / "peak.json").read_text()))
 
 
@@ -72,9 +73,9 @@ def formula(model: nn.Module, num_ranks: int) -> dict[str, int]:
     }
 
 
-def _measure(rank: int, folder: Path, *, num_microbatches: int) -> None:
+def _measure(rank: int, folder: Path, *, num_microbatches: int, num_layers: int) -> None:
     over = channel("tcp")
-    model = llama()
+    model = llama(num_layers=num_layers)
     parts = formula(model, over.size)
     drawn = batches(SHAPE, num_microbatches, rank=rank, count=1)
     plan = plan_of(over.size, num_microbatches, precision=ONCE, sharding=sw.Sharding(stage=3))

@@ -21,8 +21,10 @@ import shardwise as sw
 from benchmarks.ours import Wire, channel, engine
 from benchmarks.workload import ADAMW, Batch, Side, Training
 
-__all__ = ["TENSOR", "tensor_plan"]
+__all__ = ["HEADS", "TENSOR", "tensor_plan"]
 
+HEADS = 8
+"""Of the model that is cut: as many as can be divided by 4."""
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 

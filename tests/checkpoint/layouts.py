@@ -1,7 +1,7 @@
 """Layouts to save and to load under, a model with everything odd in it, and states put together by brute force."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class Odd(nn.Module):
     For tensor parallelism it has two layers with an odd number of columns between, and two projections packed in one.
     """
 
-    tp_plan = {
+    tp_plan: ClassVar = {
         **{"embedding": "embedding_rowwise", "head": "colwise_gather_output", "up": "colwise", "down": "rowwise"},
         **{"gates": "packed_colwise", "gated": "rowwise"},
     }

@@ -52,9 +52,10 @@ def test_a_layout_loads_what_others_saved(target: str, saved: Saves) -> None:
     saves = {source: saved(source) for source in sources_of(target)}
 
     def run(channel: sw.Channel) -> list[tuple[dict[sw.Piece, torch.Tensor], Whole]]:
+        engine = engine_of(plan, channel, seed=5)
         loaded = []
         for source, (path, _) in saves.items():
-            engine = engine_of(plan, channel, seed=5)
+            spoil(engine)  # so that nothing is right because the source before had it too
             assert sw.load(path, engine, channel=channel) == {"name": source}
             loaded.append((state_of(engine), working_copies(engine)))
         return loaded
@@ -91,8 +92,14 @@ def state_of(engine: sw.Engine) -> dict[sw.Piece, torch.Tensor]:
     return {piece: tensor.clone() for piece, tensor in engine.state().items()}
 
 
+@torch.no_grad()
+def spoil(engine: sw.Engine) -> None:
+    for tensor in engine.state().values():
+        tensor.fill_(3)
+
+
 def working_copies(engine: sw.Engine) -> Whole:
-    """What this rank computes with; what is of another stage is not here, and what stage 3 gathers for a while either."""
+    """What this rank computes with: not what is of another stage, nor what stage 3 gathers only for a while."""
     if engine.plan.sharding.stage == 3:
         return {}
     return {name: each.clone() for name, each in engine.model.state_dict().items() if not each.is_meta}

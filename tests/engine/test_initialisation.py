@@ -481,7 +481,7 @@ class Gaps(nn.Module):
         self.linear = nn.Linear(2, 2)
         self.scale = nn.Parameter(torch.ones(3))
         self.register_buffer("mask", torch.tril(torch.ones(4, 4)), persistent=False)
-        self.half = Half()
+        self.part = Half()
 
 
 class Half(nn.Module):
@@ -499,7 +499,7 @@ def test_all_that_nobody_initialises_is_named() -> None:
     text = str(caught.value)
     assert "parameter 'scale' (of a Gaps): nobody initialises it" in text
     assert "buffer 'mask' (of a Gaps): nobody initialises it" in text
-    assert "parameter 'half.weight' (of a Half): nobody initialises more than parts of it" in text
+    assert "parameter 'part.weight' (of a Half): nobody initialises more than parts of it" in text
     assert "linear" not in text
     assert "build it outside torch.device('meta')" in text
 

@@ -3,6 +3,8 @@
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.comm import Work
+from shardwise.plan.reshard import ReshardPlan, plan_reshard
 from shardwise.space import Cut, Layout, Mesh, Piece, Shard
 from tests.moving.layouts import Side, State, bits, empty_state, sides, state_of, strided, whole_values
 from tests.plan.strategies import proven
@@ -217,7 +220,7 @@ def test_targets_may_be_parameters_and_views_of_one_buffer() -> None:
     with torch.no_grad():
         target = {piece: buffer[at * 10 : at * 10 + 10].view(2, 5) for at, piece in enumerate(pieces)}
     source = {piece: torch.full((2, 5), at + 1.0, requires_grad=True) for at, piece in enumerate(pieces)}
-    sw.reshard(source, {**target}, sw.simulate(1, lambda channel: channel)[0])
+    sw.simulate(1, lambda channel: sw.reshard(source, {**target}, channel))
     assert buffer.tolist() == [1.0] * 10 + [2.0] * 10
 
 
@@ -325,9 +328,27 @@ def test_ranks_that_ask_for_different_things_are_named() -> None:
         sw.simulate(2, move)
 
 
-def test_only_a_source_that_can_lose_entries_is_freed() -> None:
-    from types import MappingProxyType
+def test_plans_that_differ_are_found_before_anything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
 
+    def planned(*sides: Any, **options: Any) -> ReshardPlan:
+        calls.append(0)
+        plan = plan_reshard(*sides, **options)
+        return plan if len(calls) == 1 else replace(plan, tensors=plan.tensors[::-1])
+
+    monkeypatch.setattr("shardwise.moving.consent.plan_reshard", planned)
+    room = torch.zeros(4)
+
+    def move(channel: sw.Channel) -> None:
+        source = {piece("a"): torch.ones(4), piece("b"): torch.ones(4)}
+        sw.reshard(source, {piece("a"): room, piece("b"): None}, channel)
+
+    with pytest.raises(sw.ShardwiseError, match=r"different plans of a reshard; first difference: rank 0 has tensor"):
+        sw.simulate(2, move)
+    assert room.tolist() == [0.0] * 4
+
+
+def test_only_a_source_that_can_lose_entries_is_freed() -> None:
     def move(channel: sw.Channel) -> None:
         sw.reshard(MappingProxyType({}), {}, channel, free_sources=True)
 

@@ -5,6 +5,7 @@ import click
 from shardwise.cli.ckpt import ckpt
 from shardwise.cli.schedule import schedule
 from shardwise.cli.train import train
+from shardwise.cli.verify import verify
 
 
 @click.group()
@@ -14,5 +15,6 @@ def main() -> None:
 
 
 main.add_command(train)
+main.add_command(verify)
 main.add_command(ckpt)
 main.add_command(schedule)

@@ -16,7 +16,7 @@ from shardwise.space import Piece
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "local_pieces", "local_stretches", "local_tensor"]
+__all__ = ["is_dtensor", "local_pieces", "local_stretches", "local_tensor", "with_local_tensor"]
 
 _Stretch = tuple[int, int]
 """Consecutive indices of one dim: the first, and the one after the last."""
@@ -35,6 +35,15 @@ def local_tensor(tensor: "DTensor") -> torch.Tensor:
         with torch.no_grad():
             return tensor.to_local().detach()
     return tensor.to_local().detach()  # the context above costs more than the call
+
+
+def with_local_tensor(tensor: "DTensor", local: torch.Tensor) -> "DTensor":
+    """Return a DTensor like `tensor` of which this rank stores `local`, a tensor of the same shape as before."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor]]:

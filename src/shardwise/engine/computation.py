@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
-from shardwise.engine.rounds import Rounds, Sharded
+from shardwise.engine.rounds import Joint, Rounds, Sharded
 from shardwise.errors import ModelError
 
 
@@ -50,13 +50,13 @@ class Computation:
         parts: Sequence[Batch],
         factors: Sequence[float],
         *,
-        joint: Sequence[bool],
+        joint: Sequence[Joint],
         before_last_backward: Callable[[], None],
     ) -> list[torch.Tensor]:
         """Forward and backward of every microbatch whose factor is not 0; the losses, without a graph.
 
         What does not count is not computed: a mean over nothing is nan in many models. A loss that another rank has
-        is zero here. `joint`: for each number of a microbatch whether any data rank computes it. Raises ModelError
+        is zero here. `joint`: which data ranks compute each. Raises ModelError
         where nothing can be learnt from a loss.
         """
         streams = self._streams(self.step, len(parts), len(parts))
@@ -101,7 +101,7 @@ class Computation:
                 raise
             rounds.done()
 
-    def evaluate(self, parts: Sequence[Batch], weights: Sequence[float], joint: Sequence[bool]) -> list[torch.Tensor]:
+    def evaluate(self, parts: Sequence[Batch], weights: Sequence[float], joint: Sequence[Joint]) -> list[torch.Tensor]:
         """The losses of every microbatch whose weight is not 0, in evaluation mode; `joint`: see `train`."""
         streams = self._streams(EVALUATION, len(parts), len(joint))
         counted = [at for at, weight in enumerate(weights) if weight]

@@ -13,20 +13,21 @@ One update on one rank (numbers as in docs/life-of-a-parameter.md):
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.comm import Channel
-from shardwise.engine.batches import Batch, LossOfModel, LossWeight, count_rows, split_batch
+from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
 from shardwise.engine.buffers import FlatBuffers, Owned
+from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.closing import Closing, exchange_closing, exchange_sum
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.gradients import Gradients
+from shardwise.engine.hand_over import HandOver, ModelNames
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.norm import (
@@ -47,55 +48,8 @@ from shardwise.engine.state import placed, state_of
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
 from shardwise.errors import ModelError, OptimizerError, PeerError, ShardwiseError
-from shardwise.plan import Footprint, Parameter, Plan, Traffic, footprint, traffic
+from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
 from shardwise.space import Piece
-
-DATA_AXES = ("dp_replicate", "dp_shard")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineChannels:
-    """The channels of an engine, seen from one rank."""
-
-    world: Channel
-    """All ranks."""
-    pipeline: Channel
-    """The ranks that have the other stages, for the same samples."""
-    everyone: Channel
-    """The ranks that hold this part of the model and see other samples: the data ranks."""
-    owners: Channel
-    """The data ranks over which masters are cut."""
-    replicas: Channel
-    """The data ranks that hold the same masters."""
-    tensor: Channel
-    """The ranks that have the other parts of cut parameters, for the same stage and samples."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelNames:
-    """What every rank knows of the whole model, whatever part of it is here."""
-
-    trainable: dict[str, torch.dtype]
-    """The parameters that are trained, in the order of the model, and the dtype of their masters."""
-    ties: dict[str, str]
-    """Other names of parameters: alias -> name."""
-    specs: tuple[Parameter, ...]
-    """All parameters, none of them cut."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HandOver:
-    """All that another engine needs to go on with the model."""
-
-    model: nn.Module
-    channel: Channel
-    specs: tuple[Parameter, ...]
-    ties: dict[str, str]
-    state: dict[Piece, torch.Tensor]
-    settings: dict[str, Any]
-    loss: LossOfModel
-    loss_weight: LossWeight | None
-    optimizers: tuple[KnownOptimizer, ...]
 
 
 class Engine:
@@ -256,8 +210,7 @@ class Engine:
         return HandOver(
             model=self.model,
             channel=self._channels.world,
-            specs=self._names.specs,
-            ties=self._names.ties,
+            names=self._names,
             state=self.state(),
             settings=self.settings(),
             loss=self._computation.loss,
@@ -456,8 +409,3 @@ class Engine:
         except BaseException as error:
             self._channels.world.abort(f"{type(error).__name__} in {doing}: {error}")
             raise
-
-
-def data_rank_of(plan: Plan, rank: int) -> int:
-    """The place of a rank among those that have the same stage and see other samples."""
-    return plan.mesh.peers(rank, DATA_AXES).index(rank)

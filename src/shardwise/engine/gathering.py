@@ -12,11 +12,11 @@ All data ranks gather in one order. Where peers' memory is read in place, nobody
 change from the exchange that opens a step or an evaluation to the one that closes it.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
@@ -25,7 +25,8 @@ from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.resting import RestingBuffers, resting_class
 from shardwise.plan.units import Unit
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
+_END = b"end"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -45,16 +46,6 @@ class GatheredUnit:
     """Forwards and backwards that need it now."""
     is_resident: bool = False
     works: list[Work] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """Something that all data ranks do at this point of a microbatch."""
-
-    what: str
-    """`use`, `drop` or `reduce`."""
-    phase: str
-    unit: int
 
 
 class UnitCall:
@@ -114,16 +105,14 @@ class Gathering:
         self.units = tuple(self._unit(number, plan, parameters, stage_of) for number, plan in enumerate(units))
         self._resident: list[GatheredUnit] = []
         self._trains = False
-        self._is_in_pass = False
         self._next: dict[tuple[str, int], GatheredUnit] = {}
         """(phase, unit) -> the unit that was used after it."""
         self._last_use: tuple[str, int] | None = None
         self._outstanding: dict[int, dict[int, int]] = {}
         """Microbatch -> unit -> calls whose backward has not ended."""
         self._open: list[UnitCall] = []
-        self._events: list[_Event] = []
-        self._recorded: dict[bool, list[_Event]] = {}
-        """Of the last microbatch, in passes that train and in others."""
+        self._announces = False
+        """Whether other ranks follow what this one does, in a microbatch that they do not compute."""
 
     def _unit(
         self, number: int, plan: Unit, parameters: Mapping[str, nn.Parameter], stage_of: Mapping[str, int]
@@ -158,13 +147,17 @@ class Gathering:
             self._counters.exchanges += 1
             self._owners.exchange(b"", purpose="parameters are written")
         self.release()
-        self._trains, self._is_in_pass = trains, True
+        self._trains = trains
         self._gradients.begin_pass(trains=trains)
 
-    def end_pass(self) -> None:
+    def end_pass(self, *, has_failed: bool = False) -> None:
         """See `Sharded`."""
         self._gradients.end_pass()
-        self._is_in_pass = False
+        if has_failed:
+            for unit in [each for each in self._resident if each.works]:
+                unit.works.clear()
+                unit.is_resident = False
+                self._resident.remove(unit)  # and keeps its memory, to which a transfer may still write
         self.release()
 
     def release(self) -> None:
@@ -177,7 +170,7 @@ class Gathering:
             self._free(unit)
         self._open.clear()
         self._outstanding.clear()
-        self._events.clear()
+        self._announces = False
         self._last_use = None
 
     def microbatch_done(self, stage: int | None = None) -> None:
@@ -192,32 +185,42 @@ class Gathering:
             for unit in self.units:
                 if unit.stage == stage:
                     calls.pop(unit.number, None)
+        if self._announces:
+            self._exchange(_END)
+            self._announces = False
         self._gradients.microbatch_done(stage)
-        self._recorded[self._trains], self._events = self._events, []
+
+    def begin_microbatch(self, *, is_joint: bool) -> None:
+        """See `Sharded`."""
+        self._announces = not is_joint and self._is_followed
 
     def skip_microbatch(self) -> None:
-        """See `Sharded`: gather and reduce what the others do, which is what was done last."""
-        for event in self._recorded.get(self._trains) or list(self._expected()):
-            unit = self.units[event.unit]
-            if event.what == "reduce":
-                self._reduce(unit)
-            elif self._buffers.reads_in_place:
-                continue  # the others need nothing of this rank
-            elif event.what == "use":
-                self.use(unit, event.phase)
-            else:
-                self.drop(unit, event.phase)
+        """See `Sharded`: gather and reduce what the others do, as they say it."""
+        if self._is_followed:
+            while (told := next(filter(None, self._exchange(b"")), _END)) != _END:  # nothing, where all skip it
+                what, phase, number = json.loads(told)
+                unit = self.units[number]
+                if what == "reduce":
+                    self._reduce(unit)
+                elif what == "use":
+                    self.use(unit, phase)
+                else:
+                    self.drop(unit, phase)
         self.microbatch_done()
 
-    def _expected(self) -> Iterator[_Event]:
-        """Before anything was recorded: every unit once, in the order of the model."""
-        for unit in self.units:
-            yield _Event("use", FORWARD, unit.number)
-            yield _Event("drop", FORWARD, unit.number)
-        for unit in reversed(self.units) if self._trains else ():
-            yield _Event("use", BACKWARD, unit.number)
-            yield _Event("drop", BACKWARD, unit.number)
-            yield _Event("reduce", BACKWARD, unit.number)
+    @property
+    def _is_followed(self) -> bool:
+        """Whether ranks that skip a microbatch have something to do in it."""
+        return self._trains or not self._buffers.reads_in_place
+
+    def _announce(self, what: str, phase: str, unit: GatheredUnit) -> None:
+        """Tell the ranks that skip this microbatch what all of them do now."""
+        if self._announces and (what == "reduce" or not self._buffers.reads_in_place):
+            self._exchange(json.dumps([what, phase, unit.number]).encode())
+
+    def _exchange(self, value: bytes) -> list[bytes]:
+        self._counters.exchanges += 1
+        return self._owners.exchange(value, purpose="what comes next in a microbatch that not all ranks compute")
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
@@ -248,27 +251,26 @@ class Gathering:
                 self._reduce(unit)
 
     def _reduce(self, unit: GatheredUnit) -> None:
-        self._events.append(_Event("reduce", BACKWARD, unit.number))
+        self._announce("reduce", BACKWARD, unit)
         self._gradients.finish(unit.reductions)
 
     # Units ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def using(self, units: Sequence[GatheredUnit]) -> Iterator[None]:
+    def using(self, units: Sequence[GatheredUnit], phase: str) -> Iterator[None]:
         """The units are gathered inside."""
         for unit in units:
-            self.use(unit, FORWARD)
+            self.use(unit, phase)
         try:
             yield
         finally:
             for unit in units:
-                self.drop(unit, FORWARD)
+                self.drop(unit, phase)
 
     def use(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs the unit from now on."""
         unit.num_uses += 1
-        if self._is_in_pass:
-            self._events.append(_Event("use", phase, unit.number))
+        self._announce("use", phase, unit)
         if unit.num_uses > 1:
             return
         if not unit.is_resident:
@@ -284,8 +286,7 @@ class Gathering:
     def drop(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs it no more. It stays until there is need for room."""
         unit.num_uses -= 1
-        if self._is_in_pass:
-            self._events.append(_Event("drop", phase, unit.number))
+        self._announce("drop", phase, unit)
         if not unit.num_uses:
             _close(unit)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.gathering import GatheredUnit, Gathering, UnitCall
+from shardwise.engine.gathering import FORWARD, RECOMPUTATION, GatheredUnit, Gathering, UnitCall
 from shardwise.engine.pipeline.nested import tensors_in, transform
 from shardwise.engine.wrapping import Forward
 
@@ -31,12 +31,13 @@ class GatheringCalls:
         """See `Wrapper`."""
         if self._holder._parameters.get(self._attribute) is not self._parameter:
             return forward(*args, **kwargs)  # it is tried on tensors without values
-        if not torch.is_grad_enabled() or _is_recomputed():
-            with self.gathering.using(self._units):
+        recomputes = _is_recomputed()
+        if recomputes or not torch.is_grad_enabled():
+            with self.gathering.using(self._units, RECOMPUTATION if recomputes else FORWARD):
                 return self._without_memory_of_units(forward(*args, **kwargs))
         call = self.gathering.call(self._units)
         args, kwargs = _watched(call, args, kwargs)
-        with self.gathering.using(self._units):
+        with self.gathering.using(self._units, FORWARD):
             output = self._without_memory_of_units(forward(*args, **kwargs))
         tensors = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [each for each in tensors if each.requires_grad and each.grad_fn is not None]

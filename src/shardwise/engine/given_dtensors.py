@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from shardwise.comm.dtensors import is_dtensor, local_stretches, local_tensor
+from shardwise.comm.dtensors import is_dtensor, local_stretches, local_tensor, with_local_tensor
 from shardwise.engine.inventory import Inventory
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.plan import Plan
@@ -26,17 +26,8 @@ def put_on(parameter: nn.Parameter, values: torch.Tensor) -> None:
     if not is_dtensor(parameter):
         parameter.data = values
         return
-    from torch.distributed.tensor import DTensor
-
-    shell = DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    torch.utils.swap_tensors(parameter, nn.Parameter(shell, requires_grad=parameter.requires_grad))
+    shell = nn.Parameter(with_local_tensor(parameter, values), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, shell)
 
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -21,8 +21,8 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.engine.counters import Counters
-from shardwise.engine.gradients import Gradients, sum_over_replicas
 from shardwise.engine.given_dtensors import take_gradient, values_of
+from shardwise.engine.gradients import Gradients, sum_over_replicas
 from shardwise.engine.inventory import torch_dtype
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
@@ -204,7 +204,10 @@ class GradientRuns:
         """See `Sharded`."""
         self._trains = trains
 
-    def end_pass(self) -> None:
+    def begin_microbatch(self, *, is_joint: bool) -> None:
+        """See `Sharded`: buckets go in one order in any case."""
+
+    def end_pass(self, *, has_failed: bool = False) -> None:
         """See `Sharded`."""
         self._trains = False
 

@@ -204,7 +204,7 @@ class Initialisation:
             return writes
         # What it does on less is not known: it is called on all of that, whatever is wanted of it.
         joined = frozenset(everything).union(*(each.met for each in writes.values()))
-        return {number: replace(each, origins=joined) for number, each in writes.items()}
+        return {number: replace(each, origins=joined, met=joined) for number, each in writes.items()}
 
     def _watch(self, initialiser: Initialiser, *, takes_all: bool) -> Watch:
         return Watch(self._held, seed=self._seed, key=initialiser.key, strays=self._strays, takes_all=takes_all)
@@ -278,14 +278,21 @@ class Initialisation:
         touched = {*program.real, *(written for number in program.calls for written in self._effects[number].writes)}
         try:
             for number in sorted(program.real):
-                place = places[number]
-                values = torch.empty_like(place.empty, device="cpu")
-                self._install(place, place.like(values if place.lacks_values else values.copy_(place.original)))
+                self._fill(places[number])
             for number in sorted(program.calls):
-                self._call(self._effects[number], program.calls[number])
+                effect = self._effects[number]
+                self._call(effect, program.calls[number])
+                for written in program.real & effect.writes.keys():
+                    if not places[written].lacks_values:  # it keeps those it has, also for the calls that follow
+                        self._fill(places[written])
             return [(place.name, _plain(place)) for place in group]
         finally:
             self._empty(places[number] for number in touched)
+
+    def _fill(self, place: Place) -> None:
+        """Let the skeleton hold memory there, and the values if the model has them."""
+        values = torch.empty_like(place.empty, device="cpu")
+        self._install(place, place.like(values if place.lacks_values else values.copy_(place.original)))
 
     def _program(self, wanted: Iterable[int]) -> _Program:
         program = _Program()
@@ -295,7 +302,7 @@ class Initialisation:
             place, end = pending.pop()
             program.real.add(place)
             earlier = [number for number in self._writers.get(place, ()) if number < end]
-            if not earlier:
+            if not earlier or not self._skeleton.places[place].lacks_values:
                 continue
             write = self._effects[earlier[-1]].writes[place]
             program.calls.setdefault(earlier[-1], set()).add(place)

@@ -10,10 +10,12 @@ from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agree, compare, digest_of_values
 from shardwise.comm.dtensors import is_dtensor
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
+from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
-from shardwise.engine.engine import DATA_AXES, Engine, EngineChannels, ModelNames, data_rank_of
+from shardwise.engine.engine import Engine
 from shardwise.engine.given_dtensors import portions_of_dtensors
+from shardwise.engine.hand_over import ModelNames
 from shardwise.engine.initialisation import Initialisation
 from shardwise.engine.inventory import Inventory, describe_model, take_inventory, torch_dtype
 from shardwise.engine.model_buffers import ModelBuffers
@@ -105,7 +107,7 @@ def parallelize_with(
     if waiting and values is None:
         values = _agree_on_initialisation(model, agreed_seed, channel)
     whole = inventory.specs
-    channels = _channels(plan, channel)
+    channels = EngineChannels.of(plan, channel)
     inventory = inventory.cut({**tensor_plan.portions(channels.tensor.rank), **given})
     stages = assign_parameters(model, inventory, placement)
     coordinate = channels.pipeline.rank
@@ -192,20 +194,6 @@ def _agree_on_initialisation(model: nn.Module, seed: int, channel: Channel) -> I
         refusal = error
     agree(channel, refusal, purpose="verdict on the initialisation")
     return initialisation
-
-
-def _channels(plan: Plan, world: Channel) -> EngineChannels:
-    def along(axes: Sequence[str]) -> Channel:
-        return world.over(plan.mesh.peers(world.rank, axes))
-
-    return EngineChannels(
-        world=world,
-        pipeline=along(("pp",)),
-        everyone=along(DATA_AXES),
-        owners=along(plan.sharding.owner_axes),
-        replicas=along(plan.sharding.replica_axes),
-        tensor=along(("tp",)),
-    )
 
 
 def _inspect(

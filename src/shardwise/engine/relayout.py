@@ -17,7 +17,8 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
-from shardwise.engine.engine import Engine, HandOver
+from shardwise.engine.engine import Engine
+from shardwise.engine.hand_over import HandOver
 from shardwise.engine.inventory import like, named_places, torch_dtype
 from shardwise.engine.parallelize import parallelize_with
 from shardwise.engine.restore import EngineRestoration
@@ -125,10 +126,10 @@ def _check(channel: Channel, restoration: EngineRestoration) -> None:
 @torch.no_grad()
 def _empty(handed: HandOver) -> None:
     """Put parameters and buffers without values, in their global shapes, into every place of the model."""
-    spec_of = {spec.name: spec for spec in handed.specs}
+    spec_of = {spec.name: spec for spec in handed.names.specs}
     fresh: dict[str, nn.Parameter] = {}
     for module, attribute, place, parameter in list(named_places(handed.model)):
-        name = handed.ties.get(place, place)
+        name = handed.names.ties.get(place, place)
         if name not in fresh:
             spec = spec_of[name]
             values = torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")

@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.engine.buffers import FlatBuffers

@@ -1,8 +1,17 @@
 """Whose turn it is: microbatches that some data ranks compute and others do not, in step with each other."""
 
+import enum
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
+
+
+class Joint(enum.Enum):
+    """Which data ranks compute a microbatch."""
+
+    NONE = enum.auto()
+    SOME = enum.auto()
+    ALL = enum.auto()
 
 
 class Sharded(Protocol):
@@ -12,14 +21,17 @@ class Sharded(Protocol):
         """Forwards of some microbatches follow, and their backwards too where it `trains`. `is_agreed`: the ranks have
         exchanged something since parameters were last written."""
 
+    def begin_microbatch(self, *, is_joint: bool) -> None:
+        """Its forward follows, or (with stages) its backward. Not `is_joint`: some data ranks skip it."""
+
     def microbatch_done(self, stage: int | None = None) -> None:
         """The backward of a microbatch has ended; on one of this rank's stages, or (None) on all."""
 
     def skip_microbatch(self) -> None:
         """Other data ranks compute a microbatch that this rank does not."""
 
-    def end_pass(self) -> None:
-        """No more forwards and backwards follow, also where one raised."""
+    def end_pass(self, *, has_failed: bool = False) -> None:
+        """No more forwards and backwards follow, perhaps because one raised."""
 
 
 class Rounds:
@@ -29,12 +41,12 @@ class Rounds:
         self,
         sharded: Sharded | None,
         counted: Sequence[int],
-        joint: Sequence[bool],
+        joint: Sequence[Joint],
         *,
         trains: bool = True,
         is_agreed: bool = True,
     ) -> None:
-        """`counted`: the microbatches that this rank computes. `joint`: whether any rank computes each."""
+        """`counted`: the microbatches that this rank computes. `joint`: who computes each."""
         self._sharded = sharded
         self._counted = counted
         self._joint = joint
@@ -52,11 +64,9 @@ class Rounds:
     ) -> None:
         if self._sharded is None:
             return
-        try:
-            if kind is None:
-                self._skip_to(len(self._joint))
-        finally:
-            self._sharded.end_pass()
+        if kind is None:
+            self._skip_to(len(self._joint))
+        self._sharded.end_pass(has_failed=kind is not None)
 
     def begin(self, number: int) -> None:
         """The rank goes on to the `number`-th microbatch that it computes: to its forward, or (with stages) to a
@@ -65,6 +75,7 @@ class Rounds:
         if self._sharded is not None and self._next <= at:
             self._skip_to(at)
             self._next = at + 1
+            self._sharded.begin_microbatch(is_joint=self._joint[at] is Joint.ALL)
 
     def done(self, stage: int | None = None) -> None:
         """Its backward has ended (in a pass that does not train, its forward); see `Sharded.microbatch_done`."""
@@ -74,6 +85,6 @@ class Rounds:
     def _skip_to(self, end: int) -> None:
         assert self._sharded is not None
         for at in range(self._next, end):
-            if self._joint[at]:
+            if self._joint[at] is not Joint.NONE:
                 self._sharded.skip_microbatch()
         self._next = max(self._next, end)

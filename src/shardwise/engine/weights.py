@@ -12,6 +12,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agree, digest_of_values
 from shardwise.engine.batches import Batch, LossWeight, count_rows
 from shardwise.engine.inventory import dtype_name
+from shardwise.engine.rounds import Joint
 from shardwise.errors import BatchError, MismatchError, ShardwiseError
 
 
@@ -37,10 +38,11 @@ class Weighting:
         return len({weight for weights in self.by_rank for weight in weights}) == 1
 
     @property
-    def joint(self) -> list[bool]:
-        """For each number of a microbatch whether any data rank computes it: one with weight 0 is not computed."""
+    def joint(self) -> list[Joint]:
+        """For each number of a microbatch which data ranks compute it: one with weight 0 is not computed."""
         most = max(map(len, self.by_rank))
-        return [any(at < len(weights) and weights[at] > 0 for weights in self.by_rank) for at in range(most)]
+        counts = [sum(at < len(weights) and weights[at] > 0 for weights in self.by_rank) for at in range(most)]
+        return [Joint.ALL if count == len(self.by_rank) else Joint.SOME if count else Joint.NONE for count in counts]
 
     @property
     def is_even(self) -> bool:

@@ -72,7 +72,8 @@ def _add_carried(
     """Add the rules that the model carries where nothing else is said; the findings."""
     if not outline.carried:
         return ['"auto" asks for the plan that the model carries, and it carries none; give {name: rule}']
-    taken = {target.module for target, rule in found.items() if rule.kind in _TAKES_WHAT_IS_INSIDE}
+    modules = {target.module: rule for target, rule in found.items() if target.attribute is None}
+    taken = {name for name, rule in modules.items() if rule.kind in _TAKES_WHAT_IS_INSIDE}
     given = set(found)
     findings = []
     for name, text in outline.carried.items():

@@ -117,10 +117,14 @@ def plan_units(
 def _homes(outline: Outline, chosen: Collection[str], placed: Collection[str] | None) -> Iterator[tuple[str, str]]:
     """(unit in which it lies, parameter) for every place of a parameter that has a unit, in the order of the model."""
 
-    def walk(module: Outline, unit: str | None, called: str, is_placed: bool) -> Iterator[tuple[str, str]]:
-        """`called`: the innermost module around whose forward is called, which reads what its lists hold."""
-        if not module.is_container:
+    def walk(
+        module: Outline, unit: str | None, called: str, is_placed: bool, is_inside: bool
+    ) -> Iterator[tuple[str, str]]:
+        """`called`: the innermost module around whose forward is called, which reads what its lists hold. `is_inside`:
+        it also reads what its other children hold."""
+        if not module.is_container and not is_inside:
             called = module.name
+        is_inside |= _is_one(module)
         if placed is not None and any(name in placed for name in module.names):
             is_placed = True
             unit = called if unit is not None else None  # what was to be gathered as a whole ends at a stage
@@ -130,14 +134,14 @@ def _homes(outline: Outline, chosen: Collection[str], placed: Collection[str] | 
             for parameter, _ in module.own_parameters:
                 yield called if unit is None else unit, parameter
         for child in module.children:
-            yield from walk(child, unit, called, is_placed)
+            yield from walk(child, unit, called, is_placed, is_inside)
 
-    return walk(outline, None, outline.name, placed is None)
+    return walk(outline, None, outline.name, placed is None, False)
 
 
 def _repeated(outline: Outline) -> Iterator[str]:
     """The names of repeated blocks, the outermost ones."""
-    if outline.is_indivisible and not _has_list(outline):
+    if _is_one(outline):
         yield outline.name
         return
     candidates = [child for child in outline.children if child.num_places and not child.is_container]
@@ -148,6 +152,11 @@ def _repeated(outline: Outline) -> Iterator[str]:
             yield child.name
         else:
             yield from _repeated(child)
+
+
+def _is_one(outline: Outline) -> bool:
+    """Whether it computes with what is in it."""
+    return outline.is_indivisible and not _has_list(outline)
 
 
 def _has_list(outline: Outline) -> bool:

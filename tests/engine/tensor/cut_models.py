@@ -106,7 +106,7 @@ def _together(name: str, parts: list[torch.Tensor | None], plan: TensorPlan) -> 
     if not held:
         return None
     if name in plan.summed:
-        return torch.stack([each for each in held]).sum(0)
+        return torch.stack(held).sum(0)
     if name not in plan.cuts:
         assert len(held) == len(parts)
         for other in held[1:]:

@@ -21,7 +21,8 @@ class Block(nn.Module):
         self.down = down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
+        out: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return out
 
 
 class Tokens(nn.Module):
@@ -87,6 +88,12 @@ def test_a_tied_embedding_is_cut_once_for_both(padding_idx: int | None) -> None:
     assert_close(compute_cut(make, rules, 2, run), compute_whole(make, run))
 
 
+def transposed(num_outputs: int, num_inputs: int) -> nn.Module:
+    """A linear map whose weight is (inputs, outputs)."""
+    made: nn.Module = Conv1D(num_outputs, num_inputs)  # type: ignore[no-untyped-call]
+    return made
+
+
 class Projection(nn.Linear):
     """A linear map whose author wrote the forward himself."""
 
@@ -98,17 +105,18 @@ class Projection(nn.Linear):
 def test_the_orientation_of_a_weight_is_found_out(kind: str) -> None:
     def make() -> nn.Module:
         if kind == "transposed":
-            return Tokens(Block(Conv1D(33, 6), Conv1D(6, 33)))
+            return Tokens(Block(transposed(33, 6), transposed(6, 33)))
         return Tokens(Block(Projection(6, 33), Projection(33, 6)))
 
     got = compute_cut(make, {"*.up": "column", "*.down": "row"}, 2, run)
-    assert got.plan is not None and got.plan.cuts["block.up.weight"].dim == (1 if kind == "transposed" else 0)
+    assert got.plan is not None
+    assert got.plan.cuts["block.up.weight"].dim == (1 if kind == "transposed" else 0)
     assert_close(got, compute_whole(make, run))
 
 
 def test_a_square_transposed_weight_is_not_taken_for_the_other() -> None:
     def make() -> nn.Module:
-        return Tokens(Block(Conv1D(6, 6), Conv1D(6, 6)))
+        return Tokens(Block(transposed(6, 6), transposed(6, 6)))
 
     assert_close(compute_cut(make, {"*.up": "column", "*.down": "row"}, 2, run), compute_whole(make, run))
 
@@ -120,7 +128,8 @@ def test_one_reduction_serves_all_columns_that_read_one_value() -> None:
             self.one, self.two, self.down = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(self.one(x) * self.two(x))
+            out: torch.Tensor = x + self.down(self.one(x) * self.two(x))
+            return out
 
     def make() -> nn.Module:
         return Tokens(Parallel())
@@ -151,7 +160,8 @@ class LocalNorm(nn.Module):
         q, k, v = (each(x).view(rows, length, -1, 4).transpose(1, 2) for each in (self.q, self.k, self.v))
         q = self.q_norm(q) * self.scale[:, None, None]
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return x + self.o(out.transpose(1, 2).reshape(rows, length, -1))
+        projected: torch.Tensor = self.o(out.transpose(1, 2).reshape(rows, length, -1))
+        return x + projected
 
 
 ATTENTION = {"block.q": "column", "block.k": "column", "block.v": "column", "block.o": "row", "block.scale": "column"}

@@ -59,7 +59,7 @@ _TRANSPOSES: dict[Kind, Kind] = {
 
 def movement_of(node: object) -> Kind | None:
     """What kind of movement a node of an autograd graph is the backward of; None for one that is none."""
-    if not isinstance(node, _Moved._backward_cls):  # type: ignore[attr-defined]
+    if not isinstance(node, _Moved._backward_cls):
         return None
     kind: Kind = node.kind  # type: ignore[attr-defined]
     return kind

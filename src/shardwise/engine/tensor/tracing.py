@@ -1,14 +1,14 @@
 """Which gradients of whole parameters are complete on each rank, read from the autograd graph of a forward.
 
-A gradient comes down from the loss, which is the same on all ranks. Below a movement that ends what is of each rank's own
-(an output summed, parts gathered) it belongs to this rank's part; above a movement that begins it (a value shared, a part
-taken) it is complete again, since the backward of that movement makes it so:
+A gradient comes down from the loss, which is the same on all ranks. Below a movement that ends what is each rank's own
+(an output summed, parts gathered) it belongs to this rank's part; above a movement that begins it (a value shared, a
+part taken) it is complete again, since the backward of that movement makes it so:
 
     loss  ---->  total  ---->  softmax of own heads  ---->  norm of own heads  ---->  share  ---->  norm of all
       complete          own                          own: summed over ranks          complete
 
-So a parameter whose gradient is `own` is to be summed over the ranks, whatever the rules say of it; one that is reached both
-ways has a gradient that no sum makes right.
+So a parameter whose gradient is `own` is to be summed over the ranks, whatever the rules say of it; one that is reached
+both ways has a gradient that no sum makes right.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ _OPAQUE = ("CheckpointFunction", "CompiledFunction")
 
 
 def gradients_of_leaves(loss: torch.Tensor) -> dict[torch.Tensor, Gradient] | None:
-    """For each leaf below `loss` that requires a gradient: which one it gets; None where a part of the graph is hidden."""
+    """Which gradient each leaf below `loss` gets; None where a part of the graph is hidden."""
     root = loss.grad_fn
     if root is None:
         return {}
@@ -80,9 +80,9 @@ def find_summed(
     if both:
         shown = ", ".join(map(repr, both[:5])) + (f" and {len(both) - 5} more" if len(both) > 5 else "")
         raise ModelError(
-            f"tensor.rules: values made with {shown} are read by all ranks alike and also by each rank for its own part "
-            "(heads, columns), without a rule between; give the rule 'mla_kv_a_proj(size=...)' to the module whose last "
-            "outputs every rank reads, or 'replicate' to the modules that cut what they meet"
+            f"tensor.rules: values made with {shown} are read by all ranks alike and also by each rank for its own "
+            "part (heads, columns), without a rule between; give the rule 'mla_kv_a_proj(size=...)' to the module "
+            "whose last outputs every rank reads, or 'replicate' to the modules that cut what they meet"
         )
     known = {name: gradient == "own" for name, gradient in whole.items() if gradient is not None}
     return frozenset(name for name in parameters if known.get(name, name in frozenset(summed)))

@@ -186,4 +186,4 @@ def _check(targets: torch.Tensor, size: int) -> None:
 
 def is_cut_loss(node: object) -> bool:
     """Whether a node of an autograd graph is the backward of a loss over cut logits."""
-    return isinstance(node, _CutCrossEntropy._backward_cls)  # type: ignore[attr-defined]
+    return isinstance(node, _CutCrossEntropy._backward_cls)

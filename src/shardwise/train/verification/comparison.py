@@ -179,6 +179,10 @@ class StepComparer:
                     "mean gradient of", name, _module_of(name), found, None, microbatch=microbatch, shape=theirs.shape
                 )
                 yield replace(where, explanation=words)
+        if (common := means.common_factor()) is not None and common[1].ratio > 1:
+            name, found = common
+            where = self._divergence("mean gradient of", name, _module_of(name), found, None)
+            yield replace(where, explanation="The values are a factor that all gradients have in common")
         for name in stored:
             if name not in self._own.terms and bool(self._gradients.read(name).any()):
                 unused = self._divergence("mean gradient of", name, _module_of(name), EQUAL, None)
@@ -289,7 +293,7 @@ def _index(at: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _of_update(ours: torch.Tensor, theirs: torch.Tensor) -> Closeness:
-    """Updates do the same to the same numbers; an optimizer that works in blocks may round once or twice differently."""
+    """Updates do the same to the same numbers; an optimizer that works in blocks may round a little differently."""
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return Closeness(ratio=math.inf, at=0, allowed=0.0, ours=_kind(ours), theirs=_kind(theirs))
     if digest_of_values(ours) == digest_of_values(theirs):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -19,6 +20,25 @@ _UNLIKE_ONE = 0.02
 
 _MAX_FITTED = 64
 """Microbatches that are fitted at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Factor:
+    """How the gradient of one parameter lies along that of one process."""
+
+    name: str
+    square: float
+    """Of the norm in one process."""
+    product: float
+    """The inner product of both."""
+    excess: float
+    """How much larger than the gradient its terms are, which may have cancelled."""
+    num_independent: int
+
+    @property
+    def factor(self) -> float:
+        """By what one process's is to be multiplied."""
+        return self.product / self.square
 
 
 class MeanGradients:
@@ -45,6 +65,7 @@ class MeanGradients:
         """By how much the norm may be off: at most by the norm of what all elements may be off."""
         limit = program.plan.clip_grad_norm
         self._clip = 1.0 if limit is None else min(1.0, limit / (self.norm + 1e-6))
+        self._factors: list[_Factor] = []
         self._slack = 0.0 if self._clip == 1.0 else self.allowed_of_norm / max(self.norm, 1e-30)
 
     def names(self) -> Iterator[str]:
@@ -64,11 +85,27 @@ class MeanGradients:
         added = self._as_added_up(name, flat)
         if added is not None and added.ratio > 1:
             return added
-        deviation = self._rounding() + self._slack
         least = math.sqrt(terms.square) * self._factor
-        found = by_size(expected, flat, deviation, least_size=least)
-        scaled = self._scaling(expected, flat, deviation, least, tuple(theirs.shape))
-        return max((each for each in (found, scaled, added) if each is not None), key=lambda each: each.ratio)
+        found = by_size(expected, flat, self._rounding() + self._slack, least_size=least)
+        self._note_factor(name, expected, flat, least, tuple(theirs.shape))
+        return found if added is None or added.ratio <= found.ratio else added
+
+    def common_factor(self) -> tuple[str, Closeness] | None:
+        """A factor that gradients have in common, where it is no rounding, and the first parameter that has it.
+
+        Rounding errors of many elements point everywhere: along the gradient itself there is next to nothing of them,
+        d / sqrt(n) of it where n independent errors have the size d. Of a tensor, the elements along its longest dim
+        are taken for independent.
+        """
+        total = sum(each.square for each in self._factors)
+        if not total:
+            return None
+        factor = sum(each.product for each in self._factors) / total
+        variance = sum((each.square / total * each.excess) ** 2 / each.num_independent for each in self._factors)
+        allowed = (self._rounding() + self._slack) * math.sqrt(variance) + self._slack
+        first = next(each for each in self._factors if each.square and abs(each.factor - 1) >= abs(factor - 1) / 2)
+        found = Closeness(ratio=abs(factor - 1) / allowed, at=0, allowed=allowed, ours=1.0, theirs=factor)
+        return first.name, found
 
     def explain(self, name: str, theirs: torch.Tensor, at: int, pieces: Sequence[Piece]) -> tuple[str, int | None]:
         """What a gradient that is too far off looks like, and the first microbatch that counts wrongly.
@@ -126,24 +163,21 @@ class MeanGradients:
             theirs=found.theirs,
         )
 
-    def _scaling(
-        self, expected: torch.Tensor, theirs: torch.Tensor, deviation: float, least: float, shape: Sequence[int]
-    ) -> Closeness | None:
-        """Rounding errors of many elements have no common factor: that between two right gradients is nearly 1."""
-        factor = factor_between(expected, theirs)
-        if factor is None:
-            return None
-        size = float(expected.abs().square().mean().sqrt())
-        independent = max(shape, default=1)
-        allowed = deviation * max(1.0, least / size) / math.sqrt(independent)
-        at = int(expected.abs().argmax())
-        return Closeness(
-            ratio=abs(factor - 1) / allowed,
-            at=at,
-            allowed=allowed * float(expected[at].abs()),
-            ours=expected[at].item(),
-            theirs=theirs[at].item(),
-        )
+    def _note_factor(
+        self, name: str, expected: torch.Tensor, theirs: torch.Tensor, least: float, shape: Sequence[int]
+    ) -> None:
+        square = float(expected.abs().square().sum())
+        size = math.sqrt(square / max(1, expected.numel()))
+        if square and math.isfinite(square):
+            self._factors.append(
+                _Factor(
+                    name=name,
+                    square=square,
+                    product=float((expected.conj() * theirs).real.sum()),
+                    excess=max(1.0, least / size),
+                    num_independent=max(shape, default=1),
+                )
+            )
 
     def _fitted(self, name: str, target: torch.Tensor, inside: torch.Tensor) -> list[float] | None:
         """With which weights the microbatches' gradients add up to `target`; None where no weights do."""

@@ -141,7 +141,7 @@ class OneProcess:
             return
         floating = [each.detach() for each in inputs if isinstance(each, torch.Tensor) and each.is_floating_point()]
         held = dict(self.model.named_parameters(remove_duplicate=False))
-        # Of a vector each output is a term; of a matrix, outputs times inputs; tokens stand for vectors with a single 1.
+        # Of a vector each output is a term; of a matrix, outputs times inputs; a token stands for a vector with one 1.
         of_input = {
             name: _mean_square(floating[0]) if floating else 1 / max(1, held[name].shape[0])
             for name in names

@@ -1,0 +1,174 @@
+"""`shardwise verify CONFIG --against LAYOUT [--steps N] [--simulate | --nproc N] [--set a.b=v]`."""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from shardwise.cli.verdicts import FAILED, INTERRUPTED, Verdict, tell, weighed
+
+if TYPE_CHECKING:
+    from shardwise.train import RunConfig
+    from shardwise.train.verification.program import Program
+    from shardwise.train.verification.report import VerificationReport
+
+_SIMULATED_TIMEOUT_SECONDS = 600.0
+
+
+@click.command("verify")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "--against",
+    "layout",
+    required=True,
+    metavar="LAYOUT",
+    help="A mesh, such as pp=2,tp=2, and settings of sharding, pipeline and tensor, such as sharding.stage=3.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Updates to compare.")
+@click.option("--simulate", is_flag=True, help="Ranks as threads of this process; the default.")
+@click.option("--nproc", type=click.IntRange(min=1), help="Real ranks: start this many processes.")
+@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Change a setting; repeatable.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.option("--verdicts", type=click.Path(path_type=Path), hidden=True, help="Where ranks leave their verdicts.")
+@click.option("--notes", type=click.Path(path_type=Path), hidden=True, help="Where ranks leave what they computed.")
+def verify(
+    config: Path,
+    layout: str,
+    steps: int,
+    simulate: bool,
+    nproc: int | None,
+    overrides: tuple[str, ...],
+    debug: bool,
+    verdicts: Path | None,
+    notes: Path | None,
+) -> None:
+    """Train as CONFIG describes under LAYOUT, and compare every update with what one process makes of it.
+
+    Losses, outputs of modules, gradients and updated parameters are compared against a stated error model. The last
+    line says "equal" or "rounding"; or else the first tensor that diverges is named. Under torchrun, its processes are
+    the ranks, and they leave what they compute in "verification" of the run's output folder.
+
+    Exit codes: 0 equal or rounding, 1 diverged or failed, 2 wrong usage, 130 stopped by Ctrl-C.
+    """
+    is_rank = not simulate and nproc is None and "RANK" in os.environ
+    rank = int(os.environ["RANK"]) if is_rank else None
+    try:
+        if simulate and nproc is not None:
+            raise click.UsageError("--simulate and --nproc exclude each other: ranks are simulated or real")
+        num_processes = int(os.environ["WORLD_SIZE"]) if is_rank else nproc
+        run_config = _checked(config, layout, overrides, num_processes)
+        if nproc is not None:
+            sys.exit(_launch(config, layout, steps, nproc, overrides, debug))
+        diverges = _be_rank(run_config, steps, notes) if is_rank else _simulate(run_config, steps)
+    except click.ClickException:
+        raise
+    except KeyboardInterrupt:
+        if verdicts is None:
+            click.echo("stopped by Ctrl-C", err=True)
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        verdict = Verdict.of(error, rank=rank, debug=debug)
+        if verdicts is not None and rank is not None:
+            verdict.leave(verdicts, rank)
+            if verdict.is_about_peer:
+                from shardwise.comm.launch import PEER_FAILED
+
+                sys.exit(PEER_FAILED)  # to the launcher: look for the rank that caused it
+        else:
+            tell(verdict)
+        sys.exit(verdict.exit_code)
+    sys.exit(FAILED if diverges else 0)
+
+
+def _checked(path: Path, layout: str, overrides: tuple[str, ...], num_processes: int | None) -> "RunConfig":
+    """The configuration under the layout, with everything imported that it names."""
+    from shardwise.train import check_references, read_config
+    from shardwise.train.verification.layouts import layout_overrides
+
+    mesh, everything = layout_overrides(path, layout, overrides)
+    config = read_config(path, overrides=everything, num_processes=num_processes or mesh.size)
+    sys.path.append(str(config.folder))  # files beside the configuration may import each other
+    check_references(config)
+    return config
+
+
+def _simulate(config: "RunConfig", steps: int) -> bool:
+    from shardwise.train.verification.verifier import verify_simulated
+
+    timeout_seconds = max(_SIMULATED_TIMEOUT_SECONDS, config.train.timeout_seconds)
+    program = _program(config, steps)
+    return _tell(verify_simulated(program, title=_title(config, program, "simulated"), timeout_seconds=timeout_seconds))
+
+
+def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
+    """Be one rank; the first one goes on alone when the run under the layout is done."""
+    from shardwise.comm import processes
+    from shardwise.train.verification.layout_run import run_layout
+    from shardwise.train.verification.verifier import compare_with_one_process
+
+    folder = notes if notes is not None else config.output / "verification"
+    channel = processes(timeout_seconds=config.train.timeout_seconds)
+    try:
+        if notes is None and channel.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of a verification that was stopped
+        channel.exchange(b"", purpose="a fresh folder for the verification")
+        folder.mkdir(parents=True, exist_ok=True)
+        program = _program(config, steps)
+        program.check()
+        run_layout(program, channel, folder)
+    except BaseException as error:
+        channel.abort(f"{type(error).__name__}: {error}")
+        raise
+    rank, device = channel.rank, channel.device
+    channel.close()
+    if rank > 0:
+        return False
+    try:
+        return _tell(compare_with_one_process(program, folder, device, title=_title(config, program, "real")))
+    finally:
+        if notes is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _program(config: "RunConfig", steps: int) -> "Program":
+    from shardwise.train.verification.configured import configured
+
+    return configured(config, steps=steps)
+
+
+def _title(config: "RunConfig", program: "Program", kind: str) -> str:
+    mesh = config.plan.mesh
+    return (
+        f"{config.name}: {mesh} on {mesh.size} {kind} rank{'s' if mesh.size > 1 else ''} against one process, "
+        f"{len(program.batches)} updates of {program.num_microbatches} microbatches"
+    )
+
+
+def _tell(report: "VerificationReport") -> bool:
+    click.echo(report.text())
+    return report.divergence is not None
+
+
+def _launch(path: Path, layout: str, steps: int, num_processes: int, overrides: tuple[str, ...], debug: bool) -> int:
+    """Start the ranks, wait for them, and tell the one verdict that matters."""
+    from shardwise.comm import launch
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+        folder = Path(name)
+        (folder / "verdicts").mkdir()
+        arguments = ["verify", str(path), "--against", layout, "--steps", str(steps)]
+        arguments += ["--verdicts", str(folder / "verdicts"), "--notes", str(folder / "notes")]
+        for override in overrides:
+            arguments += ["--set", override]
+        code = launch("shardwise.cli", [*arguments, *(["--debug"] if debug else [])], num_processes=num_processes)
+        verdict = weighed(folder / "verdicts")
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if verdict is None or code == 0 or code > INTERRUPTED:  # stopped from outside: the ranks' words are its echo
+        return code
+    tell(verdict)
+    return verdict.exit_code

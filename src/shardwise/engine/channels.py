@@ -1,0 +1,49 @@
+"""The channels of an engine: along which axes of the mesh its ranks talk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from shardwise.comm import Channel
+from shardwise.plan import Plan
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChannels:
+    """The channels of an engine, seen from one rank."""
+
+    world: Channel
+    """All ranks."""
+    pipeline: Channel
+    """The ranks that have the other stages, for the same samples."""
+    everyone: Channel
+    """The ranks that hold this part of the model and see other samples: the data ranks."""
+    owners: Channel
+    """The data ranks over which masters are cut."""
+    replicas: Channel
+    """The data ranks that hold the same masters."""
+    tensor: Channel
+    """The ranks that have the other parts of cut parameters, for the same stage and samples."""
+
+    @classmethod
+    def of(cls, plan: Plan, world: Channel) -> Self:
+        """Those that a plan asks for; all ranks of `world` call this together."""
+
+        def along(axes: Sequence[str]) -> Channel:
+            return world.over(plan.mesh.peers(world.rank, axes))
+
+        return cls(
+            world=world,
+            pipeline=along(("pp",)),
+            everyone=along(DATA_AXES),
+            owners=along(plan.sharding.owner_axes),
+            replicas=along(plan.sharding.replica_axes),
+            tensor=along(("tp",)),
+        )
+
+
+def data_rank_of(plan: Plan, rank: int) -> int:
+    """The place of a rank among those that have the same stage and see other samples."""
+    return plan.mesh.peers(rank, DATA_AXES).index(rank)

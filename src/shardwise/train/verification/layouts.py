@@ -1,0 +1,77 @@
+"""The LAYOUT of the command: "pp=2,tp=2" or "dp_shard=4,sharding.stage=3", as settings of a configuration."""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.errors import ConfigError, PlanError
+from shardwise.space import Mesh
+
+SETTINGS = ("sharding", "pipeline", "tensor")
+"""The tables whose settings belong to a layout; others change the arithmetic or the data of both sides."""
+
+_OPENING, _CLOSING = "[{(", "]})"
+
+
+def read_layout(text: str) -> tuple[Mesh, list[str]]:
+    """The mesh, and the settings beside it in the form of `--set`.
+
+    Words are parted by commas or spaces; those without a dot in their key are axes of the mesh ("pp=2"), which is
+    replaced as a whole. Raises PlanError with every problem.
+    """
+    words = split_words(text)
+    axes = [word for word in words if "." not in word.partition("=")[0]]
+    settings = [word for word in words if word not in axes]
+    problems = [] if words else [f"layout {text!r} says nothing; write, for example, pp=2,tp=2"]
+    for word in settings:
+        table, _, _ = word.partition("=")[0].strip().partition(".")
+        if table not in SETTINGS or "=" not in word:
+            problems.append(
+                f"layout: {word!r} is no setting of a layout, which are sharding.*, pipeline.* and tensor.*; write, for "
+                "example, sharding.stage=3, and use --set for settings of both sides"
+            )
+    mesh = Mesh()
+    try:
+        mesh = Mesh.parse(",".join(axes)) if axes else mesh
+    except PlanError as error:
+        problems += [f"layout: {problem}" for problem in error.problems]
+    if problems:
+        raise PlanError(*problems)
+    return mesh, settings
+
+
+def layout_overrides(path: Path, text: str, overrides: Sequence[str]) -> tuple[Mesh, list[str]]:
+    """The mesh, and `overrides` with all that LAYOUT sets, for the configuration in `path`.
+
+    With tp and no word on `tensor.rules` anywhere, the plan that the model carries is taken ("auto").
+    """
+    mesh, settings = read_layout(text)
+    sizes = zip(("pp", "dp_replicate", "dp_shard", "tp"), mesh.shape, strict=True)
+    everything = [*overrides, *(f"mesh.{axis}={size}" for axis, size in sizes), *settings]
+    if mesh.tp > 1 and not any(each.startswith("tensor.rules") for each in everything) and not _has_rules(path):
+        everything.append("tensor.rules=auto")
+    return mesh, everything
+
+
+def split_words(text: str) -> list[str]:
+    """Words between commas and spaces, which do not part what stands in quotes or brackets."""
+    words, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        depth += (character in _OPENING) - (character in _CLOSING) if not quote else 0
+        if not depth and not quote and (character == "," or character.isspace()):
+            words.append("")
+        else:
+            words[-1] += character
+    return [word for word in words if word]
+
+
+def _has_rules(path: Path) -> bool:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("tensor")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"the config {path} cannot be read as TOML: {error}") from error
+    return isinstance(table, dict) and "rules" in table
