@@ -96,16 +96,18 @@ OURS_SETTINGS = {
     "cast-each-silent": Settings(about=_EACH, precision=EACH, wire="silent", autocast=True),
 }
 _SHARDED = "bf16 working copies, one cast per update, gradients travel in bf16 per microbatch, accumulate in fp32"
+_SILENT: dict[str, Wire] = {"-silent": "silent"}
+"""Not for stage 3, whose whole parameters nobody would fill."""
 _SHARDINGS = {
     "stage2": (sw.Sharding(stage=2), "shardwise stage 2"),
     "stage3": (sw.Sharding(stage=3), "shardwise stage 3, a unit gathered anew for each forward and backward"),
     "stage3-keep": (sw.Sharding(stage=3, keep_gathered=True), "shardwise stage 3, units gathered once per update"),
 }
-_WIRES: dict[str, Wire] = {"": "shared memory", "-tcp": "tcp", "-silent": "silent"}
+_WIRES: dict[str, Wire] = {"": "shared memory", "-tcp": "tcp"}
 OURS_SETTINGS |= {
     f"{name}{suffix}": Settings(about=f"{about}, {_SHARDED}", precision=ONCE, wire=wire, sharding=sharding)
     for name, (sharding, about) in _SHARDINGS.items()
-    for suffix, wire in _WIRES.items()
+    for suffix, wire in (_WIRES | _SILENT if sharding.stage < 3 else _WIRES).items()
 }
 OURS = tuple(
     Side(

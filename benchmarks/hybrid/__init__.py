@@ -1,4 +1,4 @@
-"""What stages 2 and 3 and tensor parallelism cost, beside FSDP2, DeepSpeed and `parallelize_module`: `make bench-hybrid`.
+"""What stages 2 and 3 and tensor parallelism cost, beside FSDP2, DeepSpeed and `parallelize_module`.
 
 tensor      the sides that cut single parameters over ranks; all other sides are those of `benchmarks`
 memory      the most bytes of tensors that a step of stage 3 needs, and its formula

@@ -44,7 +44,7 @@ def _sharding(num_microbatches: int) -> list[Pair]:
     listed += [Pair(ours="stage3", against=peer, asked=Asked(limit=0.65)) for peer in DEEPSPEED_3]
     listed += [Pair(ours=f"{side}-tcp", against=peer) for side, peer in (("stage3", "fsdp2"), ("stage2", "fsdp2-keep"))]
     listed += [Pair(ours=f"{side}-tcp", against=f"deepspeed{side[-1]}") for side in ("stage2", "stage3")]
-    listed += [Pair(ours=side, against=f"{side}-silent") for side in ("stage2", "stage3")]
+    listed += [Pair(ours="stage2", against="stage2-silent")]
     listed += [Pair(ours="stage2", against="ours"), Pair(ours="stage3", against="ours")]
     if not one:
         listed += [Pair(ours="stage3-keep", against=peer) for peer in (*FSDP2_KEEPS, *DEEPSPEED_3, "stage3")]

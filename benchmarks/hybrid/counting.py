@@ -137,48 +137,6 @@ def _gathered(buckets: Sequence[Bucket], sharding: sw.Sharding, num_microbatches
     return [*buckets, *k * not_last, *(k - 1) * not_first], "{0} + k ({0} - {0}last) + (k - 1) ({0} - {0}first)"
 
 
-def of_tensor(num_ranks: int, num_microbatches: int, *, num_layers: int = 8) -> Iterator[Count]:
-    """Count one update of the same model cut along tp: of each layer two sums forward and two backward, one of the
-    embedding forward, one of the head backward, and the logits.
-    """
-
-    def run(channel: Channel) -> _Seen:
-        model = llama(num_heads=HEADS, num_layers=num_layers)
-        return _update(channel, 0, model, tensor_plan(num_ranks, num_microbatches))
-
-    config: Any = llama(num_heads=HEADS, num_layers=num_layers).config
-    seen = sw.simulate(num_ranks, run, timeout_seconds=300.0)
-    about = f"tensor parallelism, {num_ranks} ranks, k = {num_microbatches}"
-    k, t, num_sums = num_microbatches, num_ranks, 4 * config.num_hidden_layers + 2
-    num_tokens = SHAPE.num_sequences * SHAPE.num_tokens
-    sums_bytes = (t - 1) * k * num_sums * num_tokens * config.hidden_size * 2
-    logits_bytes = (t - 1) * k * num_tokens * config.vocab_size * 2
-    sums, sent = "k * (4 L + 2)", "(t - 1) * k * (4 L + 2) * 2 TH"
-    yield from _counts(
-        about,
-        seen,
-        [
-            ("reduce-scatters", "num_reduced", f"t * {sums}", t * k * num_sums),
-            ("all-gathers", "num_gathered", f"t * {sums} + t * k", t * k * (num_sums + 1)),
-            ("bytes sent to reduce", "reduced_bytes", sent, sums_bytes),
-            ("bytes sent to gather", "gathered_bytes", f"{sent} + (t - 1) * k * 2 TV", sums_bytes + logits_bytes),
-        ],
-    )
-
-
-def _counts(about: str, seen: Sequence[_Seen], asked: Sequence[tuple[str, str, str, int]]) -> Iterator[Count]:
-    for what, name, formula_text, formula in asked:
-        counted = sum(getattr(each, name) for each in seen)
-        yield Count(about=about, what=what, formula_text=formula_text, counted=counted, formula=formula)
-
-
-def _times_gathered(sharding: sw.Sharding, num_microbatches: int) -> tuple[int, str]:
-    """How often each bucket is gathered in an update."""
-    if sharding.stage < 3 or sharding.keep_gathered:
-        return 1, "1"
-    return 2 * num_microbatches, "2k"
-
-
 def _update(channel: Channel, data_rank: int, model: nn.Module, plan: sw.Plan) -> _Seen:
     recorded = sw.Recorded(channel)
     trained = engine(model, plan, over=recorded)

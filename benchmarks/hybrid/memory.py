@@ -8,8 +8,8 @@ import json
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -99,7 +99,8 @@ def _measure(rank: int, folder: Path, *, num_microbatches: int, num_layers: int)
 def most_allocated(seen: profile) -> int:
     """The most bytes of tensors that were there at a time, beside those that were there before."""
     held = most = 0
-    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
+    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in events:
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)

@@ -58,6 +58,10 @@ def peaks_table(peaks: Sequence[Peak]) -> str:
     return markdown(header, rows)
 
 
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f}"
+
+
 def counts_table(counts: Sequence[Count]) -> str:
     """A row for every count."""
     rows = [(each.about, each.what, each.formula_text, f"{each.formula:,}", f"{each.counted:,}") for each in counts]
@@ -67,12 +71,12 @@ def counts_table(counts: Sequence[Count]) -> str:
 NOTES = """\
 Sides step in turns, each round starting with another one; before anything is timed, all of them have trained from one
 loss to one lower loss. Ratios are medians over rounds of (ours / its) within a round. Milliseconds are medians of the
-slowest rank: of a step, with optimizer, or of its forwards and backwards ("passes"), which for ours include the copy of
-each gradient to its place. Held: bytes of tensors between two steps, ours / its, without activations; over shared memory
-ours counts what it has mapped of the others' memory too. More ranks than cores share them.
+slowest rank: of a step, with optimizer, or of its forwards and backwards ("passes"), which for ours include the copy
+of each gradient to its place. Held: bytes of tensors between two steps, ours / its, without activations; over shared
+memory ours counts what it has mapped of the others' memory too. More ranks than cores share them.
 
-Tokens are those of a microbatch on a rank. The model is a Llama of 15.7 M parameters in 8 layers, the same fused AdamW on
-all sides, 1 thread per rank. `-tcp`: the same over TCP, as gloo goes; `-silent`: with the communication taken out.
+Tokens are those of a microbatch on a rank. The model is a Llama of 15.7 M parameters in 8 layers, the same fused AdamW
+on all sides, 1 thread per rank. `-tcp`: the same over TCP, as gloo goes; `-silent`: with the communication taken out.
 
 Peaks: rank 0 of processes over TCP, 2 tokens per microbatch; what torch's allocator has given out at a time, and what
 was there before the update. Counts: simulated ranks, buckets of 4 MB; N elements, P with the padding of B buckets, d

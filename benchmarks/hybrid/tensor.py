@@ -1,4 +1,4 @@
-"""Tensor parallelism: ours, by the plan that transformers' Llama carries, and torch's `parallelize_module` with the same cuts.
+"""Tensor parallelism: ours, by the plan that transformers' Llama carries, and `parallelize_module` with the same cuts.
 
 Both cut queries, keys, values, gate and up by columns, the two projections back by rows, and the head by columns, whose
 logits are gathered for the model's own loss, and the embedding by rows.
@@ -104,6 +104,7 @@ def _theirs(model: Any, num_microbatches: int, *, dtype: torch.dtype) -> Trainin
     return Training(step=step, passes_s=lambda: clock.seconds)
 
 
+_WIRES: dict[str, Wire] = {"": "shared memory", "-tcp": "tcp"}
 _CUTS = "layers, embedding and head cut along tp, logits gathered"
 TENSOR = (
     *(
@@ -113,7 +114,7 @@ TENSOR = (
             prepare=partial(_ours, dtype=dtype, wire=wire),
         )
         for short, dtype in (("fp32", "float32"), ("bf16", "bfloat16"))
-        for suffix, wire in (("", "shared memory"), ("-tcp", "tcp"))
+        for suffix, wire in _WIRES.items()
     ),
     Side(
         name="parallelize-fp32",

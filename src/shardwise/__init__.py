@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding, Tensor
     from shardwise.rewrite import Rewrite
     from shardwise.space import Mesh, Piece
+    from shardwise.train.verification.verifier import verify
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ _ROOM_OF = {
     "reshard_tensor": "moving",
     "save": "checkpoint",
     "simulate": "comm",
+    "verify": "train.verification.verifier",
 }
 
 _ROOMS = ("checkpoint",)
@@ -83,6 +85,7 @@ __all__ = [
     "reshard_tensor",
     "save",
     "simulate",
+    "verify",
 ]
 
 

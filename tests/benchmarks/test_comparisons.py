@@ -33,6 +33,7 @@ def test_the_ratio_is_the_median_of_the_rounds_ratios() -> None:
         cell=Cell(sides=("ours", "ddp"), shape="1x32", num_microbatches=1, num_rounds=3),
         num_steps_per_turn=1,
         seconds={"ours": [0.5, 3.0, 2.0], "ddp": [1.0, 10.0, 1.0]},  # ratios 0.5, 0.3, 2.0; of the medians 2.0
+        passes={},
         losses={},
         held_bytes={"ours": 1_000_000, "ddp": 2_000_000},
         predicted_bytes={},

@@ -97,7 +97,7 @@ def test_what_is_off_its_formula_is_missed() -> None:
     peak = Peak(num_ranks=2, num_microbatches=1, resident_bytes=90, measured_bytes=104, parts={"all": 100})
     verdicts = {each.cell: each.met for each in findings([peak], [right, replace(right, about="b", counted=9)])}
     assert verdicts == {"stage 3 on 2 ranks, k = 1": False, "a": True, "b": False}
-    assert [each.met for each in findings([replace(peak, measured_bytes=103)], [])] == [True]
+    assert [each.met for each in findings([replace(peak, measured_bytes=102)], [])] == [True]
     assert "104.0" not in table.findings_table([peak], [])
     assert table.counts_table([right]).endswith("| a  | casts                 | N       | 8  | 8       |")
 

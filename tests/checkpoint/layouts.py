@@ -17,6 +17,17 @@ from tests.engine.oracle import share_of
 Whole = dict[str, torch.Tensor]
 
 
+class Turn(nn.Module):
+    """Multiplies by numbers that checkpoints leave out, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.linspace(0.5, 1.5, 7), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.angles.to(x.dtype)
+
+
 class Odd(nn.Module):
     """Ties, frozen parts, running statistics, integers, scalars, 4 dims, nothing at all, and what is never used.
 
@@ -42,6 +53,7 @@ class Odd(nn.Module):
         self.down = nn.Linear(33, 7)
         self.gates = nn.Linear(7, 18)
         self.gated = nn.Linear(9, 7)
+        self.turn = Turn()
         self.norm = nn.BatchNorm1d(7)
         self.dropout = nn.Dropout(0.1)
         self.head = nn.Linear(7, NUM_WORDS, bias=False)
@@ -54,7 +66,7 @@ class Odd(nn.Module):
         left, right = self.gates(hidden).chunk(2, -1)
         hidden = hidden + self.gated(torch.sigmoid(left) * right)
         hidden = self.norm(hidden.flatten(0, 1).to(self.norm.weight.dtype)).view(hidden.shape).to(hidden.dtype)
-        out: torch.Tensor = self.head(self.dropout(hidden))
+        out: torch.Tensor = self.head(self.dropout(self.turn(hidden)))
         return out
 
 
@@ -67,7 +79,7 @@ def odd(seed: int = 0) -> Odd:
 
 STAGES = {
     **{"embedding": 0, "cube": 1, "scale": 1, "gate": 2, "nothing": 3, "unused": 0},
-    **{"frozen": 0, "order": 3, "norm": 2, "head": 3, "up": 1, "down": 1, "gates": 2, "gated": 2},
+    **{"frozen": 0, "order": 3, "norm": 2, "head": 3, "up": 1, "down": 1, "gates": 2, "gated": 2, "turn": 2},
 }
 """Of four; the order of the frozen layer's outputs comes from the last one, back to the first."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.engine.initialisation import initialise
 from shardwise.errors import ModelError
 from shardwise.train.build import build_model
 from tests.train.runs import finished, laid_out, small_run
@@ -14,7 +15,10 @@ BY_MODULE = "model.initialise=by module"
 
 
 def parameters(folder: Path, *words: str) -> dict[str, torch.Tensor]:
-    model = build_model(small_run(folder, BY_MODULE, *words))
+    config = small_run(folder, BY_MODULE, *words)
+    model = build_model(config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    initialise(model, config.train.seed)
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
@@ -41,15 +45,14 @@ def test_a_parameter_that_nobody_initialises_is_named(tmp_path: Path) -> None:
         parameters(tmp_path, "model.factory=gap.py:Net", "model.config={}")
 
 
-def test_a_run_says_that_modules_draw_their_own_and_ends_alike_under_two_layouts(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    one = finished(small_run(tmp_path / "one", BY_MODULE))
-    two = finished(laid_out(tmp_path / "two", BY_MODULE, "mesh.dp_shard=2"))
+def test_a_run_says_that_modules_draw_their_own_and_goes_alike_under_every_layout(tmp_path: Path) -> None:
+    one = finished(small_run(tmp_path, BY_MODULE))
     said = "initial parameters: drawn by each module, from its name and the seed 5"
     assert said in one.printed
-    assert said in two.printed
-    assert one.curve("loss") == pytest.approx(two.curve("loss"), rel=1e-5)  # sums in another order
-    whole = finished(small_run(tmp_path / "one"))
+    for axis in ("dp_shard", "pp"):
+        two = finished(laid_out(tmp_path, BY_MODULE, f"mesh.{axis}=2"))
+        assert said in two.printed
+        assert one.curve("loss") == pytest.approx(two.curve("loss"), rel=1e-5)  # sums in another order
+    whole = finished(small_run(tmp_path))
     assert "initial parameters" not in whole.printed
     assert whole.curve("loss")[0] != one.curve("loss")[0]

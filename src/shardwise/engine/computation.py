@@ -10,7 +10,8 @@ from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
 from shardwise.engine.rounds import Joint, Rounds, Sharded
-from shardwise.errors import ModelError
+from shardwise.engine.weights import Weighting
+from shardwise.errors import BatchError, ModelError
 
 
 class Computation:
@@ -44,6 +45,18 @@ class Computation:
         self._rank = rank
         self._data_rank = data_rank
         self._sharded = sharded
+
+    def check_even(self, weighting: Weighting) -> None:
+        """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
+        if self.runner is None or self._sharded is None or weighting.is_even:
+            return
+        if self.runner.num_chunks > 1 or self._sharded.gathers:
+            raise BatchError(
+                "data ranks compute different microbatches, because some have weight 0 on some ranks only (the weights "
+                f"are {[list(each) for each in weighting.by_rank]}); under pp with stage 3, or with several stages per "
+                "rank, they gather and reduce in step with the schedule: give every rank as many microbatches with "
+                "weight, or use sharding stage 1"
+            )
 
     def train(
         self,

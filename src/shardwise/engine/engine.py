@@ -13,7 +13,6 @@ One update on one rank (numbers as in docs/life-of-a-parameter.md):
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,11 +43,12 @@ from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
+from shardwise.engine.sizes import Sizes
 from shardwise.engine.state import placed, state_of
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
 from shardwise.errors import ModelError, OptimizerError, PeerError, ShardwiseError
-from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
+from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.space import Piece
 
 
@@ -71,6 +71,7 @@ class Engine:
         model_buffers: ModelBuffers,
         optimizers: tuple[KnownOptimizer, ...],
         counters: Counters,
+        sizes: Sizes,
         summed: Collection[str] = (),
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of. `summed`: see `TensorPlan.summed`."""
@@ -88,9 +89,11 @@ class Engine:
         self._buffers = buffers
         self._gradients = gradients
         self._ties = ties
+        self._sizes = sizes
         self._model_buffers = model_buffers
         self._summed = frozenset(summed)
         self._has_gradients = False
+        self._is_used_up = False
         self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
         self._norm_dtype = norm_dtype(names.trainable.values())
         coordinates = map(plan.mesh.coordinates, range(channels.world.size))
@@ -118,6 +121,7 @@ class Engine:
         """
         num_microbatches = self._count(microbatches)
         parts, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
+        self._computation.check_even(weighting)
         with self._stopping_peers("a step"):
             self._has_gradients = False
             self._gradients.begin(num_microbatches)
@@ -175,6 +179,7 @@ class Engine:
 
         Raises OptimizerError for optimizer state that is neither a tensor nor a number.
         """
+        self._check_turn()
         self._buffers.adopt_writes()
         return state_of(self._inventory, self.model, self._buffers, self._known_optimizers)
 
@@ -196,6 +201,7 @@ class Engine:
 
         Ranks differ in `plain` and `none` only, which name what is no tensor in the optimizer state that a rank has.
         """
+        self._check_turn()
         name_of = self._buffers.name_of()
         return {
             "plan": self.plan.text(),
@@ -217,6 +223,10 @@ class Engine:
             loss_weight=self._loss_weight,
             optimizers=self._known_optimizers,
         )
+
+    def use_up(self) -> None:
+        """Leave the model to the engine of another plan: from here on this one refuses."""
+        self._is_used_up = True
 
     def names(self) -> list[str]:
         """Names of the model's parameters and persistent buffers in its own order, ties under each of their names."""
@@ -247,22 +257,11 @@ class Engine:
 
     def footprint(self, *, microbatches: int | None = None) -> Footprint:
         """Bytes that the plan gives this rank's buffers."""
-        k = self._count(microbatches)
-        owned = footprint(self._buffers.ownership, self._buffers.owner, self.plan.precision, num_microbatches=k)
-        return replace(
-            owned,
-            working_bytes=owned.working_bytes + self._ties.replica_bytes(),
-            gradient_bytes=owned.gradient_bytes + self._ties.gradient_bytes(k),
-        )
+        return self._sizes.footprint(self._count(microbatches))
 
     def traffic(self, *, microbatches: int | None = None) -> Traffic:
         """Bytes of gradients and parameters that this rank sends per update."""
-        k = self._count(microbatches)
-        owned = traffic(self._buffers.ownership, self._buffers.owner, self.plan.precision, num_microbatches=k)
-        return Traffic(
-            reduce_bytes=owned.reduce_bytes + self._ties.sent_gradient_bytes(k),
-            gather_bytes=owned.gather_bytes + self._ties.sent_value_bytes(),
-        )
+        return self._sizes.traffic(self._count(microbatches))
 
     def _count(self, microbatches: int | None) -> int:
         return self.plan.merge.microbatches if microbatches is None else microbatches
@@ -300,7 +299,12 @@ class Engine:
         )
         return parts, weighting
 
+    def _check_turn(self) -> None:
+        if self._is_used_up:
+            raise ModelError("sw.relayout has given the model of this engine to another; go on with that one")
+
     def _check_model(self) -> None:
+        self._check_turn()
         if replaced := [*self._inventory.replaced(), *self._ties.replaced()]:
             raise ModelError(
                 f"{len(replaced)} parameters were replaced, frozen or unfrozen after parallelize, among them "

@@ -23,6 +23,7 @@ from shardwise.comm import Channel, Work
 from shardwise.engine.counters import Counters
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.resting import RestingBuffers, resting_class
+from shardwise.plan.gathers import Use
 from shardwise.plan.units import Unit
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
@@ -111,6 +112,10 @@ class Gathering:
         self._outstanding: dict[int, dict[int, int]] = {}
         """Microbatch -> unit -> calls whose backward has not ended."""
         self._open: list[UnitCall] = []
+        self.order: list[Use] = []
+        """The uses in the forward of the last microbatch that was trained on."""
+        self._uses: dict[int, list[Use]] = {}
+        """The same of microbatches that are on their way."""
         self._announces = False
         """Whether other ranks follow what this one does, in a microbatch that they do not compute."""
 
@@ -141,6 +146,11 @@ class Gathering:
 
     # Passes and microbatches ----------------------------------------------------------------------------------------
 
+    @property
+    def gathers(self) -> bool:
+        """See `Sharded`."""
+        return True
+
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
         """See `Sharded`."""
         if not is_agreed and self._buffers.reads_in_place:
@@ -170,6 +180,7 @@ class Gathering:
             self._free(unit)
         self._open.clear()
         self._outstanding.clear()
+        self._uses.clear()
         self._announces = False
         self._last_use = None
 
@@ -179,12 +190,12 @@ class Gathering:
             for unit in call.close():
                 self.drop(unit, BACKWARD)
         self._open.clear()
-        if stage is None:
-            self._outstanding.clear()
-        for calls in self._outstanding.values():
-            for unit in self.units:
-                if unit.stage == stage:
-                    calls.pop(unit.number, None)
+        calls = self._outstanding.get(self.microbatch(), {})
+        for unit in self.units:
+            if stage is None or unit.stage == stage:
+                calls.pop(unit.number, None)
+        if self._trains:
+            self.order = self._uses.pop(self.microbatch(), self.order)
         if self._announces:
             self._exchange(_END)
             self._announces = False
@@ -259,12 +270,15 @@ class Gathering:
     @contextmanager
     def using(self, units: Sequence[GatheredUnit], phase: str) -> Iterator[None]:
         """The units are gathered inside."""
+        uses = self._uses.setdefault(self.microbatch(), []) if self._trains and phase == FORWARD else []
         for unit in units:
+            uses.append(Use(unit.number, begins=True))
             self.use(unit, phase)
         try:
             yield
         finally:
             for unit in units:
+                uses.append(Use(unit.number, begins=False))
                 self.drop(unit, phase)
 
     def use(self, unit: GatheredUnit, phase: str) -> None:

@@ -200,6 +200,11 @@ class GradientRuns:
 
     # Microbatches -------------------------------------------------------------------------------------------------
 
+    @property
+    def gathers(self) -> bool:
+        """See `Sharded`."""
+        return False
+
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
         """See `Sharded`."""
         self._trains = trains

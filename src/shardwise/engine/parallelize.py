@@ -37,6 +37,7 @@ from shardwise.engine.sharded import (
 )
 from shardwise.engine.tensor.cutting import agree_on_tensor_plan, keep_portions
 from shardwise.engine.tensor.running import TensorParallel
+from shardwise.engine.sizes import Sizes
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
 from shardwise.engine.values import ValueSource, fill, give_room
 from shardwise.engine.wrapping import unwrap
@@ -182,6 +183,7 @@ def parallelize_with(
         model_buffers=model_buffers,
         optimizers=known,
         counters=counters,
+        sizes=Sizes(plan, layout, owner=channels.owners.rank, ties=ties, sharded=sharded, runner=runner),
         summed=tensor_plan.summed,
     )
 

@@ -67,6 +67,7 @@ def relayout(engine: Engine, plan: Plan) -> Engine:
             _check(channel, restoration)
             reshard(sources, _targets(restoration, handed.model), channel, free_sources=True, cast=True)
             restoration.finish()
+            engine.use_up()
     except ShardwiseError:
         raise
     except BaseException as error:
@@ -148,7 +149,7 @@ def _empty(handed: HandOver) -> None:
 @contextmanager
 def _going_back(handed: HandOver) -> Iterator[None]:
     """Where ranks agree that it cannot be, leave model and optimizers as they were."""
-    modules = [(module, _copied(vars(module))) for module in handed.model.modules()]
+    modules = [(module, dict(vars(module)), _contents(module)) for module in handed.model.modules()]
     optimizers = [
         (
             known.optimizer,
@@ -160,9 +161,12 @@ def _going_back(handed: HandOver) -> Iterator[None]:
     try:
         yield
     except ShardwiseError:
-        for module, attributes in modules:
+        for module, attributes, contents in modules:
             vars(module).clear()
             vars(module).update(attributes)
+            for key, content in contents.items():
+                attributes[key].clear()  # the same object: handles of hooks know it
+                attributes[key].update(content)
         for optimizer, state, groups in optimizers:
             optimizer.state.clear()
             optimizer.state.update(state)
@@ -171,5 +175,6 @@ def _going_back(handed: HandOver) -> Iterator[None]:
         raise
 
 
-def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.copy() if isinstance(value, dict) else value for key, value in attributes.items()}
+def _contents(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    """What is in the dicts of a module: its parameters, buffers, modules and hooks."""
+    return {key: dict(value) for key, value in vars(module).items() if isinstance(value, dict)}

@@ -38,7 +38,7 @@ def _metadata() -> frozenset[Any]:
     found: set[Any] = {getattr(torch.Tensor, name) for name in _ASKED if hasattr(torch.Tensor, name)}
     found |= {torch.numel, torch.is_floating_point, torch.is_complex}
     for name in dir(torch.Tensor):
-        attribute = getattr(torch.Tensor, name, None)
+        attribute: Any = getattr(torch.Tensor, name, None)
         if name not in _VALUES and hasattr(attribute, "__get__") and hasattr(attribute, "__set__"):
             found.add(attribute.__get__)
     for name in ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"):

@@ -17,6 +17,10 @@ class Joint(enum.Enum):
 class Sharded(Protocol):
     """What is gathered and reduced while microbatches are computed (stages 2 and 3), by all data ranks together."""
 
+    @property
+    def gathers(self) -> bool:
+        """Whether forwards gather something (stage 3)."""
+
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
         """Forwards of some microbatches follow, and their backwards too where it `trains`. `is_agreed`: the ranks have
         exchanged something since parameters were last written."""

@@ -88,10 +88,7 @@ class Place:
 
     def put(self, tensor: torch.Tensor) -> None:
         """Let the model hold `tensor` there."""
-        if self.is_parameter:
-            setattr(self.module, self.attribute, tensor)  # recurrent modules list their parameters when they are set
-        else:
-            self.module._buffers[self.attribute] = tensor
+        vars(self.module)["_parameters" if self.is_parameter else "_buffers"][self.attribute] = tensor
         vars(self.module).update(dict.fromkeys(self.also, tensor))
 
 

@@ -2,10 +2,13 @@
 
 With N elements, d owners and bf16 compute: working copy 2N, gradients 2N (4N when several microbatches accumulate in
 float32), master 4N/d, optimizer state of the owned N/d; sent per update (d-1)/d * N * (bytes of gradient + bytes of
-working copy).
+working copy). Stage 2 holds gradients of 4N/d and those of two buckets on their way, and sends them for each of the k
+microbatches, k * 2 bytes each. Stage 3 holds working copies of 2N/d and the units that are gathered, and sends each
+unit as often as it is gathered (`plan.gathers`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from shardwise.plan.buckets import Bucket, Ownership
 from shardwise.plan.dtypes import itemsize_bytes, promote
@@ -50,6 +53,10 @@ class Footprint:
     """Masters held apart from the working copies."""
     owned_elements: int
     """Trainable elements that this rank updates: optimizer state has its own factor of them."""
+    reducing_bytes: int = 0
+    """Stages 2 and 3: gradients on their way to owners; the buffers of two buckets, and a part of a sum."""
+    gathered_bytes: int = 0
+    """Stage 3: of the two largest units, the most that is gathered at a time where no unit lies in another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +143,87 @@ def footprint(ownership: Ownership, owner: int, precision: Precision, *, num_mic
     )
     arena = plan_arena(ownership, owner, precision, num_microbatches=num_microbatches)
     return Footprint(working_bytes=working, gradient_bytes=arena.num_bytes, master_bytes=master, owned_elements=owned)
+
+
+def sharded_footprint(
+    ownership: Ownership,
+    owner: int,
+    precision: Precision,
+    *,
+    num_microbatches: int,
+    units: Collection[str] = (),
+    late: Collection[str] = (),
+) -> Footprint:
+    """Bytes that the buffers of one owner take under stage 2, and with `units` under stage 3.
+
+    late: parameters whose gradients stay whole until the end of an update.
+    """
+    whole, cut = _by_lateness(ownership, late)
+    held = footprint(whole, owner, precision, num_microbatches=num_microbatches)
+    rest = footprint(ownership, owner, precision, num_microbatches=num_microbatches)
+    trainable = [bucket for bucket in cut.buckets if bucket.trainable]
+    runs = sum(
+        bucket.counts[owner] * itemsize_bytes(run_dtype(bucket, precision, num_microbatches=num_microbatches))
+        for bucket in trainable
+    )
+    scratch = max((bucket.counts[owner] * itemsize_bytes(bucket.master) for bucket in trainable), default=0)
+    gathered = {name: 0 for name in units}
+    working = 0
+    for bucket in ownership.buckets:
+        itemsize = itemsize_bytes(bucket.working)
+        if bucket.unit in gathered:
+            gathered[bucket.unit] += bucket.num_elements * itemsize
+            working += bucket.counts[owner] * itemsize
+        else:
+            working += bucket.num_elements * itemsize
+    return replace(
+        rest,
+        working_bytes=working,
+        gradient_bytes=runs + held.gradient_bytes,
+        reducing_bytes=min(len(trainable), 2) * transient_bytes(cut, precision)
+        + (scratch if num_microbatches > 1 else 0),
+        gathered_bytes=sum(sorted(gathered.values())[-2:]),
+    )
+
+
+def sharded_traffic(
+    ownership: Ownership,
+    owner: int,
+    precision: Precision,
+    *,
+    num_microbatches: int,
+    gathers: Mapping[str, int] | None = None,
+    late: Collection[str] = (),
+) -> Traffic:
+    """Bytes that the rank of one owner sends per update under stage 2, and with `gathers` under stage 3.
+
+    gathers: unit -> how often it is gathered.
+    """
+    whole, cut = _by_lateness(ownership, late)
+    once = traffic(whole, owner, precision, num_microbatches=num_microbatches)
+    reduce_bytes, gather_bytes = once.reduce_bytes, once.gather_bytes
+    for bucket in cut.buckets:
+        own, working = bucket.counts[owner], itemsize_bytes(bucket.working)
+        times = int(bucket.trainable)  # once, after the update
+        if gathers is not None and bucket.unit is not None:
+            times = gathers.get(bucket.unit, times)
+        gather_bytes += times * (ownership.num_owners - 1) * own * working
+        if bucket.trainable:
+            wire = itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=1))
+            reduce_bytes += num_microbatches * (bucket.num_elements - own) * wire
+            if (replicas := ownership.num_replicas) > 1:
+                reduce_bytes += 2 * (replicas - 1) * (own // replicas) * itemsize_bytes(bucket.master)
+    return Traffic(reduce_bytes=reduce_bytes, gather_bytes=gather_bytes)
+
+
+def _by_lateness(ownership: Ownership, late: Collection[str]) -> tuple[Ownership, Ownership]:
+    """The buckets whose gradients are reduced once per update, and the others."""
+    is_late = [any(slot.name in late for slot in bucket.slots) for bucket in ownership.buckets]
+    pairs = list(zip(ownership.buckets, is_late, strict=True))
+    return (
+        replace(ownership, buckets=tuple(bucket for bucket, is_so in pairs if is_so)),
+        replace(ownership, buckets=tuple(bucket for bucket, is_so in pairs if not is_so)),
+    )
 
 
 def traffic(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Traffic:

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.initialisation import forget_initialised, initialise
+from shardwise.engine.initialisation import Initialisation, forget_initialised
 from shardwise.errors import ConfigError, ModelError
 from shardwise.train.config import RunConfig
 from shardwise.train.references import resolve
 
 
 def build_model(config: RunConfig) -> nn.Module:
-    """The model that [model] asks for, with the same initial parameters on every rank.
+    """The model that [model] asks for, the same on every rank.
 
     A model class of transformers gets its configuration class made from `model.config`, any other callable gets
     `model.config` as keyword arguments. Raises `ConfigError` for keys that the configuration class does not know,
-    `ModelError` when the factory raises or gives something else than a module, and when parameters are to be
-    initialised by module and nobody initialises one of them.
+    `ModelError` when the factory raises or gives something else than a module. Where modules are to initialise
+    themselves the model has no values yet (it is on the meta device), and one that leaves a gap raises `ModelError`.
     """
     reference = config.model.factory
     factory = resolve(reference, folder=config.folder, key="model.factory")
@@ -39,15 +39,15 @@ def build_model(config: RunConfig) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.factory: {reference} gave a {type(model).__name__}, not a torch.nn.Module")
     if by_module:
-        _initialise(model, config.train.seed)
+        _leave_to_modules(model, config.train.seed)
     return model
 
 
-def _initialise(model: nn.Module, seed: int) -> None:
-    """Let each module draw its own initial parameters."""
+def _leave_to_modules(model: nn.Module, seed: int) -> None:
+    """Refuse what nobody initialises; the values come where `parallelize` makes room for them."""
     try:
         forget_initialised(model)
-        initialise(model, seed)
+        Initialisation(model, seed)
     except ModelError as error:
         raise ModelError(f'model.initialise = "by module": {error}\n"whole" takes what model.factory gives') from error
 

@@ -78,20 +78,23 @@ def compute_cut(
     )
 
 
-def assert_close(got: Computed, expected: Computed, *, relative: float = 1e-12) -> None:
-    """Outputs and gradients are equal to `relative` of the largest element: sums were taken in another order."""
-    _assert_near("the output", got.output, expected.output, relative)
+def assert_close(got: Computed, expected: Computed, *, relative: float = 1e-12, floor: float = 1.0) -> None:
+    """Outputs and gradients are equal to `relative` of the largest element: sums were taken in another order.
+
+    floor: what the largest element counts as at least, since terms of order 1 may cancel.
+    """
+    _assert_near("the output", got.output, expected.output, relative, floor)
     assert got.gradients.keys() == expected.gradients.keys()
     for name, gradient in got.gradients.items():
         other = expected.gradients[name]
         assert (gradient is None) == (other is None), f"{name}: {gradient} and {other}"
         if gradient is not None and other is not None:
-            _assert_near(name, gradient, other, relative)
+            _assert_near(name, gradient, other, relative, floor)
 
 
-def _assert_near(what: str, one: torch.Tensor, other: torch.Tensor, relative: float) -> None:
+def _assert_near(what: str, one: torch.Tensor, other: torch.Tensor, relative: float, floor: float) -> None:
     assert one.shape == other.shape, what
-    bound = relative * max(1.0, float(other.abs().max()))
+    bound = relative * max(floor, float(other.abs().max()))
     largest = float((one - other).abs().max())
     assert largest <= bound, f"{what} differs by {largest}, more than {bound}"
 

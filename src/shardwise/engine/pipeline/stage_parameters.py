@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.inventory import Inventory, like, named_places, torch_dtype
-from shardwise.plan import Placement
+from shardwise.plan import Parameter, Placement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +80,12 @@ def drop_foreign(
     Returns every place of a buffer that stays: (module, attribute).
     """
     held = parameters.held_by(coordinate)
-    working = {spec.name: torch_dtype(spec.working) for spec in inventory.specs}
+    spec_of = {spec.name: spec for spec in inventory.specs}
     empty: dict[str, nn.Parameter] = {}
     for module, attribute, name in inventory.places:
         if name not in held:
             if name not in empty:
-                empty[name] = _without_memory(inventory.parameters[name], working[name])
+                empty[name] = _without_memory(inventory.parameters[name], spec_of[name])
             setattr(module, attribute, empty[name])  # not register_parameter: recurrent modules keep lists of theirs
     placement = parameters.placement
     foreign: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -116,6 +116,9 @@ def move_to(model: nn.Module, device: torch.device) -> None:
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-def _without_memory(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+def _without_memory(parameter: nn.Parameter, spec: Parameter) -> nn.Parameter:
     """A parameter as the ranks that compute with it have it, with what the user noted on it."""
-    return like(parameter, torch.empty_like(parameter, device="meta", dtype=dtype))
+    dtype = torch_dtype(spec.working)
+    if spec.fused or spec.portion is not None:
+        return like(parameter, torch.empty(spec.shape, device="meta", dtype=dtype))
+    return like(parameter, torch.empty_like(parameter, device="meta", dtype=dtype))  # with its own strides

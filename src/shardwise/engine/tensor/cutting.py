@@ -65,11 +65,12 @@ def portion_of(tensor: torch.Tensor, portion: Portion) -> torch.Tensor:
 def keep_portions(inventory: Inventory) -> None:
     """Leave each parameter with the portion that this rank has of it.
 
-    What moves to a flat buffer is a view until it is copied there; the rest lets go of the whole at once.
+    What moves to a flat buffer is a view until it is copied there; the rest lets go of the whole at once. What has no
+    values yet stays whole, for those who make them.
     """
     for spec in inventory.specs:
-        if spec.portion is not None and not is_dtensor(inventory.parameters[spec.name]):
-            parameter = inventory.parameters[spec.name]
+        parameter = inventory.parameters[spec.name]
+        if spec.portion is not None and not parameter.is_meta and not is_dtensor(parameter):
             local = portion_of(parameter.detach(), spec.portion)
             parameter.grad = None
             parameter.data = local if spec.fused else local.contiguous().clone()

@@ -60,7 +60,14 @@ def _configured(module: nn.Module) -> dict[str, int]:
     config = getattr(module, "config", None)
     if isinstance(config, Mapping):
         return _numbers(config)
-    return {} if config is None else _numbers({word: getattr(config, word, None) for word in sorted(_NUMBERS)})
+    return {} if config is None else _numbers({word: _read(config, word) for word in sorted(_NUMBERS)})
+
+
+def _read(config: object, word: str) -> object:
+    try:
+        return getattr(config, word, None)
+    except Exception:  # a configuration may refuse what has another value for each layer
+        return None
 
 
 def _carried_rules(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -76,7 +76,8 @@ def _candidates(outputs: int, numbers: Mapping[str, int]) -> Iterator[tuple[str,
 
 def _is_linear(module: nn.Module, held: Mapping[str, nn.Parameter], outputs: int, inputs: int, computes: str) -> bool:
     """Whether the module, with random parameters of these sizes, maps a random input as it should."""
-    device = held["weight"].device
+    given = held["weight"]
+    device = torch.device("cpu") if given.is_meta else given.device
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from shardwise.train.verification.layout_notes import LayoutNotes
 from shardwise.train.verification.mean_gradients import MeanGradients
 from shardwise.train.verification.one_process import OwnStep
 from shardwise.train.verification.program import Program
-from shardwise.train.verification.recording import LOSS, GradientKey, Noted, is_number, places, wide
+from shardwise.train.verification.recording import LOSS, Noted, is_number, places, wide
 from shardwise.train.verification.report import Divergence, StepComparison, Tally
 
 OUTPUTS, PER_MICROBATCH, LOSSES = "outputs of modules", "gradients per microbatch", "losses"
@@ -62,7 +62,9 @@ class StepComparer:
         self._counts: dict[str, _Count] = {}
         self._num_equal: dict[str, int] = {}
         """By parameter, the microbatches whose gradients are."""
+        self._norm = own.report.grad_norm
         self.remarks: list[str] = []
+        """What was not compared."""
 
     def first_divergence(self) -> Divergence | None:
         """None where all is equal or rounding."""
@@ -75,7 +77,7 @@ class StepComparer:
             loss=self._layout.report.loss,
             one_process_loss=self._own.report.loss,
             grad_norm=self._layout.report.grad_norm,
-            one_process_grad_norm=self._own.report.grad_norm,
+            one_process_grad_norm=self._norm,
             tallies=tuple(
                 Tally(kind=kind, num_compared=each.compared, num_equal=each.equal, worst=each.worst)
                 for kind, each in self._counts.items()
@@ -108,8 +110,8 @@ class StepComparer:
 
     def _of_contributions(self, own_number: int, number: int) -> Iterator[Divergence]:
         for key, ours in self._own.notes.gradients.items():
-            theirs = self._layout.gradients.get(GradientKey(number, key.parameter))
-            if key.microbatch != own_number or theirs is None:
+            theirs = self._layout.gradients.get(key._replace(microbatch=number))
+            if key.microbatch != own_number or theirs is None or ours.shape != theirs.noted.shape:
                 continue
             path = self._own.path.there_and_back()
             found = self._of_noted(
@@ -117,11 +119,12 @@ class StepComparer:
             )
             if found is None:
                 continue
-            if found.ratio == 0:
+            if found.ratio == 0 and key.part < 0:
                 self._num_equal[key.parameter] = self._num_equal.get(key.parameter, 0) + 1
             if self._is_far(PER_MICROBATCH, found):
                 name = key.parameter
-                yield self._divergence("gradient of", name, _module_of(name), found, ours, microbatch=number)
+                kind = "gradient of" if key.part < 0 else f"gradient of the part on rank {key.part} along tp of"
+                yield self._divergence(kind, name, _module_of(name), found, ours, microbatch=number)
 
     def _of_noted(self, ours: Noted, theirs: Noted, path: Path, *, least_size: float = 0.0) -> Closeness | None:
         """None where rounding may turn a choice, and nothing can be said."""
@@ -158,9 +161,10 @@ class StepComparer:
     def _of_means(self) -> Iterator[Divergence]:
         numbers: dict[str, int] = {}
         for key in self._own.notes.gradients:
-            numbers[key.parameter] = numbers.get(key.parameter, 0) + 1
+            numbers[key.parameter] = numbers.get(key.parameter, 0) + (key.part < 0)
         rounded = {name for name, number in numbers.items() if self._num_equal.get(name) != number}
         means = MeanGradients(self._program, self._model, self._own, self._layout, rounded)
+        self._norm = means.norm
         stored = self._gradients.tensors
         for name in means.names():
             if name not in stored:
@@ -213,7 +217,7 @@ class StepComparer:
             return False
         if is_state_name(name) or name in self._own.parameters or _of_update(ours, theirs).ratio == 0:
             return False
-        remark = f"buffer {name!r}, which forwards write: with several data ranks, one of them gives its own to all"
+        remark = f"not compared: buffer {name!r}, which forwards write; of several data ranks one gives its own to all"
         self.remarks += [remark] if remark not in self.remarks else []
         return True
 

@@ -74,7 +74,7 @@ class ErrorModel:
     same_forward: bool
     """Every microbatch is computed by the same operations on the same numbers, on one rank."""
     same_up_to_order: bool
-    """The same, but values cross between stages: gradients of a value with several uses may be added in other orders."""
+    """The same, but stages may add the gradients of a value with several uses in another order."""
     num_data_ranks: int
     sum_roundoff: float
     """Of the dtype in which gradients are added."""
@@ -107,29 +107,35 @@ class ErrorModel:
 
 
 def _words(plan: Plan) -> str:
-    mesh = plan.mesh
-    lines = []
+    mesh, num_stages = plan.mesh, plan.mesh.pp * plan.pipeline.num_chunks
+    bound = f"{CONFIDENCE:g} (u sqrt(c) + 2^-24 sqrt(n)) of its size"
     if mesh.tp > 1:
-        lines.append(
-            f"tp={mesh.tp} adds parts of {mesh.tp} ranks: a value after c calls of modules whose reduction lengths add "
-            f"up to n may be off by {CONFIDENCE:g} (u sqrt(c) + 2^-24 sqrt(n)) of its size (root mean square), u = "
-            "2^-24 in float32, 2^-8 in bfloat16; an element by "
-            f"{ELEMENT_FACTOR:g} times as much; gradients have 2c and 2n"
-        )
-    elif mesh.pp * plan.pipeline.num_chunks > 1:
-        lines.append(
-            f"{mesh.pp * plan.pipeline.num_chunks} stages: outputs, losses and gradients per microbatch: zero, but where a value or parameter has uses "
-            "on several stages, whose gradients are added in another order; these may be off by "
-            f"{CONFIDENCE:g} (u sqrt(c) + 2^-24 sqrt(n)) of their size after c calls with reduction lengths n"
-        )
+        lines = [
+            f"outputs, losses and gradients of each microbatch: {mesh.tp} ranks along tp add parts that they have "
+            f"rounded; what comes after c calls of modules, whose reduction lengths add up to n, is within {bound} "
+            f"(root mean square), an element within {ELEMENT_FACTOR:g} times that; gradients with 2c and 2n; "
+            "u = 2^-24 in float32, 2^-8 in bfloat16"
+        ]
+    elif num_stages > 1:
+        lines = [
+            f"outputs, losses and gradients of each microbatch: the same arithmetic on {num_stages} stages, zero; but "
+            "gradients of what has uses on several stages are added in another order, and are, after c calls of "
+            f"modules whose reduction lengths add up to n, within {bound}"
+        ]
     else:
-        lines.append("outputs, losses and gradients of each microbatch: the same arithmetic, zero")
+        lines = ["outputs, losses and gradients of each microbatch: the same arithmetic, zero"]
     num_data_ranks = mesh.dp_replicate * mesh.dp_shard
     num_terms = num_data_ranks * plan.merge.microbatches
+    order = f", added on {num_data_ranks} data ranks first" if num_data_ranks > 1 else ""
     lines.append(
-        f"mean gradients: {num_terms} microbatches"
-        + (f", added on {num_data_ranks} data ranks first" if num_data_ranks > 1 else "")
-        + f": each element within (2 x {num_terms} + 4) u of the mean of the terms' sizes, u of the dtype that adds"
+        f"mean gradients: {num_terms} microbatches{order}: each element within {2 * num_terms + 4} u of the mean of "
+        "its terms' sizes, u of the dtype that adds"
+        + (f", and {precision_words(plan)} to travel" if num_data_ranks > 1 else "")
     )
     lines.append("updated parameters and optimizer state, from the layout's own gradients: the same arithmetic, zero")
     return "\n".join(lines)
+
+
+def precision_words(plan: Plan) -> str:
+    """The roundoff of what travels between data ranks."""
+    return f"2^{round(math.log2(UNIT_ROUNDOFF[plan.precision.reduce]))}"

@@ -20,7 +20,13 @@ class Contribution:
     """Their sum."""
     sizes: torch.Tensor
     """The sum of the sizes of what each has, for the elements that are kept."""
-    num_parts: int
+    parts: tuple[tuple[int, torch.Tensor], ...]
+    """What each has: (its place along pp, the elements that are kept)."""
+
+    @classmethod
+    def on_one_rank(cls, noted: Noted, stage: int) -> "Contribution":
+        """What one rank has."""
+        return cls(noted=noted, sizes=noted.sample.abs(), parts=((stage, noted.sample),))
 
     @classmethod
     def of(cls, parts: "Sequence[Contribution]") -> "Contribution":
@@ -31,7 +37,7 @@ class Contribution:
         return cls(
             noted=parts[0].noted._replace(sample=total, digest=""),
             sizes=torch.stack([each.sizes for each in parts]).sum(0),
-            num_parts=sum(each.num_parts for each in parts),
+            parts=tuple(part for each in parts for part in each.parts),
         )
 
 
@@ -69,7 +75,7 @@ class LayoutNotes:
                 if holder == at["pp"]:  # else this part is in what another rank has
                     renamed = gradient._replace(microbatch=numbers[gradient.microbatch])
                     parts.setdefault(renamed, {}).setdefault(at["tp"], []).append(
-                        Contribution(noted=noted, sizes=noted.sample.abs(), num_parts=1)
+                        Contribution.on_one_rank(noted, at["pp"])
                     )
         return cls(
             report=ranks[0].report,
@@ -88,7 +94,8 @@ def _together(
     for key, by_tp in parts.items():
         wholes = [Contribution.of(each) for each in by_tp.values()]
         if any(each.noted.shape != shapes.get(key.parameter) for each in wholes):
-            continue  # cut over the ranks along tp
+            yield from ((key._replace(part=at), each) for at, each in zip(by_tp, wholes, strict=True))
+            continue
         alike = all(torch.equal(each.noted.sample, wholes[0].noted.sample) for each in wholes)
         yield key, wholes[0] if alike else Contribution.of(wholes)
 

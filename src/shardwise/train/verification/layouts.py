@@ -27,8 +27,8 @@ def read_layout(text: str) -> tuple[Mesh, list[str]]:
         table, _, _ = word.partition("=")[0].strip().partition(".")
         if table not in SETTINGS or "=" not in word:
             problems.append(
-                f"layout: {word!r} is no setting of a layout, which are sharding.*, pipeline.* and tensor.*; write, for "
-                "example, sharding.stage=3, and use --set for settings of both sides"
+                f"layout: {word!r} is no setting of a layout, which are sharding.*, pipeline.* and tensor.*; write for "
+                "example sharding.stage=3, and use --set for settings of both sides"
             )
     mesh = Mesh()
     try:

@@ -5,8 +5,7 @@ averages in an engine takes part. The optimizer then gets the gradients of the l
 apart from what it was given: where a gradient is nearly zero, Adam makes rounding errors as large as a learning rate.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -19,6 +18,10 @@ from shardwise.comm import alone
 from shardwise.comm.agreement import digest_of_values
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
+from shardwise.engine.tensor.outline import tensor_outline
+from shardwise.plan import Plan
+from shardwise.plan.tensor import plan_tensor
+from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program
 from shardwise.train.verification.recording import NotedLoss, Notes, Recorder, in_backward, wide
@@ -60,6 +63,7 @@ class OneProcess:
     def __init__(self, program: Program, device: torch.device) -> None:
         self._channel = alone(device)
         self.model = program.build()
+        portions = portions_along_tp(self.model, program.plan)
         loss = None if program.loss is None else NotedLoss(program.loss)
         self._engine = parallelize(
             self.model,
@@ -70,7 +74,7 @@ class OneProcess:
             channel=self._channel,
             seed=program.seed,
         )
-        self._recorder = Recorder(self.model)
+        self._recorder = Recorder(self.model, portions=portions)
         if loss is not None:
             loss.recorder = self._recorder
         self._schedulers = [program.scheduler(each) for each in self._engine.optimizers] if program.scheduler else []
@@ -188,6 +192,10 @@ def _mean_square(tensor: torch.Tensor) -> float:
     return float(wide(tensor).abs().square().mean()) if tensor.numel() else 0.0
 
 
-def root_mean_square(tensor: torch.Tensor) -> float:
-    """Of all elements; 0 where there are none."""
-    return math.sqrt(float(tensor.abs().double().square().mean())) if tensor.numel() else 0.0
+def portions_along_tp(model: nn.Module, plan: Plan) -> list[Mapping[str, Portion]]:
+    """For each rank along tp, the portions of the parameters that are cut."""
+    if plan.mesh.tp == 1 or plan.tensor.rules is None:
+        return []
+    outline, _ = tensor_outline(model)
+    tensor_plan = plan_tensor(outline, plan.tensor.rules, num_ranks=plan.mesh.tp)
+    return [tensor_plan.portions(rank) for rank in range(plan.mesh.tp)]

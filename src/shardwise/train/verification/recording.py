@@ -18,6 +18,8 @@ from shardwise.engine.batches import Batch, LossFunction
 from shardwise.engine.inventory import dtype_name
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.values import StageTensor
+from shardwise.engine.tensor.cutting import portion_of
+from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 
 SAMPLED_ELEMENTS = 1 << 12
@@ -44,6 +46,8 @@ class GradientKey(NamedTuple):
 
     microbatch: int
     parameter: str
+    part: int = -1
+    """The rank along tp that has it, of a parameter that is cut over these ranks; -1: all of it."""
 
 
 class Noted(NamedTuple):
@@ -117,9 +121,17 @@ def is_number(dtype: str) -> bool:
 class Recorder:
     """Notes what goes through one model, from `begin` to `take`."""
 
-    def __init__(self, model: nn.Module, runner: PipelineRunner | None = None) -> None:
-        """`runner`: of the stages on this rank, where the model is cut into stages."""
+    def __init__(
+        self,
+        model: nn.Module,
+        runner: PipelineRunner | None = None,
+        *,
+        portions: Sequence[Mapping[str, Portion]] = (),
+    ) -> None:
+        """`runner`: of the stages on this rank, where the model is cut into stages. `portions`: for each rank along tp,
+        those of the parameters that it has a part of; their gradients are noted apart."""
         self._runner = runner
+        self._portions = portions
         self._model = model
         self._is_on = False
         self._microbatch = -1
@@ -183,6 +195,10 @@ class Recorder:
         dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
         path = self._paths.get(key.microbatch, Path.beginning())
         noted = noted_of(dense, path)
+        for rank, portions in enumerate(self._portions):
+            if name in portions:
+                part = portion_of(dense.detach(), portions[name])
+                self._gradients[key._replace(part=rank)] = noted_of(part, path)
         if (before := self._gradients.get(key)) is not None:  # of another stage on this rank
             noted = noted._replace(sample=before.sample + noted.sample, digest="")
         self._gradients[key] = noted

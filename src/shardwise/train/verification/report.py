@@ -1,7 +1,7 @@
 """What a verification found, as values and as text."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 Verdict = Literal["equal", "rounding", "diverges"]
@@ -78,7 +78,7 @@ class StepComparison:
     one_process_loss: float
     grad_norm: float
     one_process_grad_norm: float
-    tallies: Sequence[Tally]
+    tallies: tuple[Tally, ...]
 
     def text(self) -> str:
         """Two lines."""
@@ -98,17 +98,40 @@ class VerificationReport:
     title: str
     model: str
     """The error model, in words."""
-    steps: Sequence[StepComparison]
+    steps: tuple[StepComparison, ...]
     """Up to the first that diverges."""
     divergence: Divergence | None
-    remarks: Sequence[str] = ()
-    """What was not compared, and why."""
+    remarks: tuple[str, ...] = ()
+    """What was not compared, and what else has to be known to judge."""
 
     def text(self) -> str:
         """All of it, the verdict last."""
         lines = [self.title, "error model:", *(f"  {line}" for line in self.model.splitlines())]
         lines += [each.text() for each in self.steps]
-        lines += [f"not compared: {each}" for each in self.remarks]
+        lines += self.remarks
         if self.divergence is not None:
             lines.append(self.divergence.text())
         return "\n".join([*lines, f"verdict: {self.verdict}"])
+
+    def packed(self) -> bytes:
+        """As JSON; `unpacked` gives an equal report."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> "VerificationReport":
+        """The report that `packed` was made of."""
+        held = json.loads(packed)
+        divergence = held["divergence"]
+        if divergence is not None and divergence["index"] is not None:
+            divergence["index"] = tuple(divergence["index"])
+        return cls(
+            verdict=held["verdict"],
+            title=held["title"],
+            model=held["model"],
+            steps=tuple(
+                StepComparison(**{**step, "tallies": tuple(Tally(**tally) for tally in step["tallies"])})
+                for step in held["steps"]
+            ),
+            divergence=None if divergence is None else Divergence(**divergence),
+            remarks=tuple(held["remarks"]),
+        )

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from shardwise.train.verification.one_process import OneProcess
 from shardwise.train.verification.program import Optimizers, Program, Scheduler
 from shardwise.train.verification.report import StepComparison, VerificationReport
 
-_OF_ONE_RANK = torch.device("cpu")
+_PROGRESS = "progress of a verification"
 
 
 def verify(
@@ -33,16 +33,22 @@ def verify(
     loss_weight: LossWeight | None = None,
     scheduler: Scheduler | None = None,
     seed: int = 0,
+    channel: Channel | None = None,
+    folder: Path | str | None = None,
     timeout_seconds: float = 600.0,
 ) -> VerificationReport:
-    """Train under `plan` on simulated ranks, one update per batch, and compare every update with one process.
+    """Train under `plan`, one update per batch, and compare every update with one process.
 
     make_model: gives the model, alike each time; called on every rank and for the one process, after
         `torch.manual_seed(seed)`.
     batches: the rows of all data ranks together; each is cut into `plan.merge.microbatches` per data rank.
     optimizer: a function of the list of the model's parameters; also `loss`, `loss_weight`: as for `parallelize`.
     scheduler: a function from an optimizer to its learning-rate scheduler.
-    timeout_seconds: how long a rank may compute while others wait.
+    channel: the ranks that train, all of which make this call and get the report; None: simulated ranks. Rank 0
+        compares, while others wait for it as long as the channel lets them for each update.
+    folder: where ranks leave what they compute until it is compared, which all of them see; None: a temporary one,
+        for ranks of one host.
+    timeout_seconds: how long a simulated rank may compute while others wait.
 
     Raises what parallelize and step raise, and BatchError for rows that cannot be cut alike.
     """
@@ -56,6 +62,9 @@ def verify(
         scheduler=scheduler,
         seed=seed,
     )
+    program.check()
+    if channel is not None:
+        return _verify_on(channel, program, folder)
     return verify_simulated(program, timeout_seconds=timeout_seconds)
 
 
@@ -69,17 +78,45 @@ def verify_simulated(program: Program, *, title: str = "", timeout_seconds: floa
             run_layout(program, channel, folder)
 
         simulate(program.plan.mesh.size, run, timeout_seconds=timeout_seconds)
-        return compare_with_one_process(program, folder, _OF_ONE_RANK, title=title)
+        return compare_with_one_process(program, folder, torch.device("cpu"), title=title)
+
+
+def _verify_on(channel: Channel, program: Program, folder: Path | str | None) -> VerificationReport:
+    with ExitStack() as stack:
+        name = "" if folder is None else str(Path(folder).absolute())
+        if folder is None and channel.rank == 0:
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-"))
+        place = Path(channel.exchange(name.encode(), purpose="the folder of a verification")[0].decode())
+        place.mkdir(parents=True, exist_ok=True)
+        run_layout(program, channel, place)
+        if channel.rank > 0:
+            while not (packed := channel.exchange(b"", purpose=_PROGRESS)[0]):
+                pass  # rank 0 has compared one more update
+            return VerificationReport.unpacked(packed)
+        try:
+            report = compare_with_one_process(
+                program, place, channel.device, after_step=lambda: channel.exchange(b"", purpose=_PROGRESS)
+            )
+        except BaseException as error:
+            channel.abort(f"{type(error).__name__} in a comparison with one process: {error}")
+            raise
+        channel.exchange(report.packed(), purpose=_PROGRESS)
+        return report
 
 
 def compare_with_one_process(
-    program: Program, folder: Path, device: torch.device, *, title: str = ""
+    program: Program,
+    folder: Path,
+    device: torch.device,
+    *,
+    title: str = "",
+    after_step: Callable[[], object] = lambda: None,
 ) -> VerificationReport:
     """Repeat in one process what the ranks left in `folder`, up to the first update that diverges."""
     own = OneProcess(program, device)
     divergence = initial_divergence(own.state(), open_checkpoint(str(state_folder(folder, 0))))
     steps: list[StepComparison] = []
-    remarks: dict[str, None] = {}
+    remarks = dict.fromkeys(_about_dropout(program, own.model))
     for step, batch in enumerate(program.batches):
         if divergence is not None:
             break
@@ -98,6 +135,7 @@ def compare_with_one_process(
         divergence = comparer.first_divergence()
         steps.append(comparer.summary())
         remarks |= dict.fromkeys(comparer.remarks)
+        after_step()
     are_equal = all(each.num_compared == each.num_equal for step in steps for each in step.tallies)
     mesh = program.plan.mesh
     return VerificationReport(
@@ -121,3 +159,22 @@ def _threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _about_dropout(program: Program, model: nn.Module) -> list[str]:
+    """Between modules that are cut, each rank along tp draws for its own part: other numbers than one process."""
+    if program.plan.mesh.tp == 1:
+        return []
+    drawing = [name for name, module in model.named_modules() if _drops(module)]
+    if not drawing:
+        return []
+    return [
+        f"random numbers inside of regions that are cut along tp are not those of one process; {drawing[0]!r} may draw "
+        "such: a difference that begins there is no error; set dropout to 0 to verify"
+    ]
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return any("drop" in key and isinstance(value, float) and 0 < value < 1 for key, value in vars(module).items())

@@ -1,0 +1,142 @@
+"""Bytes held and sent under stages 2 and 3: the formulas, the recorded channel and the allocator agree."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.engine.gradient_runs import GradientRuns
+from tests.engine.models import word_loss
+from tests.engine.oracle import share_of
+from tests.engine.test_stages import BATCHES, Net, adamw, plan_of
+
+
+def engine_of(channel: Any, plan: sw.Plan, kind: str = "") -> sw.Engine:
+    torch.manual_seed(0)
+    return sw.parallelize(Net(kind), plan, optimizer=adamw, loss=word_loss, channel=channel)
+
+
+def sent_by(recorded: sw.Recorded) -> dict[str, int]:
+    """Bytes sent, by what they are of; without those of the model's buffers."""
+    return {
+        what: sum(call.bytes_sent for call in recorded.calls if call.purpose.startswith(what))
+        for what in ("parameters", "gradients")
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "k", "stage", "settings"),
+    [
+        (2, 1, 2, {}),
+        (3, 4, 2, {"partition": "whole"}),
+        (2, 1, 3, {}),
+        (2, 4, 3, {}),
+        (4, 2, 3, {"keep_gathered": True}),
+        (8, 2, 3, {"partition": "whole"}),
+        (3, 2, 3, {"units": ("blocks.*", "blocks.*.attention")}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["", "tied", "twice", "frozen"])
+def test_bytes_sent_equal_the_plan(ranks: int, k: int, stage: int, settings: dict[str, Any], kind: str) -> None:
+    precision = sw.Precision(compute="bfloat16", keep=("*norm*",))
+    plan = plan_of(stage, ranks=ranks, k=k, precision=precision, **settings)
+
+    def run(channel: sw.Channel) -> None:
+        recorded = sw.Recorded(channel)
+        engine = engine_of(recorded, plan, kind)
+        share = share_of(BATCHES[0], channel.rank, channel.size)
+        for _ in range(2):  # and the second like the first
+            recorded.clear()
+            engine.step(share)
+            assert sent_by(recorded) == {
+                "parameters": engine.traffic().gather_bytes,
+                "gradients": engine.traffic().reduce_bytes,
+            }
+
+    sw.simulate(ranks, run)
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(2, 2)])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bytes_sent_over_replicas_equal_the_plan(replicate: int, shard: int, stage: int) -> None:
+    plan = plan_of(stage, mesh=sw.Mesh(dp_replicate=replicate, dp_shard=shard), owners="dp_shard", k=3)
+
+    def run(channel: sw.Channel) -> None:
+        recorded = sw.Recorded(channel)
+        engine = engine_of(recorded, plan)
+        recorded.clear()
+        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+        assert sent_by(recorded) == {
+            "parameters": engine.traffic().gather_bytes,
+            "gradients": engine.traffic().reduce_bytes,
+        }
+
+    sw.simulate(4, run)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_unit_is_gathered_twice_per_microbatch_less_what_is_kept(k: int) -> None:
+    """Five units one after the other, and the model's own parameters, which stay all the while."""
+
+    def run(channel: sw.Channel, keeps: bool) -> int:
+        plan = plan_of(3, k=k, keep_gathered=keeps, bucket_bytes=1 << 20)
+        recorded = sw.Recorded(channel)
+        engine = engine_of(recorded, plan)
+        recorded.clear()
+        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+        assert engine.counters.all_gathers == sum(call.operation == "all_gather" for call in recorded.calls)
+        return sum(call.purpose.startswith("parameters of unit") for call in recorded.calls)
+
+    assert sw.simulate(2, lambda channel: run(channel, False)) == [1 + 2 * 5 * k - k - (k - 1)] * 2
+    assert sw.simulate(2, lambda channel: run(channel, True)) == [1 + 5] * 2
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_are_cast_once_per_update(stage: int, k: int) -> None:
+    plan = plan_of(stage, k=k, precision=sw.Precision(compute="bfloat16", keep=("*norm*",)))
+
+    def run(channel: sw.Channel) -> int:
+        engine = engine_of(channel, plan, "frozen")
+        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+        return engine.counters.cast_elements
+
+    cast = sum(
+        parameter.numel()
+        for name, parameter in Net("frozen").named_parameters()
+        if parameter.requires_grad and "norm" not in name
+    )
+    assert sum(sw.simulate(2, run)) == cast
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
+    plan = plan_of(stage, k=k, precision=sw.Precision(compute="bfloat16", keep=("*norm*",)))
+
+    def run(channel: sw.Channel) -> None:
+        engine = engine_of(channel, plan)
+        for _ in range(2):
+            engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+        planned, buffers, gradients = engine.footprint(), engine._buffers, engine._gradients
+        assert isinstance(gradients, GradientRuns)
+        parts = [buffers.part(index) for index in range(len(buffers.working))]
+        aliased = sum(
+            part.nbytes
+            for part, master in zip(parts, buffers.masters, strict=True)
+            if part.data_ptr() == master.data_ptr()
+        )
+        working = sum(part.nbytes for part in parts) if stage == 3 else bytes_of(buffers.working)
+        assert working == planned.working_bytes
+        assert sum(master.nbytes for master in buffers.masters) - aliased == planned.master_bytes
+        assert bytes_of(gradients._runs) == planned.gradient_bytes
+        assert gradients.peak_buffers <= 2
+        assert bytes_of([*gradients._free, gradients._scratch]) == planned.reducing_bytes
+
+    sw.simulate(2, run)

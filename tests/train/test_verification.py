@@ -1,0 +1,126 @@
+"""Right layouts are equal to one process, or within rounding, whatever they are made of."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import BatchError
+from shardwise.train.verification.report import VerificationReport
+from tests.engine.models import word_loss
+from tests.train.verified import Net, batches, compared, plan, tied, verified
+
+OUTPUTS, PER_MICROBATCH, MEANS, UPDATED = (
+    "outputs of modules",
+    "gradients per microbatch",
+    "mean gradients",
+    "updated tensors",
+)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [plan(), plan(pp=2, clip_grad_norm=0.3), plan(3, pp=2, pipeline=sw.Pipeline(schedule="interleaved"), bf16=True)],
+    ids=["one rank", "two stages", "four stages on two ranks"],
+)
+def test_stages_are_equal_to_one_process(asked: sw.Plan) -> None:
+    report = verified(asked, make_model=lambda: Net(dropout=0.2), steps=2)
+    assert report.verdict == "equal", report.text()
+    k = asked.merge.microbatches
+    assert compared(report, OUTPUTS) == (2 * 7 * k, 2 * 7 * k)
+    assert compared(report, PER_MICROBATCH) == (2 * 8 * k, 2 * 8 * k)
+    assert compared(report, MEANS) == (16, 16)
+    assert compared(report, UPDATED)[0] >= 2 * 4 * 8
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_data_ranks_compute_the_same_and_round_the_sum(stage: int, bf16: bool) -> None:
+    report = verified(plan(stage=stage, dp_shard=2, bf16=bf16, clip_grad_norm=0.3), make_model=tied)
+    # Four gradients in bfloat16 may be added in float32 without a rounding at all.
+    assert report.verdict in (("rounding", "equal") if bf16 else ("rounding",)), report.text()
+    for kind in (OUTPUTS, PER_MICROBATCH, UPDATED):
+        total, equal = compared(report, kind)
+        assert total == equal > 0
+    assert compared(report, MEANS)[0] == 7
+
+
+@pytest.mark.parametrize(
+    ("asked", "make_model"),
+    [
+        (plan(tp=2), Net),
+        (plan(tp=2, bf16=True), tied),
+        (plan(pp=2, dp_replicate=2, stage=0), tied),
+        (plan(pp=2, dp_shard=2, tp=2, stage=3, bf16=True, clip_grad_norm=0.3), Net),
+    ],
+    ids=["tensor", "tied tensor", "tied stages and replicas", "all at once"],
+)
+def test_other_orders_of_additions_are_rounding(asked: sw.Plan, make_model: Any) -> None:
+    report = verified(asked, make_model=make_model, steps=2)
+    assert report.verdict == "rounding", report.text()
+    total, equal = compared(report, UPDATED)
+    assert total == equal
+    assert len(report.steps) == 2
+
+
+def test_what_batches_count_and_how_they_are_merged_is_that_of_the_plan() -> None:
+    def count(batch: Any) -> float:
+        return float((batch["words"][0, 0] > 4).item() * 3)
+
+    weighed = verified(plan(4, dp_shard=2, average=False), loss_weight=count, steps=2)
+    assert weighed.verdict in ("rounding", "equal"), weighed.text()
+    computed = compared(weighed, OUTPUTS)[0]
+    assert 0 < computed < 2 * 8 * 7
+    assert computed % 7 == 0
+
+
+def test_an_update_that_both_skip_is_equal() -> None:
+    def lost(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return word_loss(output, batch) * torch.where(batch["words"][0, 0] >= 0, torch.inf, 1.0)
+
+    report = verified(plan(dp_shard=2), loss=lost)
+    assert report.verdict == "equal", report.text()
+    assert compared(report, MEANS) == (0, 0)
+
+
+def test_buffers_of_several_data_ranks_are_left_out_and_told() -> None:
+    make_model = lambda: Net(has_statistics=True)  # noqa: E731
+    assert verified(plan(pp=2), make_model=make_model).verdict == "equal"
+    report = verified(plan(dp_shard=2), make_model=make_model)
+    assert report.verdict == "rounding", report.text()
+    assert [each.split("'")[1] for each in report.remarks] == ["statistics.running_mean", "statistics.running_var"]
+
+
+def test_dropout_between_cut_modules_is_told() -> None:
+    assert "set dropout to 0" in verified(plan(tp=2), make_model=lambda: Net(dropout=0.1)).text()
+    assert not verified(plan(tp=2)).remarks
+
+
+def test_learning_rates_follow_the_scheduler_on_both_sides() -> None:
+    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))
+
+    assert verified(plan(pp=2), scheduler=scheduler, steps=3).verdict == "equal"
+
+
+def test_ranks_of_a_channel_all_get_the_report_of_rank_0() -> None:
+    def run(channel: sw.Channel) -> VerificationReport:
+        return verified(plan(dp_shard=2), channel=channel, steps=2)
+
+    first, second = sw.simulate(2, run)
+    assert first == second
+    assert first.verdict == "rounding"
+    assert len(first.steps) == 2
+
+
+def test_rows_that_both_would_cut_differently_are_refused() -> None:
+    def verify(rows: int, steps: int = 1) -> None:
+        sw.verify(
+            Net, plan(dp_shard=2), batches(steps, rows), optimizer=lambda each: torch.optim.SGD(each), loss=word_loss
+        )
+
+    with pytest.raises(BatchError, match="batch 0 has 6 rows, which cannot be cut into 4 equal microbatches"):
+        verify(6)
+    with pytest.raises(BatchError, match="there is no batch"):
+        verify(4, steps=0)
