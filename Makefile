@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: setup demo test check fix golden bench bench-checkpoint bench-pipeline bench-rewrite stress clean
+.PHONY: setup demo test check fix golden bench bench-checkpoint bench-pipeline bench-rewrite bench-hybrid stress clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,10 @@ bench-pipeline: setup
 
 bench-rewrite: setup
 	$(BIN)/python -m benchmarks.rewrite
+
+bench-hybrid: setup
+	$(BIN)/pip install --quiet --editable ".[bench]"
+	$(BIN)/python -m benchmarks.hybrid
 
 stress: setup
 	$(BIN)/python -m pytest -m stress

@@ -52,7 +52,7 @@ VOCABULARY: Mapping[str, str] = MappingProxyType(
         "torn": "Of a save: begun and never committed; nothing reads it, and the next successful save removes it.",
         "block": "The bytes of a piece that one checksum covers, and that are therefore read as a whole.",
         "store": "Where files of checkpoints are kept: a folder, or a prefix in an object store.",
-        "portion": "What a rank along tp has of a parameter that is cut there: the local tensor with which it computes.",
+        "portion": "What a rank along tp has of a parameter that is cut: the local tensor with which it computes.",
         "rule": "A word that says how the parameters of a module are cut along tp, and what moves between the ranks.",
         "unit": "Parameters that stage 3 gathers together, for the forward and the backward of their modules.",
         "gathered": "Of a unit: its whole working copies are here; at rest each owner has its runs of them.",

@@ -20,6 +20,8 @@ Whole = dict[str, torch.Tensor]
 class Turn(nn.Module):
     """Multiplies by numbers that checkpoints leave out, as rotary embeddings do."""
 
+    angles: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("angles", torch.linspace(0.5, 1.5, 7), persistent=False)

@@ -20,7 +20,7 @@ def engine_of(channel: Any, plan: sw.Plan, kind: str = "") -> sw.Engine:
 def sent_by(recorded: sw.Recorded) -> dict[str, int]:
     """Bytes sent, by what they are of; without those of the model's buffers."""
     return {
-        what: sum(call.bytes_sent for call in recorded.calls if call.purpose.startswith(what))
+        what: sum(call.bytes_sent for call in recorded.calls if call.operation != "exchange" and call.purpose.startswith(what))
         for what in ("parameters", "gradients")
     }
 
@@ -122,10 +122,12 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
 
     def run(channel: sw.Channel) -> None:
         engine = engine_of(channel, plan)
-        for _ in range(2):
-            engine.step(share_of(BATCHES[0], channel.rank, channel.size))
-        planned, buffers, gradients = engine.footprint(), engine._buffers, engine._gradients
+        gradients, buffers = engine._gradients, engine._buffers
         assert isinstance(gradients, GradientRuns)
+        for _ in range(2):
+            gradients.peak_buffers = 0  # the first update cannot know that a module is not used, and waits for it
+            engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+        planned = engine.footprint()
         parts = [buffers.part(index) for index in range(len(buffers.working))]
         aliased = sum(
             part.nbytes
@@ -136,7 +138,8 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
         assert working == planned.working_bytes
         assert sum(master.nbytes for master in buffers.masters) - aliased == planned.master_bytes
         assert bytes_of(gradients._runs) == planned.gradient_bytes
-        assert gradients.peak_buffers <= 2
+        # More than two while the last gradients come: those of the model itself and of the embedding, in both dtypes.
+        assert 2 <= gradients.peak_buffers <= 4
         assert bytes_of([*gradients._free, gradients._scratch]) == planned.reducing_bytes
 
     sw.simulate(2, run)

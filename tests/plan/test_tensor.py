@@ -118,6 +118,17 @@ def test_a_unit_beats_what_the_module_says_of_heads() -> None:
     assert plan.cuts["a.q.weight"].ranges == (((0, 24),), ((24, 48),))
 
 
+def test_a_module_may_count_the_heads_of_the_rank() -> None:
+    outline = attention(12, 3)
+    counting = TensorModule(name="a", kind="Attention", numbers={"num_heads": 12, "num_kv_heads": 3, "odd": 7})
+    outline = TensorOutline(modules=(outline.modules[0], counting, *outline.modules[2:]), shapes=outline.shapes)
+    rules = {name: rule for name, rule in HEADS.items() if name != "a.sinks"}
+    (style,) = plan_tensor(outline, {**rules, "a": "heads"}, num_ranks=2).styles["a"]
+    assert (style.attributes, style.size, style.ranges) == (("num_heads", "num_kv_heads"), 3, (((0, 2),), ((2, 3),)))
+    assert "odd is no whole number, or none for each of 3" in findings(outline, {**rules, "a": "heads(attributes=odd)"})
+    assert "none of the attributes that count heads" in findings(TWO, {"up": "heads"})
+
+
 TIED = outline_of(
     TensorModule(name="embedding", kind="Embedding", computes="embedding", parameters={"weight": "embedding.weight"}),
     TensorModule(name="head", kind="Linear", computes="linear", parameters={"weight": "embedding.weight"}),
@@ -133,6 +144,12 @@ def test_a_tie_is_cut_alike_for_both_or_refused() -> None:
         TIED, {"embedding": "vocab"}
     )
     assert "the second is cut along dim 0 at 6" in findings(TIED, {"embedding": "embedding_colwise", "head": "column"})
+
+
+def test_columns_of_an_embedding_may_stay_apart() -> None:
+    plan = plan_tensor(TIED, {"embedding": "column", "head": "row"}, num_ranks=2)
+    assert plan.cuts["embedding.weight"].dim == 1
+    assert [style.gathers for styles in plan.styles.values() for style in styles] == [False, False]
 
 
 def test_every_finding_is_told_at_once() -> None:

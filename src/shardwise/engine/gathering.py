@@ -114,6 +114,8 @@ class Gathering:
         self._open: list[UnitCall] = []
         self.order: list[Use] = []
         """The uses in the forward of the last microbatch that was trained on."""
+        self.differentiated: set[int] = set()
+        """The units that had a backward in this step, or in the last one."""
         self._uses: dict[int, list[Use]] = {}
         """The same of microbatches that are on their way."""
         self._announces = False
@@ -158,6 +160,8 @@ class Gathering:
             self._owners.exchange(b"", purpose="parameters are written")
         self.release()
         self._trains = trains
+        if trains:
+            self.differentiated.clear()
         self._gradients.begin_pass(trains=trains)
 
     def end_pass(self, *, has_failed: bool = False) -> None:
@@ -248,6 +252,7 @@ class Gathering:
     def begin_backward(self, call: UnitCall) -> None:
         """See `UnitCall`."""
         self._open.append(call)
+        self.differentiated.update(unit.number for unit in call.units)
         for unit in call.units:
             self.use(unit, BACKWARD)
 

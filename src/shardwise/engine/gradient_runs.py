@@ -6,13 +6,14 @@ The life of a gradient, once per microbatch:
 
 [1] as soon as autograd has finished a parameter, its gradient is copied into its bucket, for which a buffer is taken,
     and `p.grad` is dropped
-[2] one reduce-scatter per bucket and microbatch, in one order on all ranks; the buffer serves the next bucket but one,
-    so that a rank need not wait for the others before it goes on
+[2] one reduce-scatter per bucket and microbatch, in one order on all ranks; the buffer (of one bucket, or of those of
+    a unit) serves the next bucket but one, so that a rank need not wait for the others before it goes on
 [3] written by the first microbatch, and added by the others, in the dtype of accumulation
 """
 
 import json
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +27,16 @@ from shardwise.engine.gradients import Gradients, sum_over_replicas
 from shardwise.engine.inventory import torch_dtype
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
-from shardwise.plan.memory import run_dtype, transient_bytes, wire_dtype
+from shardwise.plan.memory import buffer_bytes, places_in_buffers, run_dtype, wire_dtype
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Buffer:
+    """Memory for the gradients of buckets that come together: of one, or of those of a unit."""
+
+    memory: torch.Tensor
+    num_to_launch: int
+    num_to_land: int
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -34,6 +44,10 @@ class _Pending:
     """A bucket on its way through one microbatch."""
 
     index: int
+    group: int
+    """Of buckets that share a buffer."""
+    start_bytes: int
+    """Where in it."""
     bucket: Bucket
     names: frozenset[str]
     stage: int
@@ -41,8 +55,7 @@ class _Pending:
     missing: set[str] = field(default_factory=set)
     """Parameters that are waited for before the reduction starts."""
     touched: set[str] = field(default_factory=set)
-    memory: torch.Tensor | None = None
-    """Of the buffer, while it has one."""
+    buffer: _Buffer | None = None
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     is_launched: bool = False
     num_rounds: int = 0
@@ -54,7 +67,7 @@ class _Flight:
     """A reduction that was started and not waited for."""
 
     pending: _Pending
-    memory: torch.Tensor
+    buffer: _Buffer
     target: torch.Tensor
     work: Work
     is_first: bool
@@ -98,9 +111,14 @@ class GradientRuns:
             counters=counters,
             late=late,
         )
+        self._by_unit = not starts_when_complete
+        places = places_in_buffers(self._ownership, precision, by_unit=self._by_unit)
+        self._group_sizes = Counter(place.group for place in places)
         self._pending = [
             _Pending(
                 index=index,
+                group=places[index].group,
+                start_bytes=places[index].start_bytes,
                 bucket=bucket,
                 names=frozenset(slot.name for slot in bucket.slots),
                 stage=stage_of[bucket.slots[0].name] if stage_of else 0,
@@ -123,11 +141,16 @@ class GradientRuns:
         self._is_collecting = False
         self._trains = False
         self._flight: _Flight | None = None
+        self._held: dict[int, _Buffer] = {}
+        """Group -> its buffer, until all of its buckets are launched."""
         self._free: list[torch.Tensor] = []
         self._num_used = 0
         self.peak_buffers = 0
         """Most buffers of whole buckets that were alive at a time."""
         self._unused: frozenset[str] = frozenset()
+        self._is_ordered = False
+        self._completed: list[int] = []
+        """Buckets in the order in which the first microbatch completed them."""
         self._strays: dict[str, torch.Tensor] = {}
         # A model that is put under another plan keeps these hooks: they must neither act nor keep this object alive.
         reference = weakref.ref(self)
@@ -167,21 +190,34 @@ class GradientRuns:
         self._num_microbatches = num_microbatches
         self._touched.clear()
         self._strays.clear()
+        self._completed.clear()
         self._flight = None
+        self._held.clear()
         self._num_used = 0
-        for parameter in self._parameters:
-            parameter.grad = None  # of a backward of the user's own, which this update does not count
+        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+            for parameter in self._parameters:
+                parameter.grad = None  # of a backward of the user's own, which this update does not count
         for pending in self._pending:
             pending.num_rounds = 0
+            pending.buffer, pending.views = None, {}
             self._open(pending)
         self._is_collecting = True
 
     def expect(self, touched: Collection[str]) -> None:
-        """Parameters that no rank had a gradient for in the last update are not waited for in the next one.
+        """Learn from an update: what no rank had a gradient for is not waited for in the next one.
 
-        `touched`: the same on all ranks.
+        `touched`: the same on all ranks. After the first update buckets go in the order in which its backward completed
+        them on the first rank, which may be another one than that of the parameters in the model.
         """
         self._unused = frozenset(self._of.keys() - touched)
+        if self._starts_when_complete and not self._is_ordered:
+            self._is_ordered = True
+            self._counters.exchanges += 1
+            mine = json.dumps(self._completed).encode()
+            order: list[int] = json.loads(self._owners.exchange(mine, purpose="order of gradients")[0])
+            place = {index: at for at, index in enumerate(order)}
+            for pending in self._by_stage.values():
+                pending.sort(key=lambda each: place.get(each.index, len(place)))
 
     def reduce(self) -> None:
         """Leave the sums over all microbatches and data ranks in the owned parts that `reduced_of` gives."""
@@ -224,7 +260,8 @@ class GradientRuns:
         """See `Sharded`: what is left of the microbatch is reduced."""
         if not self._trains:
             return
-        for pending in self._pending if stage is None else self._by_stage.get(stage, ()):
+        stages = sorted(self._by_stage) if stage is None else [stage]
+        for pending in [each for at in stages for each in self._by_stage.get(at, ())]:
             if not pending.is_launched:
                 self._launch(pending)
             self._open(pending)
@@ -252,7 +289,7 @@ class GradientRuns:
             if pending.is_launched:
                 self._stray(name, gradient)
                 return
-            if pending.memory is None:
+            if pending.buffer is None:
                 self._give_buffer(pending)
             if name in pending.touched:
                 pending.views[name].add_(gradient)
@@ -260,6 +297,8 @@ class GradientRuns:
                 pending.views[name].copy_(gradient)
                 pending.touched.add(name)
         pending.missing.discard(name)
+        if not pending.missing and not self._is_ordered and pending.num_rounds == 0:
+            self._completed.append(pending.index)
         if self._starts_when_complete and not pending.missing:
             self._launch_complete(pending.stage)
 
@@ -279,29 +318,35 @@ class GradientRuns:
         pending.is_launched = False
 
     def _give_buffer(self, pending: _Pending) -> None:
-        if self._free:
-            memory = self._free.pop()
-        else:
-            memory = self._owners.allocate(transient_bytes(self._ownership, self._precision))
-        self._num_used += 1
-        self.peak_buffers = max(self.peak_buffers, self._num_used)
-        pending.memory = memory
-        flat = self._flat(pending, memory)
+        if (buffer := self._held.get(pending.group)) is None:
+            if self._free:
+                memory = self._free.pop()
+            else:
+                num_bytes = buffer_bytes(self._ownership, self._precision, by_unit=self._by_unit)
+                memory = self._owners.allocate(num_bytes)
+            count = self._group_sizes[pending.group]
+            buffer = self._held[pending.group] = _Buffer(memory=memory, num_to_launch=count, num_to_land=count)
+            self._num_used += 1
+            self.peak_buffers = max(self.peak_buffers, self._num_used)
+        pending.buffer = buffer
+        flat = self._flat(pending, buffer)
         pending.views = {
             slot.name: flat[slot.run.start : slot.run.stop].view(self._shapes[slot.name])
             for slot in pending.bucket.slots
         }
 
-    def _flat(self, pending: _Pending, memory: torch.Tensor) -> torch.Tensor:
-        return memory[: pending.bucket.num_elements * pending.wire.itemsize].view(pending.wire)
+    def _flat(self, pending: _Pending, buffer: _Buffer) -> torch.Tensor:
+        stop_bytes = pending.start_bytes + pending.bucket.num_elements * pending.wire.itemsize
+        return buffer.memory[pending.start_bytes : stop_bytes].view(pending.wire)
 
     @torch.no_grad()
     def _launch(self, pending: _Pending) -> None:
         """Start the reduction of a bucket, after the one before it."""
         self._land()
-        if pending.memory is None:
+        if pending.buffer is None:
             self._give_buffer(pending)
-        assert pending.memory is not None
+        buffer = pending.buffer
+        assert buffer is not None
         for name, view in pending.views.items():
             if name not in pending.touched:  # other ranks may have a gradient for it
                 view.zero_()
@@ -312,12 +357,15 @@ class GradientRuns:
         self._counters.reduce_scatters += 1
         work = self._owners.reduce_scatter(
             target,
-            self._flat(pending, pending.memory),
+            self._flat(pending, buffer),
             counts=pending.bucket.counts,
             purpose=f"gradients of bucket {pending.index}",
         )
-        self._flight = _Flight(pending=pending, memory=pending.memory, target=target, work=work, is_first=is_first)
-        pending.memory, pending.views = None, {}
+        self._flight = _Flight(pending=pending, buffer=buffer, target=target, work=work, is_first=is_first)
+        buffer.num_to_launch -= 1
+        if not buffer.num_to_launch:
+            del self._held[pending.group]
+        pending.buffer, pending.views = None, {}
         pending.is_launched = True
         pending.num_rounds += 1
 
@@ -328,8 +376,10 @@ class GradientRuns:
             return
         self._flight = None
         flight.work.wait()
-        self._free.append(flight.memory)
-        self._num_used -= 1
+        flight.buffer.num_to_land -= 1
+        if not flight.buffer.num_to_land:
+            self._free.append(flight.buffer.memory)
+            self._num_used -= 1
         run = self._runs[flight.pending.index]
         if flight.target is not run:
             if flight.is_first:

@@ -78,5 +78,10 @@ class Sizes:
         schedule = None if self._runner is None else self._runner.schedule
         if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
             actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.rank]]
-        found = count_gathers(forward, actions, keeps=self._plan.sharding.keep_gathered)
+        found = count_gathers(
+            forward,
+            actions,
+            keeps=self._plan.sharding.keep_gathered,
+            backward=gathering.differentiated if gathering.order else None,
+        )
         return {unit.plan.name: found[unit.number] for unit in gathering.units}

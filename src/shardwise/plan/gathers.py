@@ -7,7 +7,7 @@ needs no second gathering, and of the first one, the next microbatch needs none:
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -25,12 +25,17 @@ def one_by_one(num_units: int) -> list[Use]:
 
 
 def count_gathers(
-    forward: Mapping[int, Sequence[Use]], actions: Sequence[tuple[str, int]], *, keeps: bool
+    forward: Mapping[int, Sequence[Use]],
+    actions: Sequence[tuple[str, int]],
+    *,
+    keeps: bool,
+    backward: Collection[int] | None = None,
 ) -> Counter[int]:
     """How often each unit is gathered in one update.
 
     forward: stage -> the uses in a forward of it; a backward has them in reverse. actions: ("F" or "B", stage) in the
-    order in which the rank runs them. keeps: what was gathered stays until the end of the update.
+    order in which the rank runs them. keeps: what was gathered stays until the end of the update. backward: the units
+    that have one, where not all do (what comes before everything that is trained has none).
     """
     gathers: Counter[int] = Counter()
     num_uses: Counter[int] = Counter()
@@ -38,7 +43,11 @@ def count_gathers(
     for kind, stage in actions:
         uses = forward.get(stage, ())
         if kind == "B":
-            uses = [Use(use.unit, not use.begins) for use in reversed(uses)]
+            uses = [
+                Use(use.unit, not use.begins)
+                for use in reversed(uses)
+                if backward is None or use.unit in backward
+            ]
         for use in uses:
             num_uses[use.unit] += 1 if use.begins else -1
             if use.begins and use.unit not in resident:

@@ -54,7 +54,8 @@ class Footprint:
     owned_elements: int
     """Trainable elements that this rank updates: optimizer state has its own factor of them."""
     reducing_bytes: int = 0
-    """Stages 2 and 3: gradients on their way to owners; the buffers of two buckets, and a part of a sum."""
+    """Stages 2 and 3: gradients on their way to owners; two buffers (of the largest bucket, or of those of a
+    unit), and a part of a sum where microbatches are merged."""
     gathered_bytes: int = 0
     """Stage 3: of the two largest units, the most that is gathered at a time where no unit lies in another."""
 
@@ -90,16 +91,34 @@ def run_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) ->
     return bucket.master if num_microbatches == 1 else promote(bucket.working, precision.accumulate)
 
 
-def transient_bytes(ownership: Ownership, precision: Precision) -> int:
-    """Bytes of the buffer through which the gradient of one bucket and microbatch goes: of the largest bucket."""
-    return max(
-        (
-            bucket.num_elements * itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=1))
-            for bucket in ownership.buckets
-            if bucket.trainable
-        ),
-        default=0,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferPlace:
+    """Where the gradient of one bucket lies on its way, in a buffer that serves several buckets in turn."""
+
+    group: int
+    """Buckets of one group come together, and have a buffer together."""
+    start_bytes: int
+    stop_bytes: int
+
+
+def places_in_buffers(ownership: Ownership, precision: Precision, *, by_unit: bool) -> list[BufferPlace]:
+    """The places of the trainable buckets. `by_unit`: those of one unit come together; else each comes alone."""
+    places: list[BufferPlace] = []
+    last_of: dict[object, BufferPlace] = {}
+    for index, bucket in enumerate(bucket for bucket in ownership.buckets if bucket.trainable):
+        key = bucket.unit if by_unit and bucket.unit is not None else index
+        before = last_of.get(key)
+        start = 0 if before is None else before.stop_bytes
+        num_bytes = bucket.num_elements * itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=1))
+        group = index if before is None else before.group
+        last_of[key] = BufferPlace(group=group, start_bytes=start, stop_bytes=start + num_bytes)
+        places.append(last_of[key])
+    return places
+
+
+def buffer_bytes(ownership: Ownership, precision: Precision, *, by_unit: bool) -> int:
+    """Bytes of a buffer for gradients on their way: of the largest bucket, or of those of the largest unit."""
+    return max((each.stop_bytes for each in places_in_buffers(ownership, precision, by_unit=by_unit)), default=0)
 
 
 def plan_arena(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Arena:
@@ -166,6 +185,8 @@ def sharded_footprint(
         bucket.counts[owner] * itemsize_bytes(run_dtype(bucket, precision, num_microbatches=num_microbatches))
         for bucket in trainable
     )
+    places = places_in_buffers(cut, precision, by_unit=bool(units))
+    num_buffers = min(2, len({place.group for place in places}))
     scratch = max((bucket.counts[owner] * itemsize_bytes(bucket.master) for bucket in trainable), default=0)
     gathered = {name: 0 for name in units}
     working = 0
@@ -180,7 +201,7 @@ def sharded_footprint(
         rest,
         working_bytes=working,
         gradient_bytes=runs + held.gradient_bytes,
-        reducing_bytes=min(len(trainable), 2) * transient_bytes(cut, precision)
+        reducing_bytes=num_buffers * buffer_bytes(cut, precision, by_unit=bool(units))
         + (scratch if num_microbatches > 1 else 0),
         gathered_bytes=sum(sorted(gathered.values())[-2:]),
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from shardwise.errors import PlanError
-from shardwise.plan.tensor_heads import groups_of_heads
+from shardwise.plan.tensor_heads import GROUPS, HEADS, groups_of_heads
 from shardwise.plan.tensor_matching import around, match_rules
 from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 from shardwise.plan.tensor_plan import ParameterCut, Ranges, Style, TensorPlan
@@ -88,8 +88,13 @@ class _Planner:
                 self._add_style(module, Style(kind=rule.kind))
             case "tail":
                 self._share_tail(module, rule)
+            case "heads":
+                self._count_heads(module, rule)
 
     def _cut_linear(self, module: TensorModule, rule: Rule) -> None:
+        if module.computes == "embedding" and rule.kind == "column":
+            self._cut_embedding(module, rule)
+            return
         if module.computes not in ("linear", "transposed linear"):
             self._refuse(module, rule, "it is not a linear map of its input (weight and bias); " + _instead(module))
             return
@@ -133,22 +138,24 @@ class _Planner:
         if module.computes != "embedding":
             self._refuse(module, rule, "it is no embedding; " + _instead(module))
             return
-        if problem := module.problem or (module.column_problem if rule.kind == "channels" else ""):
+        is_vocab = rule.kind == "vocab"
+        if problem := module.problem or ("" if is_vocab else module.column_problem):
             self._refuse(module, rule, problem)
             return
         if rule.gather is not None:
             self._refuse(module, rule, "an embedding takes tokens, which are not gathered; leave the setting out")
             return
         weight = module.parameters["weight"]
-        dim = 0 if rule.kind == "vocab" else 1
-        ranges = self._ranges(_named(module), self._outline.shapes[weight][dim], rule, None)
+        dim = 0 if is_vocab else 1
+        heads_around = None if is_vocab or rule.gathers else module
+        ranges = self._ranges(_named(module), self._outline.shapes[weight][dim], rule, heads_around)
         if ranges is not None:
             self._cut(module, "weight", dim, ranges)
-            if rule.kind == "channels":
-                self._add_style(module, Style(kind="channels", ranges=ranges, gathers=True))
-            else:
+            if is_vocab:
                 self._add_style(module, Style(kind="vocab", ranges=ranges, scatter=rule.scatter))
                 self._summed |= self._held(module)  # what it does with the rows, it does with those of this rank
+            else:
+                self._add_style(module, Style(kind="channels", ranges=ranges, gathers=rule.gathers))
 
     def _share_tail(self, module: TensorModule, rule: Rule) -> None:
         size = rule.size
@@ -162,6 +169,18 @@ class _Planner:
             )
             return
         self._add_style(module, Style(kind="tail", size=size))
+
+    def _count_heads(self, module: TensorModule, rule: Rule) -> None:
+        groups = groups_of_heads([module])
+        if groups is None:
+            self._refuse(module, rule, f"it has none of the attributes that count heads: {', '.join(HEADS + GROUPS)}")
+            return
+        names = rule.attributes or tuple(word for word in HEADS + GROUPS if word in module.numbers)
+        if wrong := [name for name in names if name not in module.numbers or module.numbers[name] % groups]:
+            self._refuse(module, rule, f"{wrong[0]} is no whole number, or none for each of {groups} key-value heads")
+        elif self._check_units(_named(module), rule, groups, 1, groups):
+            ranges = tuple((each,) for each in even_cuts(groups, self._num_ranks))
+            self._add_style(module, Style(kind="heads", ranges=ranges, size=groups, attributes=names))
 
     # Parameters ---------------------------------------------------------------------------------------------------
 
@@ -326,7 +345,7 @@ def _cut_points(cut: ParameterCut) -> str:
 
 def _instead(module: TensorModule) -> str:
     if module.computes == "embedding":
-        return "an embedding is cut by 'vocab' (its tokens) or 'embedding_colwise' (its columns)"
+        return "an embedding is cut by 'vocab' (its tokens), 'column' or 'embedding_colwise' (its columns, gathered)"
     if module.computes == "other":
         return "give rules to the modules in it, or to its parameters by their own names"
     return "a linear map is cut by 'column' or 'row'"

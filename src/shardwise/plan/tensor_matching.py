@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwise.errors import PlanError
 from shardwise.plan.names import meant_by, nearest
 from shardwise.plan.outlines import parents
 from shardwise.plan.tensor_outline import TensorModule, TensorOutline
@@ -82,7 +83,11 @@ def _add_carried(
         inside = [target.module, *parents(target.module)] if target.attribute else list(parents(target.module))
         if target in given or not automatic.intersection(around) or taken.intersection(inside):
             continue
-        rule = read_rule(text)
+        try:
+            rule = read_rule(text)
+        except PlanError as error:
+            findings += [f"{_named(target)}, as the model carries it: {problem}" for problem in error.problems]
+            continue
         if (other := found.setdefault(target, rule)).text != rule.text:
             findings.append(f"{_named(target)} is carried by the model as {other.text!r} and as {rule.text!r}")
     return findings

@@ -11,7 +11,7 @@ from shardwise.space import Portion
 Ranges = tuple[tuple[int, int], ...]
 """Stretches of one dim, from and to, that a rank has side by side."""
 
-StyleKind = Literal["column", "row", "vocab", "channels", "sum", "once", "hide", "tail", "sequence", "split"]
+StyleKind = Literal["column", "row", "vocab", "channels", "sum", "once", "hide", "tail", "sequence", "split", "heads"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +34,12 @@ class Style:
     sum: each rank computes a part of a sum. once: only the first rank computes, the others give zeros.
     hide: as `once`, for single parameters. tail: the last `size` outputs are read by the heads of all ranks.
     sequence: each rank computes its positions, which are gathered. split: each rank goes on with its positions.
+    heads: attributes of the module count the heads of this rank.
     """
 
     kind: StyleKind
     ranges: tuple[Ranges, ...] = ()
-    """Of each rank: its outputs (column, channels), inputs (row), tokens (vocab)."""
+    """Of each rank: its outputs (column, channels), inputs (row), tokens (vocab), groups of heads (heads)."""
     gathers: bool = False
     """The outputs of all ranks are put together."""
     splits: bool = False
@@ -50,9 +51,10 @@ class Style:
     dim: int = 0
     """Of the positions (sequence, split)."""
     size: int = 0
-    """Last outputs (tail)."""
+    """Last outputs (tail); groups of heads on all ranks (heads)."""
     attributes: tuple[str, ...] = ()
-    """column: attributes with the number of outputs, which forward reads. hide: attributes with the parameters."""
+    """column: attributes with the number of outputs, which forward reads. hide: attributes with the parameters.
+    heads: attributes that grow with the number of heads."""
 
 
 _DEFAULTS = {each.name: each.default for each in fields(Style)}

@@ -2,9 +2,29 @@
 
 A rule is a word, and settings in brackets where it needs them: `column`, `column(unit=64)`, `row(parts=4096+1024)`.
 
-    column       outputs of a linear map, each rank its own        row         inputs of a linear map; the sum goes on
-    vocab        tokens: rows of an embedding, outputs of a head   replicate   whole on every rank
-    sequence     whole, and each rank works on its own positions   ...         and the words of transformers
+    column      outputs of a linear map (or columns of an embedding): each rank has its own, and goes on with them
+    row         inputs of a linear map: each rank comes with its own, and the sum over the ranks goes on
+    vocab       tokens: rows of an embedding, which are summed; outputs of a head, which are gathered
+    replicate   whole on every rank, and so is all inside that has no rule of its own
+    sequence    whole; each rank works on its own positions, which are gathered (norms, dropout)
+    heads       of a module of heads: its attributes count this rank's heads while it runs, for forwards that read them
+    sum         a module with cut bare parameters, of which each rank computes a part of a sum (experts)
+    once        what counts once in such a sum: a bias, a path around; the first rank's goes on
+    split       this module and what follows work on this rank's positions, up to a `gather`
+    auto        what the model itself carries; any other rule beats it: {"*": "auto", "lm_head": "column"}
+
+and the words of transformers (`colwise`, `packed_colwise`, `moe_tp_experts` ...) with the meaning that they have there.
+Of a bare parameter, `column` cuts the last dim but one (the last of a vector), `row` the last. Settings:
+
+    unit=64            so many indices stay together. Without it, what lies in a module of heads is cut between groups
+                       of heads (a key-value head with its query heads)
+    parts=3            the dim is 3 equal stretches side by side (query, key, value), each cut for itself;
+    parts=8+2+2        or stretches of these sizes
+    dim=1              of a bare parameter: the dim to cut; of `sequence` and `split`: that of the positions (1)
+    gather=1           column, vocab: the input is this rank's positions (dim 1), which are gathered before
+    scatter=1          row, vocab: of the sum, each rank goes on with its positions (dim 1)
+    size=64            mla_kv_a_proj: so many last outputs are read by the heads of all ranks
+    attributes=a+b     heads: these attributes grow with the number of heads
 """
 
 import re
@@ -14,7 +34,9 @@ from typing import Literal
 
 from shardwise.errors import PlanError
 
-Kind = Literal["column", "row", "vocab", "channels", "whole", "sum", "once", "tail", "sequence", "split", "auto"]
+Kind = Literal[
+    "column", "row", "vocab", "channels", "whole", "sum", "once", "tail", "sequence", "split", "heads", "auto"
+]
 """What a rule comes down to. `channels`: columns of an embedding; `once`: on the first rank only."""
 
 
@@ -43,6 +65,8 @@ class Rule:
     """The input is this rank's part along this dim: it is gathered before."""
     scatter: int | None = None
     """The output is left as this rank's part along this dim."""
+    attributes: tuple[str, ...] = ()
+    """Of `heads`: attributes of the module that are as many times larger as there are more heads on all ranks."""
 
 
 _COLUMN = frozenset({"parts", "unit", "dim", "gather"})
@@ -58,6 +82,7 @@ _WORDS: dict[str, tuple[Rule, frozenset[str]]] = {
         (Rule(text="replicate", kind="whole"), _NONE),
         (Rule(text="sequence", kind="sequence", sums_gradients=True, dim=1), frozenset({"dim"})),
         (Rule(text="split", kind="split", dim=1), frozenset({"dim"})),
+        (Rule(text="heads", kind="heads"), frozenset({"attributes"})),
         (Rule(text="sum", kind="sum"), _NONE),
         (Rule(text="once", kind="once"), _NONE),
         (Rule(text="auto", kind="auto"), _NONE),
@@ -108,11 +133,16 @@ def read_rule(text: str) -> Rule:
 
 
 def _value(text: str, name: str, value: str) -> object:
+    if name == "attributes" and all(each.strip().isidentifier() for each in value.split("+")):
+        return tuple(each.strip() for each in value.split("+"))
     numbers = [int(each) for each in value.split("+") if each.strip().isdigit()]
     least = 0 if name in ("dim", "gather", "scatter") else 1
     if len(numbers) != value.count("+") + 1 or min(numbers) < least or (len(numbers) > 1 and name != "parts"):
-        example = "parts=3, or parts=4096+1024+1024" if name == "parts" else f"{name}=1"
-        raise PlanError(f"the rule {text!r} has {name}={value!r}, which is no number from {least} on; write {example}")
+        examples = {"parts": "parts=3, or parts=4096+1024+1024", "attributes": "attributes=num_heads+hidden_size"}
+        wanted = "name" if name == "attributes" else f"number from {least} on"
+        raise PlanError(
+            f"the rule {text!r} has {name}={value!r}, which is no {wanted}; write {examples.get(name, f'{name}=1')}"
+        )
     return numbers[0] if len(numbers) == 1 else tuple(numbers)
 
 

@@ -45,6 +45,15 @@ def test_a_carried_plan_gives_what_the_whole_model_gives(model_type: str) -> Non
         ("apertus", {"*": "auto"}),
         # The plan cuts gates from what they gate.
         ("inkling_text", {"*": "auto", "*.mlp.experts.gate_up_proj": "packed_colwise"}),
+        # No plan: projections side by side in one transposed weight, heads counted by attributes, biases of heads.
+        (
+            "gpt2",
+            {
+                **{"*.c_attn": "column(parts=3)", "*.attn": "heads(attributes=num_heads+split_size)"},
+                **{"*.attn.c_proj": "row", "*.c_fc": "column", "*.mlp.c_proj": "row", "transformer.wte": "vocab"},
+                "lm_head": "vocab",
+            },
+        ),
         ("llama", {"*": "auto", "lm_head": "replicate", "model.embed_tokens": "embedding_colwise"}),
     ],
 )

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise as sw
 from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.recorded import Recorded
@@ -12,7 +13,7 @@ from shardwise.engine.tensor.outline import tensor_outline
 from shardwise.engine.tensor.running import TensorParallel
 from shardwise.errors import ModelError
 from shardwise.plan.tensor import plan_tensor
-from tests.engine.tensor.cut_models import compute_cut
+from tests.engine.tensor.cut_models import assert_close, compute_cut, compute_whole
 from tests.engine.tensor.test_styles import SequenceModel, Tokens, linear_block, run, run_six
 
 
@@ -137,3 +138,28 @@ def test_evaluation_moves_no_gradients() -> None:
     assert torch.equal(alone.output, both.output)
     # Two blocks: the outputs of both are summed once more, and no gradient of an input.
     assert len(both.calls[0]) - len(alone.calls[0]) == 2 * 2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputed_forward_moves_the_same_again(use_reentrant: bool) -> None:
+    def recomputed(model: nn.Module) -> torch.Tensor:
+        assert isinstance(model, SequenceModel)
+        x = model.embedding(torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(1)))
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        out: torch.Tensor = model.head(model.norm(x)).square()
+        return out
+
+    rules = {"*.up": "column", "*.down": "row", "embedding": "vocab", "head": "vocab"}
+    assert_close(compute_cut(SequenceModel, rules, 2, recomputed), compute_whole(SequenceModel, run_six))
+
+
+def test_a_compiled_module_moves_the_same() -> None:
+    def compiled(model: nn.Module) -> torch.Tensor:
+        assert isinstance(model, SequenceModel)
+        for block in model.blocks:
+            block.compile(backend="eager")
+        return run_six(model)
+
+    rules = {"*.up": "column", "*.down": "row"}
+    assert_close(compute_cut(SequenceModel, rules, 2, compiled), compute_whole(SequenceModel, run_six))

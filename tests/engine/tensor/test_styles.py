@@ -183,6 +183,32 @@ def test_heads_are_cut_in_whole_groups_and_norms_of_heads_are_summed(num_ranks: 
         assert got.plan.cuts["block.scale"].ranges == (((0, 4),), ((4, 6),))
 
 
+class CountedHeads(LocalNorm):
+    """The same, by an author who wrote all sizes of the views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = self.num_heads * self.head_dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q = self.q(x).view(rows, length, self.num_heads, 4).transpose(1, 2)
+        k, v = (each(x).view(rows, length, self.num_key_value_heads, 4).transpose(1, 2) for each in (self.k, self.v))
+        out = functional.scaled_dot_product_attention(self.q_norm(q) * self.scale[:, None, None], k, v, enable_gqa=True)
+        projected: torch.Tensor = self.o(out.transpose(1, 2).reshape(rows, length, self.width))
+        return x + projected
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_module_that_counts_its_heads_counts_those_of_the_rank(num_ranks: int) -> None:
+    def make() -> nn.Module:
+        return Tokens(CountedHeads())
+
+    counts = "heads(attributes=num_heads+num_key_value_heads+width)"
+    rules = {**ATTENTION, "block.q_norm": "replicated_with_grad_allreduce", "block": counts}
+    assert_close(compute_cut(make, rules, num_ranks, run), compute_whole(make, run))
+
+
 class SequenceModel(nn.Module):
     """What goes between blocks is cut along the positions, as in sequence parallelism of Megatron-LM."""
 

@@ -40,7 +40,7 @@ def tensor_outline(model: nn.Module) -> tuple[TensorOutline, Mapping[str, str]]:
             aliases=tuple(known[1:]),
             kind=type(module).__name__,
             parameters={key: parameter_at[module, key] for key, held in module._parameters.items() if held is not None},
-            numbers=_numbers(vars(module)),
+            numbers={key: value for key, value in vars(module).items() if type(value) is int},
             configured=_configured(module),
             **probes.look_at(module),
         )

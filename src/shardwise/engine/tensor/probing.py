@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from shardwise.comm.dtensors import is_dtensor
 from shardwise.engine.tensor.styles import attributes_set, parameters_set
 
 _ROWS = 3
@@ -30,7 +30,7 @@ class Probes:
             }
         held = {key: value for key, value in module._parameters.items() if value is not None}
         weight = held.get("weight")
-        if weight is None or weight.dim() != 2 or not held.keys() <= {"weight", "bias"} or isinstance(weight, DTensor):
+        if weight is None or weight.dim() != 2 or not held.keys() <= {"weight", "bias"} or is_dtensor(weight):
             return {}
         if type(module).forward is nn.Linear.forward and "forward" not in vars(module):
             return {"computes": "linear"}

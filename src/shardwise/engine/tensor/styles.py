@@ -158,11 +158,13 @@ class Vocabulary(Row):
 
 
 class Channels(Styled):
-    """An embedding of which each rank has some columns, which are gathered."""
+    """An embedding of which each rank has some columns, which may be gathered."""
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         output = forward(*args, **kwargs)
+        if not self.style.gathers:
+            return output
         return self.on_output(output, lambda y: self.movements.whole(y, y.dim() - 1, self.style.ranges))
 
 
@@ -244,6 +246,18 @@ class Split(Styled):
         return forward(*args, **kwargs)
 
 
+class Heads(Styled):
+    """A module that works with heads and counts them itself: it has as many as this rank."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        style = self.style
+        ((start, stop),) = style.ranges[self.movements.rank]
+        own = {name: getattr(module, name) * (stop - start) // style.size for name in style.attributes}
+        with attributes_set(module, own):
+            return forward(*args, **kwargs)
+
+
 STYLES: Mapping[str, type[Styled]] = {
     "column": Column,
     "row": Row,
@@ -255,6 +269,7 @@ STYLES: Mapping[str, type[Styled]] = {
     "tail": Tail,
     "sequence": Positions,
     "split": Split,
+    "heads": Heads,
 }
 
 

@@ -66,10 +66,11 @@ class MeanGradients:
         self.norm = math.sqrt(squares) if math.isfinite(squares) else math.nan
         self.allowed_of_norm = math.sqrt(allowed) + 4 * UNIT_ROUNDOFF["float32"] * self.norm
         """By how much the norm may be off: at most by the norm of what all elements may be off."""
-        limit = program.plan.clip_grad_norm
-        self._clip = 1.0 if limit is None else min(1.0, limit / (self.norm + 1e-6))
         self._factors: list[_Factor] = []
-        self._slack = 0.0 if self._clip == 1.0 else self.allowed_of_norm / max(self.norm, 1e-30)
+        limit, theirs = program.plan.clip_grad_norm, layout.report.grad_norm
+        # Clipped by the layout's norm, which is compared on its own: a wrong one must not make all gradients wrong.
+        self._clip = 1.0 if limit is None else min(1.0, limit / (theirs + 1e-6))
+        self._slack = 0.0 if self._clip == 1.0 else 4 * UNIT_ROUNDOFF["float32"]
 
     def names(self) -> Iterator[str]:
         """Parameters with a gradient, those first whose gradients came first in the last backward."""
