@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardwise.engine import Engine, EvaluationReport, StepReport
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.relayout import relayout
+    from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
     from shardwise.errors import ShardwiseError
     from shardwise.moving import reshard, reshard_tensor
     from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding, Tensor
@@ -41,6 +42,7 @@ _ROOM_OF = {
     "ShardwiseError": "errors",
     "StepReport": "engine",
     "Tensor": "plan",
+    "VocabularyCrossEntropy": "engine.tensor.vocabulary",
     "default_channel": "comm",
     "full": "checkpoint",
     "load": "checkpoint",
@@ -73,6 +75,7 @@ __all__ = [
     "ShardwiseError",
     "StepReport",
     "Tensor",
+    "VocabularyCrossEntropy",
     "__version__",
     "checkpoint",
     "default_channel",

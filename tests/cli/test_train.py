@@ -74,7 +74,7 @@ def test_wrong_settings_are_all_listed_on_stderr_with_exit_code_2(config: Path) 
         "Error: 3 problems:\n"
         "  - train.steps: 'many' given; it must be a whole number\n"
         "  - train.step: unknown setting; did you mean train.steps?\n"
-        "  - sharding.stage: 9 asked; this version has the stages 0 and 1\n"
+        "  - sharding.stage: 9 asked; the stages are 0, 1, 2 and 3\n"
     )
 
 

@@ -90,8 +90,12 @@ class RoundOrder(RankOrder):
                     else:
                         dtype = torch.promote_types(self.working(name), self.accumulate)
                         held[name] = value.to(dtype if self.num_microbatches > 1 else value.dtype)
-            sums.append({name: value.to(torch.promote_types(self.working(name), self.master)) for name, value in held.items()})
-        mean = math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / math.fsum(weights)
+            sums.append(
+                {name: value.to(torch.promote_types(self.working(name), self.master)) for name, value in held.items()}
+            )
+        mean = math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / math.fsum(
+            weights
+        )
         return sum_of(sums), mean
 
     def _taken(self) -> Gradients:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.engine.gradients import Gradients
 from tests.engine.expected import adamw, points, seeded, square_loss
 from tests.engine.test_counters import PRECISIONS, SHARDINGS, Tower
 
@@ -18,7 +19,9 @@ def distinct_bytes(tensors: list[torch.Tensor]) -> int:
 
 def measured(engine: sw.Engine) -> tuple[int, int, int, int]:
     """Bytes of working copies, gradients and masters held apart; number of elements of one moment."""
-    buffers, arena = engine._buffers, engine._gradients._arena
+    buffers, gradients = engine._buffers, engine._gradients
+    assert isinstance(gradients, Gradients)
+    arena = gradients._arena
     working = distinct_bytes(buffers.working)
     both = distinct_bytes([*buffers.working, *buffers.masters])
     moments = [state["exp_avg"].numel() for state in engine.optimizer.state.values()]

@@ -1,14 +1,20 @@
 """Bytes held and sent under stages 2 and 3: the formulas, the recorded channel and the allocator agree."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
+from shardwise.comm import Work
 from shardwise.engine.gradient_runs import GradientRuns
 from tests.engine.models import word_loss
 from tests.engine.oracle import share_of
+from tests.engine.test_footprint import tensor_bytes_alive
+from tests.engine.test_peak import Silent
 from tests.engine.test_stages import BATCHES, Net, adamw, plan_of
 
 
@@ -20,7 +26,9 @@ def engine_of(channel: Any, plan: sw.Plan, kind: str = "") -> sw.Engine:
 def sent_by(recorded: sw.Recorded) -> dict[str, int]:
     """Bytes sent, by what they are of; without those of the model's buffers."""
     return {
-        what: sum(call.bytes_sent for call in recorded.calls if call.operation != "exchange" and call.purpose.startswith(what))
+        what: sum(
+            call.bytes_sent for call in recorded.calls if call.operation != "exchange" and call.purpose.startswith(what)
+        )
         for what in ("parameters", "gradients")
     }
 
@@ -143,3 +151,59 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
         assert bytes_of([*gradients._free, gradients._scratch]) == planned.reducing_bytes
 
     sw.simulate(2, run)
+
+
+class Zeros(Silent):
+    """`Silent` that gathers zeros."""
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        output.zero_()
+        return self.Done()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_peak_of_stage_3_is_what_rests_two_units_and_a_bucket(k: int) -> None:
+    """Bytes alive between steps, and the most that forwards and backwards allocate.
+
+    Activations, scratch of kernels and the gradient of one matrix come on top: less than a unit, of 24.
+    """
+    width, layers = 128, 24
+    plan = sw.Plan(
+        mesh=sw.Mesh(dp_shard=2),
+        sharding=sw.Sharding(stage=3),
+        merge=sw.Merge(microbatches=k),
+        precision=sw.Precision(compute="bfloat16"),
+    )
+    alive_before = tensor_bytes_alive()
+    engine = sw.parallelize(
+        nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(layers))),
+        plan,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        loss=lambda output, _: output.float().square().mean(),
+        channel=Zeros(),
+    )
+    train = engine._computation.train
+    peaks = []
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            result = train(*args, **kwargs)
+        held = peak = 0
+        for event in seen.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                peak = max(peak, held)
+        peaks.append(peak)
+        return result
+
+    engine._computation.train = measured  # type: ignore[method-assign]
+    batch = {"input": torch.ones(k, width)}
+    for _ in range(2):
+        assert not engine.step(batch).skipped
+    num_elements = layers * 2 * (width * width + width)
+    unit_bytes = 2 * num_elements // layers
+    at_rest = (2 + 12 + 4) * num_elements // 2
+    expected = at_rest + 2 * unit_bytes + unit_bytes  # a unit is one bucket
+    assert tensor_bytes_alive() - alive_before + peaks[-1] == pytest.approx(expected, rel=0.03)

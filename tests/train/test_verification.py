@@ -64,6 +64,38 @@ def test_other_orders_of_additions_are_rounding(asked: sw.Plan, make_model: Any)
     assert len(report.steps) == 2
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_model_of_transformers_under_the_plan_that_it_carries(bf16: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "use_cache": False}
+    config = transformers.Qwen2Config(**sizes, **heads)  # the gradient of its biases of keys is zero but for rounding
+    tokens = torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(0))
+    report = sw.verify(
+        lambda: transformers.Qwen2ForCausalLM(config),
+        plan(1, pp=2, tp=2, dp_shard=2, bf16=bf16, tensor=sw.Tensor(rules="auto")),
+        [{"input_ids": tokens, "labels": tokens}] * 2,
+        optimizer=torch.optim.AdamW,
+    )
+    assert report.verdict == "rounding", report.text()
+    assert compared(report, PER_MICROBATCH)[0] > 2 * 2 * 26  # those of cut parameters in parts
+
+
+def test_matrices_that_an_optimizer_takes_whole() -> None:
+    def muon(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([each for each in parameters if each.ndim == 2], lr=0.02)
+
+    def make_model() -> Net:
+        model = Net()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.ndim == 2)
+        return model
+
+    asked = sw.Plan(mesh=sw.Mesh(dp_shard=2), merge=sw.Merge(microbatches=2), sharding=sw.Sharding(partition="whole"))
+    report = verified(asked, make_model=make_model, optimizer=muon, steps=2)
+    assert report.verdict == "rounding", report.text()
+
+
 def test_what_batches_count_and_how_they_are_merged_is_that_of_the_plan() -> None:
     def count(batch: Any) -> float:
         return float((batch["words"][0, 0] > 4).item() * 3)

@@ -90,8 +90,8 @@ def test_a_missing_gradient_reduction(asked: sw.Plan, monkeypatch: Monkeypatch) 
     assert (found.kind, found.tensor, found.module, found.step) == ("mean gradient of", "head.weight", "head", 0)
     # Which rank's sum is looked at first depends on where the worst element is; each has its own two microbatches.
     words = {
-        2: "It is as if microbatches counted: 0 to 1 1 time, 2 to 3 0 times",
-        0: "It is as if microbatches counted: 0 to 1 0 times, 2 to 3 1 time",
+        2: "It is as if microbatches 0 to 1 counted once, 2 to 3 counted not at all",
+        0: "It is as if microbatches 0 to 1 counted not at all, 2 to 3 counted once",
     }
     assert found.microbatch is not None
     assert found.explanation == words[found.microbatch]
@@ -146,10 +146,7 @@ def test_a_tie_that_is_cut_in_the_sum_over_stages(monkeypatch: Monkeypatch) -> N
     monkeypatch.setattr(StageTies, "collect", forget)
     found = named(verified(plan(pp=2), make_model=tied))
     assert (found.kind, found.tensor, found.module) == ("mean gradient of", "embedding.weight", "embedding")
-    assert (
-        found.explanation
-        == "It is as if uses of it on ranks along pp counted: those on rank 0 1 time, those on rank 1 0 times"
-    )
+    assert found.explanation == "It is as if its uses, along pp, on rank 0 counted once, on rank 1 counted not at all"
 
 
 def test_a_tie_that_is_cut_within_a_backward(monkeypatch: Monkeypatch) -> None:

@@ -32,9 +32,11 @@ class Computation:
         rank: int,
         data_rank: int,
         sharded: Sharded | None = None,
+        on_loss: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `sharded`: None
-        where whole working copies and gradients are held."""
+        where whole working copies and gradients are held. `on_loss`: sees each loss before its backward, where the
+        whole model is here."""
         self.random = random
         self.step = 0
         """The steps begun so far."""
@@ -45,6 +47,7 @@ class Computation:
         self._rank = rank
         self._data_rank = data_rank
         self._sharded = sharded
+        self._on_loss = on_loss
 
     def check_even(self, weighting: Weighting) -> None:
         """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
@@ -147,6 +150,8 @@ class Computation:
         loss = self.loss(part)
         if not loss.requires_grad:
             raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
+        if self._on_loss is not None:
+            self._on_loss(loss)
         if before_last_backward is not None:
             before_last_backward()
         (loss if factor == 1.0 else loss * factor).backward()

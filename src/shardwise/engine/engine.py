@@ -11,7 +11,7 @@ One update on one rank (numbers as in docs/life-of-a-parameter.md):
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,7 @@ from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.state import placed, state_of
 from shardwise.engine.tensor.replicated import sum_over_ranks
+from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
 from shardwise.errors import ModelError, OptimizerError, PeerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
@@ -72,9 +73,9 @@ class Engine:
         optimizers: tuple[KnownOptimizer, ...],
         counters: Counters,
         sizes: Sizes,
-        summed: Collection[str] = (),
+        summed: SummedGradients,
     ) -> None:
-        """`inventory`: of what this rank owns, or owns a part of. `summed`: see `TensorPlan.summed`."""
+        """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
         self.plan = plan
         self.optimizers = tuple(known.optimizer for known in optimizers)
@@ -91,7 +92,7 @@ class Engine:
         self._ties = ties
         self._sizes = sizes
         self._model_buffers = model_buffers
-        self._summed = frozenset(summed)
+        self._summed = summed
         self._has_gradients = False
         self._is_used_up = False
         self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
@@ -323,7 +324,7 @@ class Engine:
         """Sum over all stages and data ranks; the owned gradients by name, in the order of the model's parameters."""
         self._ties.collect(self._gradients)
         self._gradients.reduce()
-        summed = [self._gradient_of(each) for each in self._buffers.owned if each.segment.name in self._summed]
+        summed = [self._gradient_of(each) for each in self._buffers.owned if each.segment.name in self._summed.names]
         sum_over_ranks(summed, self._channels.tensor)
         owned = {each.segment.name: self._gradient_of(each) for each in self._buffers.owned}
         return {name: owned[name] for name in self._names.trainable if name in owned}

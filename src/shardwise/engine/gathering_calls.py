@@ -19,6 +19,9 @@ class GatheringCalls:
     Where no input needs a gradient it ends with the backward of the microbatch.
     """
 
+    structure = None
+    """It changes no shapes."""
+
     def __init__(
         self, gathering: Gathering, units: Sequence[GatheredUnit], place: tuple[nn.Module, str, nn.Parameter]
     ) -> None:
@@ -67,9 +70,7 @@ def _is_recomputed() -> bool:
     return is_in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _watched(
-    call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _watched(call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with views of the tensors that need gradients; one view where the same tensor comes twice."""
     views: dict[int, torch.Tensor] = {}
 

@@ -172,6 +172,11 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
         raise ModelError(
             f"{what} has no shape before the first forward; run the model once on a sample before parallelize"
         )
+    if hasattr(type(tensor), "_is_resting"):
+        raise ModelError(
+            f"{what} is cut over ranks by the plan that the model is under (stage 3); put it under another one with "
+            "sw.relayout(engine, plan)"
+        )
     if tensor.layout != torch.strided:
         raise ModelError(f"{what} has layout {tensor.layout}; shardwise runs dense (strided) parameters and buffers")
 

@@ -35,9 +35,10 @@ from shardwise.engine.sharded import (
     plan_layout,
     units_of,
 )
+from shardwise.engine.sizes import Sizes
 from shardwise.engine.tensor.cutting import agree_on_tensor_plan, keep_portions
 from shardwise.engine.tensor.running import TensorParallel
-from shardwise.engine.sizes import Sizes
+from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
 from shardwise.engine.values import ValueSource, fill, give_room
 from shardwise.engine.wrapping import unwrap
@@ -156,6 +157,11 @@ def parallelize_with(
             chains=chains_of(inventory.specs, stages),
         )
         number_microbatches(sharded, runner)
+    summed = SummedGradients(
+        owned.parameters,
+        cut=[spec.name for spec in owned.specs if spec.portion is not None],
+        summed=tensor_plan.summed,
+    )
     return Engine(
         model=model,
         plan=plan,
@@ -174,6 +180,7 @@ def parallelize_with(
             rank=channel.rank,
             data_rank=data_rank_of(plan, channel.rank),
             sharded=sharded,
+            on_loss=summed.look_at if plan.mesh.tp > 1 else None,
         ),
         loss_weight=loss_weight,
         channels=channels,
@@ -184,7 +191,7 @@ def parallelize_with(
         optimizers=known,
         counters=counters,
         sizes=Sizes(plan, layout, owner=channels.owners.rank, ties=ties, sharded=sharded, runner=runner),
-        summed=tensor_plan.summed,
+        summed=summed,
     )
 
 

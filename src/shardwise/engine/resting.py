@@ -102,9 +102,7 @@ class RestingBuffers(FlatBuffers):
         waiting: Collection[str] = (),
     ) -> None:
         """`unit_of`: parameter -> its unit."""
-        resting = [
-            (index, bucket) for index, bucket in enumerate(ownership.buckets) if bucket.slots[0].name in unit_of
-        ]
+        resting = [(index, bucket) for index, bucket in enumerate(ownership.buckets) if bucket.slots[0].name in unit_of]
         self._unit_of = unit_of
         self._runs: dict[int, torch.Tensor] = {}
         self._sources: dict[int, list[torch.Tensor]] = {}
@@ -113,7 +111,7 @@ class RestingBuffers(FlatBuffers):
         self._lay_out(resting, owners)
         super().__init__(inventory, ownership, owners, keep_shapes=keep_shapes, waiting=waiting)
         self._kinds: dict[str, type] = {}
-        for index, bucket in resting:
+        for _, bucket in resting:
             for slot in bucket.slots:
                 parameter = self._parameters[slot.name]
                 self._kinds[slot.name] = type(parameter)

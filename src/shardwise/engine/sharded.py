@@ -62,9 +62,7 @@ def plan_layout(
     labels: dict[str, str] = {}
     if stage >= 2:
         for spec in inventory.specs:
-            labels[spec.name] = (
-                "several stages" if spec.name in late else f"stage {parameters.first_stage[spec.name]}"
-            )
+            labels[spec.name] = "several stages" if spec.name in late else f"stage {parameters.first_stage[spec.name]}"
         labels |= held.unit_of()
     ownership = plan_ownership(
         inventory.specs, plan.sharding, num_owners=owners.size, num_replicas=replicas.size, units=labels

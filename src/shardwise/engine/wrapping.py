@@ -4,8 +4,8 @@ A wrapper takes the place of `module.forward` on the instance, so that hooks, `_
 Wrappers lie around each other in the order in which they were put on; they come off from the outside in.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -14,6 +14,10 @@ Forward = Callable[..., Any]
 
 class Wrapper(Protocol):
     """What runs in the place of a forward."""
+
+    @property
+    def structure(self) -> Hashable:
+        """What decides the shapes of its outputs, beside the module."""
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `forward`, which is the module's own or that of the wrapper inside, and give its output."""
@@ -37,17 +41,13 @@ def wrap(module: nn.Module, wrapper: Wrapper) -> None:
     module.forward = _Wrapped(module, wrapper)
 
 
-Kind = TypeVar("Kind")
-
-
-def wrapper_of(module: nn.Module, kind: type[Kind]) -> Kind | None:
-    """The outermost wrapper of this kind around the forward of `module`."""
-    forward: Any = vars(module).get("forward")
+def structures_of(forward: object) -> tuple[Hashable, ...]:
+    """Of the wrappers around a forward, from the outside in: their kinds, and what decides shapes."""
+    found = []
     while isinstance(forward, _Wrapped):
-        if isinstance(forward.wrapper, kind):
-            return forward.wrapper
+        found.append((type(forward.wrapper), forward.wrapper.structure))
         forward = forward.inner
-    return None
+    return tuple(found)
 
 
 def unwrap(model: nn.Module) -> None:

@@ -163,7 +163,7 @@ def plan_ownership(
     last_of: list[int] = []  # position of the last member of each group
     open_groups: dict[tuple[str | bool | None, ...], tuple[int, int]] = {}  # which group, and bytes in it
     for position, parameter in enumerate(fused):
-        # What is cut along tp has another size on other ranks: apart from it, whole parameters lie alike on all of them.
+        # What is cut along tp has another size on other ranks: apart from it, whole parameters lie alike on all.
         unit = units.get(parameter.name)
         kind = (parameter.working, parameter.master, parameter.trainable, parameter.portion is None, unit)
         size_bytes = parameter.num_elements * itemsize_bytes(parameter.working)

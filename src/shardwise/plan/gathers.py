@@ -43,11 +43,7 @@ def count_gathers(
     for kind, stage in actions:
         uses = forward.get(stage, ())
         if kind == "B":
-            uses = [
-                Use(use.unit, not use.begins)
-                for use in reversed(uses)
-                if backward is None or use.unit in backward
-            ]
+            uses = [Use(use.unit, not use.begins) for use in reversed(uses) if backward is None or use.unit in backward]
         for use in uses:
             num_uses[use.unit] += 1 if use.begins else -1
             if use.begins and use.unit not in resident:

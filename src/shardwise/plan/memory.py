@@ -188,7 +188,7 @@ def sharded_footprint(
     places = places_in_buffers(cut, precision, by_unit=bool(units))
     num_buffers = min(2, len({place.group for place in places}))
     scratch = max((bucket.counts[owner] * itemsize_bytes(bucket.master) for bucket in trainable), default=0)
-    gathered = {name: 0 for name in units}
+    gathered = dict.fromkeys(units, 0)
     working = 0
     for bucket in ownership.buckets:
         itemsize = itemsize_bytes(bucket.working)

@@ -19,6 +19,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.names import meant_by, nearest
 from shardwise.plan.outlines import Outline
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
     """Parameters that are gathered together."""
@@ -186,7 +187,9 @@ def _matched(outline: Outline, patterns: Sequence[str]) -> set[str]:
             hint = f"; the nearest module is {near!r}" if near is not None else "; the model has no modules inside"
             problems.append(f"sharding.units: {pattern!r} matches none of the {len(by_name)} modules{hint}")
         elif not usable:
-            problems.append(f"sharding.units: {pattern!r} matches modules without parameters only, such as {meant[0]!r}")
+            problems.append(
+                f"sharding.units: {pattern!r} matches modules without parameters only, such as {meant[0]!r}"
+            )
         elif lists := [each for each in usable if each.is_container]:
             problems.append(
                 f"sharding.units: {pattern!r} matches {lists[0].name!r}, a {lists[0].kind} whose forward is never "

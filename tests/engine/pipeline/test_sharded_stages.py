@@ -14,7 +14,16 @@ from tests.engine.ranks import assert_same_bits
 from tests.engine.test_stages import Net, adamw
 
 BATCHES = [word_batch(seed, 16) for seed in range(2)]
-STAGES = {"embedding": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "head": 1, "unused": 1, "scales.*": 0, "empty": 1}
+STAGES = {
+    "embedding": 0,
+    "blocks.0": 0,
+    "blocks.1": 1,
+    "blocks.2": 1,
+    "head": 1,
+    "unused": 1,
+    "scales.*": 0,
+    "empty": 1,
+}
 
 
 def trained(plan: sw.Plan, kind: str, batches: list[dict[str, torch.Tensor]], loss_weight: Any = None) -> Trained:
@@ -23,9 +32,7 @@ def trained(plan: sw.Plan, kind: str, batches: list[dict[str, torch.Tensor]], lo
     def run(channel: sw.Channel) -> Trained:
         torch.manual_seed(0)
         model = Net(kind)
-        engine = sw.parallelize(
-            model, plan, optimizer=adamw, loss=word_loss, loss_weight=loss_weight, channel=channel
-        )
+        engine = sw.parallelize(model, plan, optimizer=adamw, loss=word_loss, loss_weight=loss_weight, channel=channel)
         data_rank = plan.mesh.peers(channel.rank, ("dp_shard",)).index(channel.rank)
         result = Trained()
         for batch in batches:

@@ -11,7 +11,7 @@ from shardwise.comm.recorded import Call, Recorded
 from shardwise.engine.tensor.cutting import portion_of
 from shardwise.engine.tensor.outline import tensor_outline
 from shardwise.engine.tensor.running import TensorParallel
-from shardwise.engine.tensor.tracing import find_summed
+from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.plan.tensor import TensorPlan, plan_tensor
 
 MakeModel = Callable[[], nn.Module]
@@ -59,7 +59,9 @@ def compute_cut(
         output = run(model)
         loss = output.sum()
         parameters = dict(model.named_parameters())
-        summed = find_summed(loss, parameters, cut=plan.cuts, summed=plan.summed)
+        watched = SummedGradients(parameters, cut=plan.cuts, summed=plan.summed)
+        watched.look_at(loss)
+        summed = watched.names
         assert is_completed or summed == plan.summed, summed ^ plan.summed
         loss.backward()
         gradients = {name: each.grad for name, each in parameters.items()}

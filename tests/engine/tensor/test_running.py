@@ -154,12 +154,13 @@ def test_a_recomputed_forward_moves_the_same_again(use_reentrant: bool) -> None:
     assert_close(compute_cut(SequenceModel, rules, 2, recomputed), compute_whole(SequenceModel, run_six))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at it
 def test_a_compiled_module_moves_the_same() -> None:
-    def compiled(model: nn.Module) -> torch.Tensor:
-        assert isinstance(model, SequenceModel)
+    def make() -> nn.Module:
+        model = SequenceModel()
         for block in model.blocks:
             block.compile(backend="eager")
-        return run_six(model)
+        return model
 
     rules = {"*.up": "column", "*.down": "row"}
-    assert_close(compute_cut(SequenceModel, rules, 2, compiled), compute_whole(SequenceModel, run_six))
+    assert_close(compute_cut(make, rules, 2, run_six), compute_whole(SequenceModel, run_six))

@@ -245,3 +245,12 @@ def test_values_between_blocks_may_be_cut_along_the_positions(num_ranks: int, em
     rules |= {"embedding": embedding} if embedding != "split" else {"blocks.0": "split"}
     got = compute_cut(SequenceModel, rules, num_ranks, run_six)
     assert_close(got, compute_whole(SequenceModel, run_six))
+
+
+def test_ranks_may_have_no_position_of_a_sequence() -> None:
+    def run_one(model: nn.Module) -> torch.Tensor:
+        out: torch.Tensor = model(torch.tensor([[3], [4]])).square()
+        return out
+
+    rules = {"*norm": "sequence", "*.up": "column", "*.down": "row"}
+    assert_close(compute_cut(SequenceModel, rules, 3, run_one), compute_whole(SequenceModel, run_one))

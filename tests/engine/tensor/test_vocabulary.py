@@ -15,6 +15,7 @@ from shardwise.engine.tensor.running import TensorParallel
 from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
 from shardwise.errors import ModelError, PlanError
 from shardwise.plan.tensor import plan_tensor
+from tests.engine.tensor.cut_models import assert_close, compute_cut, compute_whole
 
 NUM_TOKENS = 37
 
@@ -136,3 +137,26 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_label_that_no_rank_has_is_refused_as_by_torch() -> None:
     with pytest.raises(IndexError, match="labels reach from -100 to 36, but there are 37 tokens"):
         on_ranks(2, {"ignore_index": -1}, ignored=-100)
+
+
+def test_what_stands_between_a_cut_head_and_its_loss_has_a_gradient_of_each_rank() -> None:
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(6, 6)
+            self.head = nn.Linear(6, NUM_TOKENS)
+            self.temperature = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.before(x)) * self.temperature
+            return out
+
+    def entropy_of(model: nn.Module) -> torch.Tensor:
+        assert isinstance(model, Tempered)
+        hidden, labels = make_batch()
+        return VocabularyCrossEntropy(model.head)(model(hidden.double()), labels).reshape(1)
+
+    got = compute_cut(Tempered, {"head": "column"}, 2, entropy_of, is_completed=True)
+    assert got.plan is not None
+    assert got.plan.summed == {"temperature"}
+    assert_close(got, compute_whole(Tempered, entropy_of))

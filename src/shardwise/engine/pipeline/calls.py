@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.engine.pipeline.fakes import Fakes
 from shardwise.engine.pipeline.nested import is_plain, token_of
 from shardwise.engine.pipeline.values import Spec
+from shardwise.engine.wrapping import structures_of
 
 _ARITHMETIC = frozenset(
     f"{side}{name}" for side in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "pow")
@@ -217,8 +218,10 @@ def _structure_of(module: nn.Module, name: str) -> Hashable:
         attributes = [
             (key, "own number" if type(held) is int and held == own_number and not is_torchs else _attribute(held))
             for key, held in sorted(vars(each).items())
-            if not key.startswith("_") and key != "training"
+            if not key.startswith("_") and key not in ("training", "forward")
         ]
+        forward = vars(each).get("forward")
+        attributes.append(("forward", structures_of(forward) or _attribute(forward)))
         described.append((inner_name, type(each), tuple(tensors), tuple(attributes)))
     return tuple(described)
 

@@ -15,8 +15,9 @@ as it is, is added in float32 and rounded once. What moved is no view, so that i
 tensors do not travel: what comes of them has the right shape.
 """
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,6 +26,9 @@ from shardwise.comm import Channel
 from shardwise.plan.tensor_plan import Ranges
 
 Movement = Callable[[torch.Tensor], torch.Tensor]
+
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
 
 Kind = Literal["share", "total", "whole", "part", "spread", "settle", "once"]
 
@@ -80,32 +84,33 @@ class Movements:
         self._purpose = purpose
         self.rank = channel.rank
         self.num_ranks = channel.size
+        self._moved = uncompiled(_moved)
 
     def share(self, value: torch.Tensor) -> torch.Tensor:
         """The same value, which each rank reads for itself."""
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
-        return _moved(value, "share", _same, self._sum)
+        return self._moved(value, "share", _same, self._sum)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' values."""
-        return _moved(value, "total", self._sum, _same)
+        return self._moved(value, "total", self._sum, _same)
 
     def whole(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
         """All ranks' parts along `dim`, each where its ranges say."""
-        return _moved(value, "whole", self._gathering(dim, ranges), self._taking(dim, ranges))
+        return self._moved(value, "whole", self._gathering(dim, ranges), self._taking(dim, ranges))
 
     def part(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
         """This rank's part along `dim`."""
-        return _moved(value, "part", self._taking(dim, ranges), self._gathering(dim, ranges))
+        return self._moved(value, "part", self._taking(dim, ranges), self._gathering(dim, ranges))
 
     def spread(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
         """All ranks' parts along `dim`, which each rank reads for itself."""
-        return _moved(value, "spread", self._gathering(dim, ranges), self._settling(dim, ranges))
+        return self._moved(value, "spread", self._gathering(dim, ranges), self._settling(dim, ranges))
 
     def settle(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
         """This rank's part along `dim` of the sum of all ranks' values."""
-        return _moved(value, "settle", self._settling(dim, ranges), self._gathering(dim, ranges))
+        return self._moved(value, "settle", self._settling(dim, ranges), self._gathering(dim, ranges))
 
     def share_last(self, value: torch.Tensor, size: int) -> torch.Tensor:
         """The same value, of which each rank reads the last `size` along the last dim for itself."""
@@ -116,11 +121,11 @@ class Movements:
 
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
-        return _moved(value, "share", _same, sum_last)
+        return self._moved(value, "share", _same, sum_last)
 
     def on_first_rank(self, value: torch.Tensor) -> torch.Tensor:
         """The value on the first rank, zeros on the others; so for the gradient."""
-        return _moved(value, "once", _same, _same) if self.rank == 0 else _moved(value, "once", _zeros, _zeros)
+        return self._moved(value, "once", *((_same, _same) if self.rank == 0 else (_zeros, _zeros)))
 
     def gathered(self, value: torch.Tensor) -> torch.Tensor:
         """All ranks' values, of one shape, in rank order along a new first dim; without a gradient."""
@@ -182,6 +187,17 @@ class Movements:
             return self._summed_part(torch.cat(parts), counts, shape)
 
         return settle
+
+
+def uncompiled(function: Callable[Given, Answer]) -> Callable[Given, Answer]:
+    """The function as compiled modules may call it: what it does is not compiled with them.
+
+    Torch loads its compiler with the first module that is compiled, and not before for our sake: that takes seconds.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return function
+    alone: Callable[Given, Answer] = torch.compiler.disable(function)
+    return alone
 
 
 def is_fake(value: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.tensor.movements import Movements, is_fake
+from shardwise.engine.tensor.movements import Movements, is_fake, uncompiled
 from shardwise.engine.wrapping import Forward
 from shardwise.errors import ModelError
 from shardwise.plan.tensor_plan import Style
@@ -26,8 +26,9 @@ class SharedInputs:
     def __init__(self) -> None:
         self._value: weakref.ref[torch.Tensor] | None = None
         self._known: tuple[int, object, torch.Tensor] | None = None
+        self.made = uncompiled(self._made)
 
-    def made(self, value: torch.Tensor, how: object, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _made(self, value: torch.Tensor, how: object, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`make(value)`, or what it gave the last time for the same value; `how`: equal where `make` does the same."""
         if not (torch.is_grad_enabled() and value.requires_grad):
             return make(value)
@@ -50,7 +51,7 @@ class Styled:
 
     def __init__(self, name: str, style: Style, movements: Movements, shared: SharedInputs) -> None:
         self.name = name
-        self.style = style
+        self.style = self.structure = style
         self.movements = movements
         self.shared = shared
 

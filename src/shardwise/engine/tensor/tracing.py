@@ -63,29 +63,35 @@ def gradients_of_leaves(loss: torch.Tensor) -> dict[torch.Tensor, Gradient] | No
     return leaves
 
 
-def find_summed(
-    loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], *, cut: Iterable[str], summed: Iterable[str]
-) -> frozenset[str]:
-    """The whole parameters whose gradients are to be summed over the ranks: `summed`, put right by the graph of `loss`.
+class SummedGradients:
+    """The whole parameters of a rank whose gradients are to be summed over the ranks along `tp`.
 
-    parameters: by name, those of this rank. cut: names of those that are cut. Parameters that the graph does not reach,
-    and all where it is hidden (a reentrant activation checkpoint, a compiled module), stay as `summed` has them. Raises
-    ModelError for parameters that no sum makes right.
+    It begins with what the rules say, and is put right by the graphs of losses. What no graph has reached yet, and all
+    where a part is hidden (a reentrant activation checkpoint, a compiled module), stays as the rules have it.
     """
-    leaves = gradients_of_leaves(loss)
-    if leaves is None:
-        return frozenset(summed)
-    whole = {name: leaves.get(each) for name, each in parameters.items() if name not in frozenset(cut)}
-    both = [name for name, gradient in whole.items() if gradient == "both"]
-    if both:
-        shown = ", ".join(map(repr, both[:5])) + (f" and {len(both) - 5} more" if len(both) > 5 else "")
-        raise ModelError(
-            f"tensor.rules: values made with {shown} are read by all ranks alike and also by each rank for its own "
-            "part (heads, columns), without a rule between; give the rule 'mla_kv_a_proj(size=...)' to the module "
-            "whose last outputs every rank reads, or 'replicate' to the modules that cut what they meet"
-        )
-    known = {name: gradient == "own" for name, gradient in whole.items() if gradient is not None}
-    return frozenset(name for name in parameters if known.get(name, name in frozenset(summed)))
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, cut: Iterable[str], summed: Iterable[str]) -> None:
+        """parameters: by name, those of this rank. cut: names of those that are cut. summed: what the rules say."""
+        cut = frozenset(cut)
+        self.names = frozenset(summed)
+        self._unseen = {name: each for name, each in parameters.items() if name not in cut and each.requires_grad}
+
+    def look_at(self, loss: torch.Tensor) -> None:
+        """Learn from the graph of a loss. Raises ModelError for parameters that no sum makes right."""
+        if not self._unseen or (leaves := gradients_of_leaves(loss)) is None:
+            return
+        found = {name: gradient for name, each in self._unseen.items() if (gradient := leaves.get(each)) is not None}
+        if both := [name for name, gradient in found.items() if gradient == "both"]:
+            shown = ", ".join(map(repr, both[:5])) + (f" and {len(both) - 5} more" if len(both) > 5 else "")
+            raise ModelError(
+                f"tensor.rules: values made with {shown} are read by all ranks alike and also by each rank for its own "
+                "part (heads, columns), without a rule between; give the rule 'mla_kv_a_proj(size=...)' to the module "
+                "whose last outputs every rank reads, or 'replicate' to the modules that cut what they meet"
+            )
+        own = {name for name, gradient in found.items() if gradient == "own"}
+        self.names = self.names - found.keys() | own
+        for name in found:
+            del self._unseen[name]
 
 
 def _given(node: Any, gradient: Gradient) -> Gradient:

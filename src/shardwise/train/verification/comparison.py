@@ -85,6 +85,10 @@ class StepComparer:
         )
 
     def _divergences(self) -> Iterator[Divergence]:
+        computed = len({key.microbatch for key in self._own.notes.outputs})
+        if computed != len(self._layout.counted):
+            fewer = self._divergence("batch", "microbatches of all data ranks", "", EQUAL, None)
+            yield replace(fewer, one_process=f"{computed}", layout=f"{len(self._layout.counted)}")
         for own_number, number in enumerate(self._layout.counted):
             yield from self._of_outputs(own_number, number)
             yield from self._of_contributions(own_number, number)

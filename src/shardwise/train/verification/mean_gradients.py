@@ -128,13 +128,13 @@ class MeanGradients:
         weights = _fitted(self._of_microbatches(name, inside), target)
         wrong = [at for at, weight in enumerate(weights) if abs(weight - 1) > _UNLIKE_ONE]
         if wrong:
-            listed = [f"{self._range(numbers)} {_times(weight)}" for weight, numbers in _runs(weights)]
-            return f"It is as if microbatches counted: {', '.join(listed)}", self._layout.counted[wrong[0]]
+            listed = [f"{self._range(numbers)} counted {_times(weight)}" for weight, numbers in _runs(weights)]
+            return f"It is as if microbatches {', '.join(listed)}", self._layout.counted[wrong[0]]
         stages = self._of_stages(name, inside)
         weights = _fitted(list(stages.values()), target) if len(stages) > 1 else []
         if any(abs(weight - 1) > _UNLIKE_ONE for weight in weights):
-            listed = [f"those on rank {rank} {_times(weight)}" for rank, weight in zip(stages, weights, strict=True)]
-            return f"It is as if uses of it on ranks along pp counted: {', '.join(listed)}", None
+            listed = [f"rank {rank} counted {_times(weight)}" for rank, weight in zip(stages, weights, strict=True)]
+            return f"It is as if its uses, along pp, on {', on '.join(listed)}", None
         return "", None
 
     def _range(self, numbers: Sequence[int]) -> str:
@@ -258,4 +258,5 @@ def _runs(weights: Sequence[float]) -> Iterator[tuple[float, list[int]]]:
 
 
 def _times(weight: float) -> str:
-    return "1 time" if round(weight, 3) == 1 else f"{round(weight, 3) + 0.0:g} times"
+    rounded = round(weight, 3) + 0.0
+    return {0.0: "not at all", 1.0: "once"}.get(rounded, f"{rounded:g} times")
