@@ -76,15 +76,18 @@ def run_cell(cell: Cell) -> Outcome:
     losses: dict[str, list[float]] = {}
     held: dict[str, int] = {}
     predicted: dict[str, int] = {}
+    gc.collect()
+    gc.freeze()  # what the libraries brought along is not looked through each time that tensors are counted
+    before = live_tensor_bytes()
     for side in sides:
-        before = live_tensor_bytes()
         model = llama(num_heads=cell.num_heads, num_layers=cell.num_layers)
         training = side.prepare(model, cell.num_microbatches)
         trainings[side.name] = training
         if training.predicted_bytes is not None:
             predicted[side.name] = training.predicted_bytes
         losses[side.name] = [_mean_of_ranks(training.step(drawn[0])) for _ in range(NUM_PROOF_STEPS)]
-        held[side.name] = live_tensor_bytes() - before
+        after = live_tensor_bytes()
+        held[side.name], before = after - before, after
     prove_training(sides, losses)
     turns, num_steps = _alternate(trainings, drawn, cell)
     return Outcome(

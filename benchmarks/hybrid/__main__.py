@@ -45,9 +45,8 @@ def main() -> None:
         print(f"    {time.monotonic() - begun:.0f} s", file=sys.stderr)
     peaks = list(_peaks(arguments)) if "memory" in arguments.parts else []
     counts = list(_counts(arguments)) if "counts" in arguments.parts else []
-    print(table.steps_table(outcomes))
-    print(table.findings_table(peaks, counts))
-    print(table.peaks_table(peaks))
+    for text in table.tables(outcomes, peaks, counts):
+        print(text)
     whole = len(sys.argv) == 1
     if results := arguments.write or ("hybrid" if whole else None):
         command = shlex.join(["python", "-m", "benchmarks.hybrid", *sys.argv[1:]])

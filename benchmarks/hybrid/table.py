@@ -14,7 +14,7 @@ from benchmarks.rounds_file import write_rounds
 from benchmarks.sides import side_named
 from benchmarks.table import HEADER, row
 
-__all__ = ["counts_table", "findings_table", "peaks_table", "steps_table", "write"]
+__all__ = ["counts_table", "findings_table", "peaks_table", "steps_table", "tables", "write"]
 
 
 def steps_table(outcomes: Sequence[Outcome]) -> str:
@@ -58,6 +58,14 @@ def peaks_table(peaks: Sequence[Peak]) -> str:
     return markdown(header, rows)
 
 
+def tables(outcomes: Sequence[Outcome], peaks: Sequence[Peak], counts: Sequence[Count]) -> list[str]:
+    """All tables of what was measured."""
+    found = [steps_table(outcomes)] if outcomes else []
+    found += [findings_table(peaks, counts)] if peaks or counts else []
+    found += [peaks_table(peaks)] if peaks else []
+    return found + ([counts_table(counts)] if counts else [])
+
+
 def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.1f}"
 
@@ -78,9 +86,9 @@ memory ours counts what it has mapped of the others' memory too. More ranks than
 Tokens are those of a microbatch on a rank. The model is a Llama of 15.7 M parameters in 8 layers, the same fused AdamW
 on all sides, 1 thread per rank. `-tcp`: the same over TCP, as gloo goes; `-silent`: with the communication taken out.
 
-Peaks: rank 0 of processes over TCP, 2 tokens per microbatch; what torch's allocator has given out at a time, and what
-was there before the update. Counts: simulated ranks, buckets of 4 MB; N elements, P with the padding of B buckets, d
-ranks."""
+Peaks: rank 0, 2 tokens per microbatch; what torch's allocator and the channel (its own shared memory) have given out at
+a time, and before the update. Counts: simulated ranks, buckets of 1 MB; N elements, P with the padding of B buckets, d
+ranks; L layers, t ranks along tp, T tokens, H channels, V words."""
 
 
 def write(
@@ -100,6 +108,5 @@ def write(
     names = sides_of([pair for outcome in outcomes for pair in pairs(outcome.cell)])
     measured = {side for outcome in outcomes for side in outcome.seconds}
     about = "\n".join(f"- `{side}`: {side_named(side).about}" for side in names if side in measured)
-    tables = [steps_table(outcomes), findings_table(peaks, counts), peaks_table(peaks), counts_table(counts)]
-    parts = ["# Stages 2 and 3, tensor parallelism", head, NOTES, *tables, about]
+    parts = ["# Stages 2 and 3, tensor parallelism", head, NOTES, *tables(outcomes, peaks, counts), about]
     (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n")

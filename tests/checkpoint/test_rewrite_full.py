@@ -213,7 +213,7 @@ class _Planned:
         return self._held
 
     def settings(self) -> dict[str, Any]:
-        return {"plan": {}}
+        return {"plan": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"gu": "column"})).text()}
 
 
 @pytest.mark.parametrize("optimizer", [False, True])

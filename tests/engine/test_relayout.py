@@ -213,6 +213,19 @@ def test_a_plan_that_cannot_be_leaves_the_engine_as_it_was(name: str) -> None:
     assert all(said == results[0][1] for _, said in results), "every rank is told the same"
 
 
+def test_what_one_rank_alone_cannot_hand_over_is_told_to_all() -> None:
+    def run(channel: sw.Channel) -> str:
+        engine = engine_of(FOUR["four-replicas"], channel)
+        train(engine, channel, [0])
+        if channel.rank == 3:
+            engine.model.gate = torch.nn.Parameter(torch.ones(1))
+        with pytest.raises(ModelError, match=r"rank 3: 1 parameters were replaced.*'gate'") as caught:
+            sw.relayout(engine, FOUR["tensor-two-stages"])
+        return str(caught.value)
+
+    assert len(set(sw.simulate(4, run))) == 1
+
+
 def test_hooks_of_the_user_stay_and_can_be_taken_off_after_a_refusal() -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_of(FOUR["stages-two-x-two"], channel)

@@ -133,7 +133,7 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
         gradients, buffers = engine._gradients, engine._buffers
         assert isinstance(gradients, GradientRuns)
         for _ in range(2):
-            gradients.peak_buffers = 0  # the first update cannot know that a module is not used, and waits for it
+            gradients.buffers.peak = 0  # the first update cannot know that a module is not used, and waits for it
             engine.step(share_of(BATCHES[0], channel.rank, channel.size))
         planned = engine.footprint()
         parts = [buffers.part(index) for index in range(len(buffers.working))]
@@ -147,8 +147,8 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
         assert sum(master.nbytes for master in buffers.masters) - aliased == planned.master_bytes
         assert bytes_of(gradients._runs) == planned.gradient_bytes
         # More than two while the last gradients come: those of the model itself and of the embedding, in both dtypes.
-        assert 2 <= gradients.peak_buffers <= 4
-        assert bytes_of([*gradients._free, gradients._scratch]) == planned.reducing_bytes
+        assert 2 <= gradients.buffers.peak <= 4
+        assert bytes_of([*gradients.buffers.free, gradients._scratch]) == planned.reducing_bytes
 
     sw.simulate(2, run)
 

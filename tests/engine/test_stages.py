@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine.gathering import Gathering
-from shardwise.errors import ModelError, PlanError
 from tests.engine.models import word_batch, word_loss, words, words_with_kept_norm
 from tests.engine.oracle import Trained, share_of
 from tests.engine.ranks import assert_same_bits
@@ -377,101 +376,6 @@ def test_the_next_unit_is_gathered_ahead_where_transfers_go_on_alone(kind: str, 
     assert keeps or max(most) == (3 if kind == "tied" else 2)
 
 
-def test_a_model_under_stage_3_changes_its_plan_by_relayout_only() -> None:
-    def run(channel: sw.Channel) -> None:
-        model = net("tied")()
-        engine = sw.parallelize(model, plan_of(3), optimizer=adamw, loss=word_loss, channel=channel)
-        share = share_of(BATCHES[0], channel.rank, channel.size)
-        engine.step(share)
-        with pytest.raises(ModelError, match=r"put it under another one with sw.relayout"):
-            sw.parallelize(model, plan_of(1), optimizer=adamw, loss=word_loss, channel=channel)
-        values = values_of_all(model, engine, channel)
-        for stage in (1, 3, 3, 2):
-            engine = sw.relayout(engine, plan_of(stage))
-            for name, value in values_of_all(model, engine, channel).items():
-                assert torch.equal(value, values[name]), (stage, name)
-        engine.step(share)
-
-    sw.simulate(2, run)
-
-
-def test_what_is_not_gathered_tells_what_it_is_and_refuses_the_rest() -> None:
-    def run(channel: sw.Channel) -> None:
-        model = net()()
-        engine = sw.parallelize(model, plan_of(3), optimizer=adamw, loss=word_loss, channel=channel)
-        weight = model.blocks[0].up.weight  # type: ignore[union-attr, index]
-        assert (weight.shape, weight.dtype, weight.numel()) == ((17, WIDTH), torch.float32, 102)
-        assert weight.requires_grad
-        assert weight.grad is None
-        weight.grad = None
-        assert isinstance(weight, nn.Parameter)
-        assert "not gathered (unit 'blocks.0')" in repr(weight)
-        for read in (
-            lambda: weight + 1,
-            lambda: weight.data,
-            lambda: weight.tolist(),
-            lambda: model.state_dict(),
-            lambda: torch.stack([weight, weight]),
-            lambda: model.blocks[0].up(torch.ones(WIDTH)),  # type: ignore[union-attr, index]
-            lambda: weight.data.fill_(1),
-            lambda: model.to(torch.float64),
-        ):
-            with pytest.raises(ModelError, match=r"of unit '.*', which is cut over ranks .* sharding.units"):
-                read()
-        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
-
-    sw.simulate(2, run)
-
-
-def test_a_parameter_that_is_read_past_its_unit_is_named() -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(11, 4)
-
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.embedding(words) @ self.embedding.weight.T
-            return out
-
-    def run(channel: sw.Channel, units: tuple[str, ...] | None) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(Reads())
-        engine = sw.parallelize(model, plan_of(3, units=units), optimizer=adamw, loss=word_loss, channel=channel)
-        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
-
-    with pytest.raises(ModelError, match=r"'0.embedding.weight' of unit '0.embedding'"):
-        sw.simulate(2, lambda channel: run(channel, None))
-    sw.simulate(2, lambda channel: run(channel, ("0",)))
-
-
-def test_a_write_in_forward_is_refused() -> None:
-    class Writes(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                self.bias.mul_(0.5)
-            return super().forward(input)
-
-    def run(channel: sw.Channel) -> None:
-        torch.manual_seed(0)
-        model = Writes(3, 3)
-        engine = sw.parallelize(
-            model, plan_of(3), optimizer=adamw, loss=lambda output, _: output.square().mean(), channel=channel
-        )
-        engine.step({"input": torch.ones(2, 3)})
-        with pytest.raises(ModelError, match="'bias' was written to in a forward"):
-            engine.step({"input": torch.ones(2, 3)})
-
-    sw.simulate(2, run)
-
-
-def test_units_that_match_nothing_are_refused_on_all_ranks() -> None:
-    def run(channel: sw.Channel) -> None:
-        sw.parallelize(net()(), plan_of(3, units=("block.*",)), optimizer=adamw, loss=word_loss, channel=channel)
-
-    with pytest.raises(PlanError, match=r"'block.\*' matches none of the .* modules; the nearest module is 'blocks"):
-        sw.simulate(2, run)
-
-
 def test_saving_gathers_nothing_and_any_stage_loads_what_another_saved(tmp_path: Any) -> None:
     precision = sw.Precision(compute="bfloat16", keep=("*norm*",))
     batches = [share_of(batch, 0, 1) for batch in BATCHES]
@@ -503,3 +407,17 @@ def test_saving_gathers_nothing_and_any_stage_loads_what_another_saved(tmp_path:
 
     for source, target in ((1, 3), (3, 2), (2, 3), (3, 1)):
         sw.simulate(2, partial(run, source=source, target=target))
+
+
+def test_compiled_blocks_are_gathered_around_the_whole_compiled_call() -> None:
+    def compiled() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11))
+        model[1].compile(backend="eager")
+        return model
+
+    trained = []
+    for stage in (1, 3):
+        torch.compiler.reset()
+        trained.append(train_sharded(compiled, plan_of(stage), BATCHES, optimizer=adamw, loss=word_loss))
+    assert_same_bits(*trained)

@@ -119,7 +119,8 @@ def test_units_and_keeping_are_for_stage_3() -> None:
     assert problems_of(Sharding, stage=3, units=()) == [
         "sharding.units: () is not a tuple of names of modules; write units=('layers.*',)"
     ]
-    plan = Plan(sharding=Sharding(stage=3, units=["layers.*"], keep_gathered=True))
+    from_a_list: Any = ["layers.*"]
+    plan = Plan(sharding=Sharding(stage=3, units=from_a_list, keep_gathered=True))
     assert plan.sharding.units == ("layers.*",)
     assert Plan.parse(plan.text()) == plan
 

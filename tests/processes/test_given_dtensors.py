@@ -1,5 +1,6 @@
 """Models that the user has made tensor parallel with torch's own means, trained as they come."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6), nn.LayerNorm(6), nn.Linear(6, 4, bias=False))
 
 
-def given(mesh: Any) -> nn.Sequential:
+def given(mesh: Any) -> nn.Module:
     """The model with its first block cut by torch; the rest stays as it is on every rank."""
     return parallelize_module(net(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def mean_square(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return (output - batch["y"]).square().mean()
+def mean_square(output: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+    loss: torch.Tensor = (output - batch["y"]).square().mean()
+    return loss
 
 
 def batch_of(rank: int, count: int) -> dict[str, torch.Tensor]:

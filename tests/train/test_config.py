@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,7 +159,8 @@ def test_problems_between_tables_are_listed_too(tmp_path: Path) -> None:
 def test_rules_of_tensor_parallelism_are_checked(tmp_path: Path) -> None:
     text = MINIMAL + "[mesh]\ntp = 2\n"
     config = read_config(written(tmp_path, text + '[tensor.rules]\n"up" = "column"\n'), num_processes=2)
-    assert dict(config.plan.tensor.rules) == {"up": "column"}
+    rules: Any = config.plan.tensor.rules
+    assert dict(rules) == {"up": "column"}
     assert "the rule 'colum' is unknown" in str(
         problems_of(tmp_path, text + '[tensor.rules]\n"up" = "colum"\n', num_processes=2)
     )

@@ -23,7 +23,8 @@ from shardwise.checkpoint.held import bytes_of, torch_dtype
 from shardwise.checkpoint.transfers import cast_through
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
-from shardwise.errors import ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.plan import Plan
 from shardwise.rewrite import Fragment, TensorMeta
 from shardwise.rewrite.casts import keeps_values
 from shardwise.space import Box, Piece, Run
@@ -38,9 +39,9 @@ __all__ = [
     "counterparts",
     "differences",
     "hops",
-    "is_planned",
     "metas_of_contents",
     "metas_of_pieces",
+    "ranks_along_tp",
     "room_for",
     "value_of",
 ]
@@ -71,34 +72,58 @@ def agree_on_rewrite(channel: Channel, check: Callable[[], T]) -> T:
 
 def metas_of_contents(contents: Contents) -> dict[str, TensorMeta]:
     """What a rewrite has to know of the tensors of a checkpoint."""
-    planned = is_planned(contents.settings)
+    num_ranks = ranks_along_tp(contents.settings)
+    pieces_of = {name: [stored.piece for stored in each.pieces] for name, each in contents.tensors.items()}
+    if num_ranks is not None and num_ranks > 1 and all(len(_boxes(each)) <= 1 for each in pieces_of.values()):
+        # Ranks along tp always cut something: these tensors were put together when they were saved.
+        return {
+            name: TensorMeta(each.shape, each.dtype, (0,) * len(each.shape)) for name, each in contents.tensors.items()
+        }
     return {
-        name: TensorMeta(
-            each.shape, each.dtype, _degrees(each.shape, (stored.piece for stored in each.pieces), planned)
-        )
+        name: TensorMeta(each.shape, each.dtype, _degrees(each.shape, pieces_of[name], num_ranks))
         for name, each in contents.tensors.items()
     }
 
 
-def is_planned(settings: Mapping[str, Any]) -> bool:
-    """Whether an engine holds or has saved the state: data parallelism cuts its tensors into runs, never into boxes."""
-    return "plan" in settings
+def ranks_along_tp(settings: Mapping[str, Any]) -> int | None:
+    """Over how many ranks the engine that holds or has saved a state cuts tensors into boxes.
+
+    None where no engine did, or where a rewrite has made other tensors of its own: their boxes may come from anything.
+    Data parallelism cuts the tensors of an engine into runs, never into boxes.
+    """
+    if not isinstance(text := settings.get("plan"), str) or "rewrite" in settings:
+        return None
+    try:
+        return Plan.parse(text).mesh.tp
+    except PlanError:  # of a version that knows other settings
+        return None
 
 
-def metas_of_pieces(pieces: Iterable[Piece], *, planned: bool) -> dict[str, TensorMeta]:
-    """What a rewrite has to know of the tensors of which these are all pieces, in the order in which they come."""
+def metas_of_pieces(pieces: Iterable[Piece], *, num_ranks: int | None) -> dict[str, TensorMeta]:
+    """What a rewrite has to know of the tensors of which these are all pieces, in the order in which they come.
+
+    num_ranks: see `ranks_along_tp`.
+    """
     tensors: dict[str, list[Piece]] = {}
     for piece in pieces:
         tensors.setdefault(piece.name, []).append(piece)
     return {
-        name: TensorMeta(held[0].global_shape, held[0].dtype, _degrees(held[0].global_shape, held, planned))
+        name: TensorMeta(held[0].global_shape, held[0].dtype, _degrees(held[0].global_shape, held, num_ranks))
         for name, held in tensors.items()
     }
 
 
-def _degrees(shape: tuple[int, ...], pieces: Iterable[Piece], planned: bool) -> tuple[int, ...]:
-    """Into how many equal boxes tensor parallelism cuts each dim; 0 where it is not known that this is what cuts it."""
-    boxes = {(piece.offset, piece.shape) for piece in pieces if 0 not in piece.shape}
+def _boxes(pieces: Iterable[Piece]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return {(piece.offset, piece.shape) for piece in pieces if 0 not in piece.shape}
+
+
+def _degrees(shape: tuple[int, ...], pieces: Iterable[Piece], num_ranks: int | None) -> tuple[int, ...]:
+    """For how many ranks along `tp` each dim is laid out; 0 where that is not known.
+
+    A rank that has one box of an even cut has what is fused for it. A rank with several has a part of each of several
+    stretches, which lie one after the other in the whole tensor as they do without tensor parallelism: degree 1.
+    """
+    boxes = _boxes(pieces)
     if len(boxes) <= 1:
         return ()
     degrees = []
@@ -106,7 +131,10 @@ def _degrees(shape: tuple[int, ...], pieces: Iterable[Piece], planned: bool) -> 
         parts = {(offset[dim], size[dim]) for offset, size in boxes}
         sizes = {size for _, size in parts}
         is_even = len(sizes) == 1 and sizes.pop() * len(parts) == whole
-        degrees.append(len(parts) if len(parts) == 1 or (planned and is_even) else 0)
+        if len(parts) == 1 or (num_ranks is not None and len(parts) > num_ranks):
+            degrees.append(1)
+        else:
+            degrees.append(len(parts) if len(parts) == num_ranks and is_even else 0)
     return tuple(degrees)
 
 

@@ -14,8 +14,8 @@ from shardwise.checkpoint.rewritten import (
     counterparts,
     differences,
     hops,
-    is_planned,
     metas_of_pieces,
+    ranks_along_tp,
     value_of,
 )
 from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_pieces
@@ -66,7 +66,7 @@ class StateRewriting:
         Raises RewriteError, with every finding and the same on all ranks, where the rewrite does not fit, and
         CheckpointError where numbers differ of which it makes one.
         """
-        found = self._find(channel, texts, ties, order, is_planned(held.settings))
+        found = self._find(channel, texts, ties, order, ranks_along_tp(held.settings))
         tensors: dict[Piece, torch.Tensor] = {}
         casts: dict[Piece, tuple[str, ...]] = {}
         for piece, ways in found.ways:
@@ -98,16 +98,16 @@ class StateRewriting:
         texts: Sequence[bytes],
         ties: Sequence[Mapping[str, str]],
         order: Iterable[str],
-        planned: bool,
+        num_ranks: int | None,
     ) -> "_Found":
-        key = (list(texts), list(map(dict, ties)), list(order), planned)
+        key = (list(texts), list(map(dict, ties)), list(order), num_ranks)
         if self._found is None or key != self._key:
             pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
             aliases = merge_ties(ties, [pieces_of[text] for text in texts])
             pieces_of = {
                 text: [each for each in pieces if each.name not in aliases] for text, pieces in pieces_of.items()
             }
-            metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), planned=planned)
+            metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), num_ranks=num_ranks)
             sources = {name: metas[name] for name in dict.fromkeys([*order, *metas]) if name in metas}
             checked = agree_on_rewrite(channel, lambda: self._checked(sources, aliases))
             outputs = checked.outputs

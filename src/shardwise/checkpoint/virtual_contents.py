@@ -24,9 +24,9 @@ from shardwise.checkpoint.rewritten import (
     agree_on_rewrite,
     counterparts,
     differences,
-    is_planned,
     metas_of_contents,
     metas_of_pieces,
+    ranks_along_tp,
     room_for,
     value_of,
 )
@@ -195,11 +195,11 @@ class _Live:
         """All ranks call it together; raises the same error on all."""
         refusal: ShardwiseError | None = None
         pieces: list[Piece] = []
-        facts: tuple[Mapping[str, str], bool, bool] = ({}, False, False)
+        facts: tuple[Mapping[str, str], bool, int | None] = ({}, False, None)
         try:
             held = hold(state, what="the target")
             pieces = list(held.tensors)
-            facts = held.aliases, bool(held.settings.get("optimizers")), is_planned(held.settings)
+            facts = held.aliases, bool(held.settings.get("optimizers")), ranks_along_tp(held.settings)
         except ShardwiseError as error:
             refusal = error
         text = pack_pieces(pieces)
@@ -207,8 +207,10 @@ class _Live:
         gathered = gathering.gather(channel, [text, json.dumps(facts).encode()], refusal=refusal)
         pieces_of = unpack_alike(gathered.texts[0], text, pieces)
         known = [json.loads(each) for each in dict.fromkeys(gathered.texts[1])]
-        planned = all(by_plan for _, _, by_plan in known)
-        metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), planned=planned)
+        degrees = {num_ranks for _, _, num_ranks in known}
+        metas = metas_of_pieces(
+            chain.from_iterable(pieces_of.values()), num_ranks=degrees.pop() if len(degrees) == 1 else None
+        )
         aliases = {alias: name for ties, _, _ in known for alias, name in ties.items()}
         tied = {alias: metas[name] for alias, name in aliases.items() if name in metas}
         takes_state = any(takes for _, takes, _ in known) or any(map(is_state_name, metas))

@@ -32,10 +32,10 @@ class Computation:
         rank: int,
         data_rank: int,
         sharded: Sharded | None = None,
-        on_loss: Callable[[torch.Tensor], None] | None = None,
+        on_loss: Sequence[Callable[[torch.Tensor], None]] = (),
     ) -> None:
         """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `sharded`: None
-        where whole working copies and gradients are held. `on_loss`: sees each loss before its backward, where the
+        where whole working copies and gradients are held. `on_loss`: see each loss before its backward, where the
         whole model is here."""
         self.random = random
         self.step = 0
@@ -150,8 +150,8 @@ class Computation:
         loss = self.loss(part)
         if not loss.requires_grad:
             raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
-        if self._on_loss is not None:
-            self._on_loss(loss)
+        for watch in self._on_loss:
+            watch(loss)
         if before_last_backward is not None:
             before_last_backward()
         (loss if factor == 1.0 else loss * factor).backward()

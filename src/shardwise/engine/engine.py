@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.agreement import agree
 from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
 from shardwise.engine.buffers import FlatBuffers, Owned
 from shardwise.engine.channels import EngineChannels, data_rank_of
@@ -212,14 +213,26 @@ class Engine:
         }
 
     def hand_over(self) -> HandOver:
-        """What `relayout` takes. Raises ModelError for a model that is no longer this engine's."""
-        self._check_model()
+        """What `relayout` takes; all ranks call it together.
+
+        Raises, the same on all ranks, ModelError for a model that is no longer this engine's, and OptimizerError.
+        """
+        state: dict[Piece, torch.Tensor] = {}
+        settings: dict[str, Any] = {}
+        refusal: ShardwiseError | None = None
+        with self._stopping_peers("a relayout"):
+            try:
+                self._check_model()
+                state, settings = self.state(), self.settings()
+            except ShardwiseError as error:
+                refusal = error
+        agree(self._channels.world, refusal, purpose="verdict on the engine before a relayout")
         return HandOver(
             model=self.model,
             channel=self._channels.world,
             names=self._names,
-            state=self.state(),
-            settings=self.settings(),
+            state=state,
+            settings=settings,
             loss=self._computation.loss,
             loss_weight=self._loss_weight,
             optimizers=self._known_optimizers,

@@ -12,31 +12,22 @@ The life of a gradient, once per microbatch:
 """
 
 import json
-import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
+from shardwise.engine.collecting import Collectors
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import take_gradient, values_of
+from shardwise.engine.gradient_buffers import Buffer, GradientBuffers
 from shardwise.engine.gradients import Gradients, sum_over_replicas
 from shardwise.engine.inventory import torch_dtype
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
-from shardwise.plan.memory import buffer_bytes, places_in_buffers, run_dtype, wire_dtype
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Buffer:
-    """Memory for the gradients of buckets that come together: of one, or of those of a unit."""
-
-    memory: torch.Tensor
-    num_to_launch: int
-    num_to_land: int
+from shardwise.plan.memory import run_dtype, wire_dtype
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -44,10 +35,6 @@ class _Pending:
     """A bucket on its way through one microbatch."""
 
     index: int
-    group: int
-    """Of buckets that share a buffer."""
-    start_bytes: int
-    """Where in it."""
     bucket: Bucket
     names: frozenset[str]
     stage: int
@@ -55,7 +42,7 @@ class _Pending:
     missing: set[str] = field(default_factory=set)
     """Parameters that are waited for before the reduction starts."""
     touched: set[str] = field(default_factory=set)
-    buffer: _Buffer | None = None
+    buffer: Buffer | None = None
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     is_launched: bool = False
     num_rounds: int = 0
@@ -67,7 +54,7 @@ class _Flight:
     """A reduction that was started and not waited for."""
 
     pending: _Pending
-    buffer: _Buffer
+    buffer: Buffer
     target: torch.Tensor
     work: Work
     is_first: bool
@@ -111,14 +98,10 @@ class GradientRuns:
             counters=counters,
             late=late,
         )
-        self._by_unit = not starts_when_complete
-        places = places_in_buffers(self._ownership, precision, by_unit=self._by_unit)
-        self._group_sizes = Counter(place.group for place in places)
+        self.buffers = GradientBuffers(self._ownership, precision, owners, by_unit=not starts_when_complete)
         self._pending = [
             _Pending(
                 index=index,
-                group=places[index].group,
-                start_bytes=places[index].start_bytes,
                 bucket=bucket,
                 names=frozenset(slot.name for slot in bucket.slots),
                 stage=stage_of[bucket.slots[0].name] if stage_of else 0,
@@ -141,21 +124,12 @@ class GradientRuns:
         self._is_collecting = False
         self._trains = False
         self._flight: _Flight | None = None
-        self._held: dict[int, _Buffer] = {}
-        """Group -> its buffer, until all of its buckets are launched."""
-        self._free: list[torch.Tensor] = []
-        self._num_used = 0
-        self.peak_buffers = 0
-        """Most buffers of whole buckets that were alive at a time."""
         self._unused: frozenset[str] = frozenset()
         self._is_ordered = False
         self._completed: list[int] = []
         """Buckets in the order in which the first microbatch completed them."""
         self._strays: dict[str, torch.Tensor] = {}
-        # A model that is put under another plan keeps these hooks: they must neither act nor keep this object alive.
-        reference = weakref.ref(self)
-        for name in self._of:
-            parameters[name].register_post_accumulate_grad_hook(_collector(reference, name))
+        self.collectors = Collectors({name: parameters[name] for name in self._of}, self.collect)
 
     # What the engine and ties across stages ask -------------------------------------------------------------------
 
@@ -192,8 +166,7 @@ class GradientRuns:
         self._strays.clear()
         self._completed.clear()
         self._flight = None
-        self._held.clear()
-        self._num_used = 0
+        self.buffers.forget()
         with torch._C.DisableTorchFunctionSubclass():  # at rest or not
             for parameter in self._parameters:
                 parameter.grad = None  # of a backward of the user's own, which this update does not count
@@ -224,7 +197,7 @@ class GradientRuns:
         self._is_collecting = False
         self._add_strays()
         self._land()
-        self._free = self._free[:2]
+        self.buffers.trim()
         for pending, run in zip(self._pending, self._runs, strict=True):
             if not pending.num_rounds:
                 run.zero_()
@@ -318,26 +291,13 @@ class GradientRuns:
         pending.is_launched = False
 
     def _give_buffer(self, pending: _Pending) -> None:
-        if (buffer := self._held.get(pending.group)) is None:
-            if self._free:
-                memory = self._free.pop()
-            else:
-                num_bytes = buffer_bytes(self._ownership, self._precision, by_unit=self._by_unit)
-                memory = self._owners.allocate(num_bytes)
-            count = self._group_sizes[pending.group]
-            buffer = self._held[pending.group] = _Buffer(memory=memory, num_to_launch=count, num_to_land=count)
-            self._num_used += 1
-            self.peak_buffers = max(self.peak_buffers, self._num_used)
+        buffer = self.buffers.give(pending.index)
         pending.buffer = buffer
-        flat = self._flat(pending, buffer)
+        flat = self.buffers.part(pending.index, buffer, pending.wire)
         pending.views = {
             slot.name: flat[slot.run.start : slot.run.stop].view(self._shapes[slot.name])
             for slot in pending.bucket.slots
         }
-
-    def _flat(self, pending: _Pending, buffer: _Buffer) -> torch.Tensor:
-        stop_bytes = pending.start_bytes + pending.bucket.num_elements * pending.wire.itemsize
-        return buffer.memory[pending.start_bytes : stop_bytes].view(pending.wire)
 
     @torch.no_grad()
     def _launch(self, pending: _Pending) -> None:
@@ -357,14 +317,12 @@ class GradientRuns:
         self._counters.reduce_scatters += 1
         work = self._owners.reduce_scatter(
             target,
-            self._flat(pending, buffer),
+            self.buffers.part(pending.index, buffer, pending.wire),
             counts=pending.bucket.counts,
             purpose=f"gradients of bucket {pending.index}",
         )
         self._flight = _Flight(pending=pending, buffer=buffer, target=target, work=work, is_first=is_first)
-        buffer.num_to_launch -= 1
-        if not buffer.num_to_launch:
-            del self._held[pending.group]
+        self.buffers.launched(buffer)
         pending.buffer, pending.views = None, {}
         pending.is_launched = True
         pending.num_rounds += 1
@@ -376,10 +334,7 @@ class GradientRuns:
             return
         self._flight = None
         flight.work.wait()
-        flight.buffer.num_to_land -= 1
-        if not flight.buffer.num_to_land:
-            self._free.append(flight.buffer.memory)
-            self._num_used -= 1
+        self.buffers.landed(flight.buffer)
         run = self._runs[flight.pending.index]
         if flight.target is not run:
             if flight.is_first:
@@ -442,11 +397,3 @@ class GradientRuns:
 
 def _restricted(ownership: Ownership, buckets: Sequence[Bucket]) -> Ownership:
     return replace(ownership, buckets=tuple(buckets))
-
-
-def _collector(reference: "weakref.ref[GradientRuns]", name: str) -> Callable[[torch.Tensor], None]:
-    def collect(parameter: torch.Tensor) -> None:
-        if (gradients := reference()) is not None:
-            gradients.collect(name, parameter)
-
-    return collect

@@ -9,13 +9,13 @@ The life of a gradient:
 [2] one reduce-scatter per bucket and update, started while backward runs where transfers progress alone
 """
 
-import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
+from shardwise.engine.collecting import Collectors
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import take_gradient, values_of
 from shardwise.engine.inventory import torch_dtype
@@ -63,10 +63,7 @@ class Gradients:
         self._is_last = False
         self._bucket_of = {slot.name: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots}
         self._parameters = [parameters[name] for name in self._bucket_of]
-        # A model that is put under another plan keeps these hooks: they must neither act nor keep this object alive.
-        reference = weakref.ref(self)
-        for name in self._bucket_of:
-            parameters[name].register_post_accumulate_grad_hook(_collector(reference, name))
+        self.collectors = Collectors({name: parameters[name] for name in self._bucket_of}, self.collect)
 
     def reduced_of(self, name: str) -> torch.Tensor:
         """The owned part of the bucket of a parameter, valid after `reduce`."""
@@ -223,11 +220,3 @@ def sum_over_replicas(
     replicas.reduce_scatter(mine, source, purpose=purpose).wait()
     counters.all_gathers += 1
     replicas.all_gather(reduced, mine, purpose=purpose).wait()
-
-
-def _collector(reference: "weakref.ref[Gradients]", name: str) -> Callable[[torch.Tensor], None]:
-    def collect(parameter: torch.Tensor) -> None:
-        if (gradients := reference()) is not None:
-            gradients.collect(name, parameter)
-
-    return collect

@@ -109,7 +109,13 @@ def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owne
     spec_of = {spec.name: spec for spec in inventory.specs}
     for optimizer in optimizers:
         state = dict(optimizer.state)
-        not_along = keys_not_along(state)
+        # Parameters may have been cut since the state was made for the whole ones.
+        whole_shapes = {
+            parameter: spec_of[inventory.name_of[parameter]].global_shape
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        not_along = keys_not_along(state, whole_shapes)
         optimizer.state.clear()
         for group in optimizer.param_groups:
             names = list(dict.fromkeys(inventory.name_of[parameter] for parameter in group["params"]))
@@ -125,13 +131,18 @@ def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owne
                     )
 
 
-def keys_not_along(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> frozenset[str]:
-    """Keys whose tensors do not have a number for each element: of a scalar parameter alone that could not be told."""
+def keys_not_along(
+    state: Mapping[torch.Tensor, Mapping[str, Any]], shapes: Mapping[torch.Tensor, Sequence[int]] | None = None
+) -> frozenset[str]:
+    """Keys whose tensors do not have a number for each element: of a scalar parameter alone that could not be told.
+
+    shapes: of parameters, where they are not those that they have now.
+    """
     differ = {
         key
         for parameter, entries in state.items()
         for key, value in entries.items()
-        if isinstance(value, torch.Tensor) and value.shape != parameter.shape
+        if isinstance(value, torch.Tensor) and value.shape != (shapes or {}).get(parameter, parameter.shape)
     }
     return frozenset(differ | {"step"})
 

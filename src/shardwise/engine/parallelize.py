@@ -1,7 +1,7 @@
 """From a model and a plan to an engine: check everything, agree, then change the model."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -116,6 +116,9 @@ def parallelize_with(
     random = KeyedRandom(model, channel.device, agreed_seed)
     model_buffers = ModelBuffers(model)
     inventory.tie()
+    sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
+    is_partial = sliced or plan.mesh.tp > 1
+    whole_keys = [find_whole_keys(each, channel.device) if is_partial else frozenset() for each in optimizers]
     keep_portions(inventory)
     kept_buffers = drop_foreign(model, inventory, stages, coordinate)
     inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, channel.device)
@@ -123,13 +126,7 @@ def parallelize_with(
     held = inventory.restricted(stages.held_by(coordinate))
     owned = inventory.restricted(stages.owned_by(coordinate))
     layout = plan_layout(owned, stages, plan, units, owners=channels.owners, replicas=channels.replicas)
-    sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
-    is_partial = sliced or plan.mesh.tp > 1
-    known = know(
-        optimizers,
-        inventory,
-        [find_whole_keys(each, channel.device) if is_partial else frozenset() for each in optimizers],
-    )
+    known = know(optimizers, inventory, whole_keys)
     counters = Counters()
     buffers = make_buffers(layout, owned, channels.owners, keep_shapes=not sliced, waiting=waiting)
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
@@ -162,6 +159,11 @@ def parallelize_with(
         cut=[spec.name for spec in owned.specs if spec.portion is not None],
         summed=tensor_plan.summed,
     )
+    watchers: list[Callable[[torch.Tensor], None]] = []
+    if plan.mesh.tp > 1:
+        watchers.append(summed.look_at)
+    if given:  # their modules may have hooks of their own, which sum gradients over ranks, say
+        watchers.append(lambda _: gradients.collectors.stay_last())
     return Engine(
         model=model,
         plan=plan,
@@ -180,7 +182,7 @@ def parallelize_with(
             rank=channel.rank,
             data_rank=data_rank_of(plan, channel.rank),
             sharded=sharded,
-            on_loss=summed.look_at if plan.mesh.tp > 1 else None,
+            on_loss=watchers,
         ),
         loss_weight=loss_weight,
         channels=channels,

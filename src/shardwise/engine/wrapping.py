@@ -4,6 +4,7 @@ A wrapper takes the place of `module.forward` on the instance, so that hooks, `_
 Wrappers lie around each other in the order in which they were put on; they come off from the outside in.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -31,9 +32,26 @@ class _Wrapped:
         self.wrapper = wrapper
         self.inner: Forward = module.forward
         self.was_own = "forward" not in vars(module)
+        self.original = self.inner
+        self.compiled: Forward | None = module._compiled_call_impl
+        """What `module.compile()` made of the whole call. It stays inside of the wrapper, and hooks outside of both."""
+        if self.compiled is not None:
+            vars(module)["_compiled_call_impl"] = None
+            self.inner = self._run_compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.wrapper.run(self.module, self.inner, args, kwargs)
+
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """The call as it was compiled: of the module with its own forward, whose hooks have been called already."""
+        assert self.compiled is not None
+        attributes = vars(self.module)
+        saved = {key: attributes[key] for key in ("forward", "_forward_hooks", "_forward_pre_hooks")}
+        attributes |= {"forward": self.original, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
+        try:
+            return self.compiled(*args, **kwargs)
+        finally:
+            attributes |= saved
 
 
 def wrap(module: nn.Module, wrapper: Wrapper) -> None:
@@ -54,7 +72,9 @@ def unwrap(model: nn.Module) -> None:
     """Take all wrappers off the modules of `model`: they have the forwards with which they came."""
     for module in model.modules():
         while isinstance(forward := vars(module).get("forward"), _Wrapped):
+            if forward.compiled is not None:
+                vars(module)["_compiled_call_impl"] = forward.compiled
             if forward.was_own:
                 del module.forward
             else:
-                module.forward = forward.inner
+                module.forward = forward.original

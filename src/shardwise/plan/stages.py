@@ -8,7 +8,7 @@ from typing import Self
 from shardwise.plan.balance import balanced_stages
 from shardwise.plan.given_stages import given_stages
 from shardwise.plan.outlines import Outline
-from shardwise.plan.specs import Pipeline, ByName
+from shardwise.plan.specs import ByName, Pipeline
 from shardwise.plan.toml_text import toml_text
 
 
