@@ -126,6 +126,8 @@ _FSDP2_EACH = (
     "fully_shard per layer and root, param_dtype bf16, gradients of each microbatch sent in bf16, added in fp32"
 )
 _DEEPSPEED = "DeepSpeed ZeRO stage 1, bf16, no clipping, client AdamW"
+_BF16_SUMS = 0.02
+"""Where gradients are added over ranks in bf16, losses drift from the others': by 0.7 % in six steps on 4 ranks."""
 _LATER = "bf16, no clipping, client AdamW, grad_accum_dtype bf16"
 _TUNED = "contiguous_gradients=False and reduce_scatter=False (faster here than its defaults)"
 PEERS = (
@@ -198,20 +200,24 @@ PEERS = (
         name="deepspeed2",
         about=f"DeepSpeed ZeRO stage 2, {_LATER}, {_TUNED}",
         prepare=partial(_deepspeed, stage=2, contiguous_gradients=False, reduce_scatter=False),
+        tolerance=_BF16_SUMS,
     ),
     Side(
         name="deepspeed2-default",
         about=f"DeepSpeed ZeRO stage 2, {_LATER}, its own defaults",
         prepare=partial(_deepspeed, stage=2),
+        tolerance=_BF16_SUMS,
     ),
     Side(
         name="deepspeed3",
-        about=f"DeepSpeed ZeRO stage 3, {_LATER}, reduce_scatter=False (faster here than its defaults)",
-        prepare=partial(_deepspeed, stage=3, reduce_scatter=False),
+        about=f"DeepSpeed ZeRO stage 3, {_LATER}, reduce_scatter=False, no prefetching (faster here than its defaults)",
+        prepare=partial(_deepspeed, stage=3, reduce_scatter=False, stage3_prefetch_bucket_size=0),
+        tolerance=_BF16_SUMS,
     ),
     Side(
         name="deepspeed3-default",
         about=f"DeepSpeed ZeRO stage 3, {_LATER}, its own defaults",
         prepare=partial(_deepspeed, stage=3),
+        tolerance=_BF16_SUMS,
     ),
 )

@@ -114,12 +114,14 @@ def prove_training(sides: list[Side], losses: dict[str, list[float]]) -> None:
         for name, values in losses.items()
         if not values[-1] < values[0] - 0.1
     ]
-    for what, values, tolerance in (("first", starts, 0.005), ("last", ends, 0.005)):
+    same = {side.name: 0.005 for side in sides}
+    later = {side.name: side.tolerance for side in sides}
+    for what, values, tolerances in (("first", starts, same), ("last", ends, later)):
         middle = statistics.median(values.values()) if values else 0.0
         problems += [
             f"{name}: the {what} loss is {value:.4f}, the other sides' {middle:.4f}"
             for name, value in values.items()
-            if not abs(value - middle) <= tolerance * middle
+            if not abs(value - middle) <= tolerances[name] * middle
         ]
     if problems:
         raise RuntimeError("a side does not train as the others do:\n" + "\n".join(problems))

@@ -100,3 +100,5 @@ class Side:
     """From a fresh model and the number of microbatches to a training."""
     trains_fully: bool = True
     """False where the ranks do not really exchange anything, so that losses need not equal the other sides'."""
+    tolerance: float = 0.005
+    """How far its last loss may be from the other sides', as a part of it."""

@@ -19,6 +19,12 @@ def _listed(problems: Sequence[str]) -> str:
     return problems[0] if len(problems) == 1 else "\n".join(f"  - {problem}" for problem in problems)
 
 
+def few_of(names: Sequence[str], most: int = 3, *, quotes: bool = True) -> str:
+    """The first of what may be many names, and how many more there are."""
+    shown = ", ".join(map(repr, names[:most]) if quotes else names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
 def _counted(problems: Sequence[str], about: str) -> str:
     """The first of what may be many problems, how many there are, and of what."""
     shown = list(problems[:_SHOWN_PROBLEMS])

@@ -189,7 +189,7 @@ def portions_of(plan: sw.Plan, rank: int) -> Mapping[str, Portion]:
     """What this rank has of the parameters that are cut along `tp`."""
     if plan.tensor.rules is None:
         return {}
-    tensor_plan = plan_tensor(tensor_outline(odd())[0], plan.tensor.rules, num_ranks=plan.mesh.tp)
+    tensor_plan = plan_tensor(tensor_outline(odd()), plan.tensor.rules, num_ranks=plan.mesh.tp)
     return tensor_plan.portions(plan.mesh.coordinates(rank)["tp"])
 
 

@@ -16,12 +16,9 @@ from tests.engine.pipeline.oracle import adamw
 @pytest.mark.parametrize(
     "name",
     [
-        "stage2-two",
         "stage3-replicas-bf16",
-        "stage3-stages",
         "tensor-two-parts-x-two",
         "tensor-two-x-two-whole-bf16",
-        "tensor-two-stages",
         "all-stage3",
     ],
 )
@@ -48,7 +45,6 @@ MOVES = [
     ("pp=2,dp_shard=2,tp=2", 3, 2, "tp=3", 1, 4),
     ("tp=2", 1, 4, "dp_shard=2", 3, 2),
     ("dp_shard=4", 3, 1, "pp=2,dp_shard=2,tp=2", 1, 2),
-    ("pp=2,tp=2", 1, 4, "single", 0, 4),
     ("dp_shard=2,tp=3", 2, 2, "pp=2", 1, 4),
 ]
 """Mesh, stage of sharding and microbatches of who saves and of who goes on: four microbatches in all."""

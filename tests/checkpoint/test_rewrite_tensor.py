@@ -144,7 +144,7 @@ gate_up.bias -> gate.bias, up.bias{how}, axis=0
 """
 
 
-@pytest.mark.parametrize("source", ["single", "tp=2", "dp_shard=2,tp=2"])
+@pytest.mark.parametrize("source", ["single", "dp_shard=2,tp=2"])
 @pytest.mark.parametrize(
     ("kind", "mesh", "text", "num_ranks"),
     [

@@ -30,14 +30,10 @@ from tests.engine.pipeline.stages import share_of
 LAYOUTS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("tp=2", 1, 3, {}),
     ("tp=3", 0, 1, {}),
-    ("dp_shard=2,tp=2", 0, 3, {}),
-    ("dp_shard=2,tp=2", 1, 1, {}),
     ("dp_shard=2,tp=2", 2, 3, {}),
     ("dp_shard=2,tp=2", 3, 3, {}),
     ("dp_replicate=3,tp=2", 3, 1, {"partition": "whole"}),
-    ("dp_shard=2,tp=3", 2, 1, {"partition": "whole"}),
     ("dp_replicate=2,dp_shard=2,tp=2", 3, 1, {"owners": "dp_shard"}),
-    ("pp=2,tp=2", 1, 1, {}),
     ("pp=2,tp=2", 0, 3, {"schedule": "fthenb"}),
     ("pp=2,tp=2", 1, 3, {"schedule": "interleaved"}),
     ("pp=2,dp_shard=2", 2, 3, {}),
@@ -72,7 +68,7 @@ def test_without_a_clip_the_norm_is_that_of_one_process_too() -> None:
     assert_close(train(CASE, plan), wanted, relative=1e-10)
 
 
-@pytest.mark.parametrize("mesh", ["pp=2,dp_shard=2", "dp_shard=2,tp=2", "pp=2,tp=2", "pp=2,dp_shard=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "dp_shard=2,tp=2", "pp=2,dp_shard=2,tp=2"])
 def test_dropout_between_the_cut_modules_does_not_depend_on_the_layout(mesh: str) -> None:
     case = replace(CASE, make=lambda: decoder(0.2))
     plan = plan_of(mesh, k=2, stage=3 if "dp_shard" in mesh else 1)
@@ -85,8 +81,7 @@ def test_dropout_between_the_cut_modules_does_not_depend_on_the_layout(mesh: str
 KEPT = sw.Precision(compute="bfloat16", keep=("*norm*",))
 
 
-@pytest.mark.parametrize("mesh", ["pp=2,dp_shard=2", "pp=2,dp_replicate=2"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("mesh", "stage"), [("pp=2,dp_shard=2", 3), ("pp=2,dp_replicate=2", 2)])
 def test_bfloat16_with_kept_norms_on_stages_has_the_bits_of_the_data_ranks_alone(mesh: str, stage: int) -> None:
     """Where nothing is cut along tp and one microbatch is computed, no sum has another order."""
     case = replace(CASE, make=lambda: untied())
@@ -105,7 +100,7 @@ def untied() -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_the_reference_run_in_bfloat16_on_eight_ranks(stage: int) -> None:
     """2 tp x 2 pp x 2 dp, bfloat16, two microbatches merged, masters cast once by the optimizer (PaddleNLP, 35878).
 
@@ -122,7 +117,7 @@ def test_the_reference_run_in_bfloat16_on_eight_ranks(stage: int) -> None:
     assert got.losses[-1] < 0.97 * got.losses[0], "it learns"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_masters_are_cast_once_per_update_whatever_is_cut(stage: int) -> None:
     plan = plan_of("pp=2,dp_shard=2,tp=2", stage=stage, k=3, precision=KEPT)
 
@@ -144,7 +139,7 @@ def test_masters_are_cast_once_per_update_whatever_is_cut(stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "stage"), [("dp_shard=2,tp=2", 3), ("pp=2,tp=2", 1), ("pp=2,dp_shard=2,tp=2", 1), ("pp=2,dp_shard=2", 3)]
+    ("mesh", "stage"), [("dp_shard=2,tp=2", 3), ("pp=2,dp_shard=2,tp=2", 1), ("pp=2,dp_shard=2", 3)]
 )
 def test_evaluation_with_uneven_rows_and_prediction(mesh: str, stage: int) -> None:
     """The first data rank has seven rows, the others none."""

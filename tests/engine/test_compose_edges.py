@@ -98,8 +98,17 @@ def adagrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adagrad([each for each in parameters if each.requires_grad], lr=1e-2)
 
 
-@pytest.mark.parametrize("make_optimizer", [adamw, adagrad], ids=["adamw", "adagrad"])
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2", "dp_shard=2,tp=2", "pp=2,dp_shard=2"])
+@pytest.mark.parametrize(
+    ("mesh", "make_optimizer"),
+    [
+        ("tp=2", adamw),
+        ("tp=2", adagrad),
+        ("pp=2,tp=2", adagrad),
+        ("dp_shard=2,tp=2", adamw),
+        ("pp=2,dp_shard=2", adamw),
+    ],
+    ids=["tp adamw", "tp adagrad", "pp x tp adagrad", "dp x tp adamw", "pp x dp adamw"],
+)
 def test_an_optimizer_that_has_trained_before_goes_on(mesh: str, make_optimizer: Optimizers) -> None:
     """float64: what is left is the order of sums."""
 

@@ -1,6 +1,7 @@
 """A rank that stops stops all: its own error stays its own, and the others are told which rank it was."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,16 +156,17 @@ def test_a_channel_that_was_stopped_refuses_at_once() -> None:
 
 
 def test_an_exception_while_building_stops_the_others() -> None:
-    class Unmovable(nn.Linear):
-        def _apply(self, fn: Any, recurse: bool = True) -> "Unmovable":
-            if self.bias is not None:
-                raise ArithmeticError("cannot move")
-            return self
+    class Unhookable(nn.Linear):
+        """Modules whose parameters are narrower than their inputs get a hook, after the ranks have agreed."""
+
+        def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+            raise ArithmeticError("cannot hook")
 
     def run(channel: sw.Channel) -> Outcome:
-        model = Unmovable(4, 1) if channel.rank == 1 else nn.Linear(4, 1)
+        model = Unhookable(4, 1) if channel.rank == 1 else nn.Linear(4, 1)
+        plan = replace(PLAN, precision=sw.Precision(compute="bfloat16"))
         try:
-            engine = sw.parallelize(model, PLAN, optimizer=adamw, loss=square_loss, channel=channel)
+            engine = sw.parallelize(model, plan, optimizer=adamw, loss=square_loss, channel=channel)
             engine.step(points(0, 4))
         except Exception as error:
             return error
@@ -173,7 +175,7 @@ def test_an_exception_while_building_stops_the_others() -> None:
     torch.manual_seed(0)
     found = sw.simulate(3, run)
     assert isinstance(found[1], ArithmeticError)
-    assert_told_by(1, found, words="ArithmeticError in parallelize: cannot move")
+    assert_told_by(1, found, words="ArithmeticError in parallelize: cannot hook")
 
 
 @pytest.mark.parametrize(

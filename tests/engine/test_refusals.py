@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ModelError, OptimizerError, PlanError
+from shardwise.errors import MismatchError, ModelError, OptimizerError, PlanError
 from tests.engine.expected import adamw, points, square_loss
 from tests.engine.refusals import PLAN, refusal, two_layers
 
@@ -21,11 +21,6 @@ def test_names_to_keep_that_mean_nothing_are_refused_with_the_nearest_name() -> 
     first, second = str(error).splitlines()[1:]
     assert first.startswith("  - precision.keep: '*norm*' matches none of the 4 parameters; the nearest parameter is ")
     assert second.endswith("'0.weihgt' matches none of the 4 parameters; the nearest parameter is '0.weight'")
-
-
-def on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Linear(4, 1)
 
 
 def lazy() -> nn.Module:
@@ -43,22 +38,46 @@ def with_buffer(buffer: torch.Tensor) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (on_meta, "parameter 'weight' is on the meta device and has no values; load or initialise the model before"),
         (lazy, "parameter '0.weight' has no shape before the first forward; run the model once on a sample"),
         (
             lambda: with_buffer(torch.eye(3).to_sparse()),
             "buffer 'graph' has layout torch.sparse_coo; shardwise",
         ),
-        (lambda: with_buffer(torch.ones(2, device="meta")), "buffer 'graph' is on the meta device and has no values"),
     ],
 )
-def test_a_model_without_values_is_refused_by_name(make: Callable[[], nn.Module], message: str) -> None:
+def test_a_model_whose_tensors_no_rank_can_hold_is_refused_by_name(make: Callable[[], nn.Module], message: str) -> None:
     error = refusal(models=dict.fromkeys(range(3), make), optimizers=dict.fromkeys(range(3), sgd_of_any))
     assert isinstance(error, ModelError)
     assert str(error).startswith(message)
     alone = refusal(models={1: make})
     assert isinstance(alone, ModelError)
     assert str(alone).startswith(f"rank 1: {message}")
+
+
+class Scaled(nn.Linear):
+    """A parameter and a buffer that nobody initialises."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("graph", torch.ones(2))
+
+
+def scaled_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(Scaled())
+
+
+def test_a_model_without_values_that_nobody_initialises_is_refused_by_name() -> None:
+    error = refusal(models=dict.fromkeys(range(3), scaled_on_meta))
+    assert isinstance(error, ModelError)
+    assert str(error).splitlines()[1:3] == [
+        "  - parameter '0.scale' (of a Scaled): nobody initialises it",
+        "  - buffer '0.graph' (of a Scaled): nobody initialises it",
+    ]
+    assert "0.weight" not in str(error)  # which Linear initialises
+    alone = refusal(models={1: scaled_on_meta, 0: lambda: nn.Sequential(Scaled()), 2: lambda: nn.Sequential(Scaled())})
+    assert isinstance(alone, MismatchError)
 
 
 def sgd_of_any(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

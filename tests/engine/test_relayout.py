@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import MismatchError, ModelError, PlanError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError, ModelError, PlanError, ShardwiseError
 from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, layout, train
 from tests.checkpoint.test_matrix import masters_of, same_bits, state_of
 from tests.engine.hybrid_models import assert_close, data_rank, decoder, plan_of, together
@@ -191,7 +191,7 @@ REFUSED: list[tuple[Callable[[int], sw.Plan], type[ShardwiseError], str]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["tensor-two-x-two-whole-bf16", "stages-two-x-two", "stage3-stages"])
+@pytest.mark.parametrize("name", ["tensor-two-x-two-whole-bf16", "stage3-stages"])
 def test_a_plan_that_cannot_be_leaves_the_engine_as_it_was(name: str) -> None:
     def still(channel: sw.Channel) -> list[float]:
         return train(engine_of(FOUR[name], channel), channel, range(2 + len(REFUSED)))
@@ -224,6 +224,52 @@ def test_what_one_rank_alone_cannot_hand_over_is_told_to_all() -> None:
         return str(caught.value)
 
     assert len(set(sw.simulate(4, run))) == 1
+
+
+def test_what_one_rank_alone_cannot_take_over_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    restore = sw.Engine.restore
+
+    def failing(engine: sw.Engine, *args: Any) -> Any:
+        if engine._channels.world.rank == 1:
+            raise CheckpointError("there is no room for the state")
+        return restore(engine, *args)
+
+    monkeypatch.setattr(sw.Engine, "restore", failing)
+
+    def run(channel: sw.Channel) -> list[float]:
+        engine = engine_of(FOUR["four-replicas"], channel)
+        losses = train(engine, channel, [0])
+        with pytest.raises(CheckpointError, match="rank 1: there is no room for the state"):
+            sw.relayout(engine, FOUR["stage3-stages"])
+        return losses + train(engine, channel, [1])
+
+    wanted = sw.simulate(4, lambda channel: train(engine_of(FOUR["four-replicas"], channel), channel, range(2)))
+    assert sw.simulate(4, run) == wanted
+
+
+class Noted(torch.nn.Parameter):
+    """A parameter of a class of the user's."""
+
+    note: str
+
+
+def test_parameters_keep_their_class_and_what_is_noted_on_them() -> None:
+    def run(channel: sw.Channel) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
+        layers: list[Any] = list(model)
+        for layer in layers:
+            layer.weight = Noted(layer.weight.detach())
+            layer.weight.note = "mine"
+        engine = sw.parallelize(model, plan_of("dp_shard=2"), optimizer=adamw, loss=None, channel=channel)
+        for plan in (plan_of("dp_shard=2", stage=3), sw.Plan(mesh=sw.Mesh(pp=2)), plan_of("dp_shard=2")):
+            engine = sw.relayout(engine, plan)
+            for layer in layers:
+                assert isinstance(layer.weight, Noted)
+                assert type(layer.bias) is not Noted
+                assert layer.weight.note == "mine"
+        assert {type(layer.weight) for layer in layers} == {Noted}
+
+    sw.simulate(2, run)
 
 
 def test_hooks_of_the_user_stay_and_can_be_taken_off_after_a_refusal() -> None:

@@ -15,7 +15,7 @@ from tests.engine.models import word_loss
 from tests.engine.oracle import share_of
 from tests.engine.test_footprint import tensor_bytes_alive
 from tests.engine.test_peak import Silent
-from tests.engine.test_stages import BATCHES, Net, adamw, plan_of
+from tests.engine.test_stages import BATCHES, Net, adamw, gathering_of, plan_of
 
 
 def engine_of(channel: Any, plan: sw.Plan, kind: str = "") -> sw.Engine:
@@ -149,6 +149,33 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
         # More than two while the last gradients come: those of the model itself and of the embedding, in both dtypes.
         assert 2 <= gradients.buffers.peak <= 4
         assert bytes_of([*gradients.buffers.free, gradients._scratch]) == planned.reducing_bytes
+
+    sw.simulate(2, run)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_most_that_is_gathered_is_what_the_plan_says(keeps: bool) -> None:
+    def run(channel: sw.Channel) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Embedding(16, 8), nn.Linear(8, 16, bias=False), nn.Linear(16, 16, bias=False)
+        )  # without padding
+        engine = sw.parallelize(
+            model, plan_of(3, k=2, keep_gathered=keeps), optimizer=adamw, loss=word_loss, channel=channel
+        )
+        gathering = gathering_of(engine)
+        fill = gathering._fill
+        held = []
+
+        def measured(unit: Any) -> None:
+            fill(unit)
+            held.append(bytes_of(engine._buffers.working))
+
+        gathering._fill = measured  # type: ignore[method-assign]
+        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+        units = [4 * 16 * 8, 4 * 8 * 16, 4 * 16 * 16]
+        assert max(held) == (sum(units) if keeps else max(units))  # one at a time, where nothing is gathered ahead
+        assert engine.footprint().gathered_bytes == (sum(units) if keeps else units[1] + units[2])
 
     sw.simulate(2, run)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from shardwise.moving.parts import torch_dtype
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.moving.states import stored_shape
 from shardwise.space import Cut, Layout, Mesh, Piece, Replicate, Shard
 from shardwise.space.layouts import Placement

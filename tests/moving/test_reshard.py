@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.comm import Work
+from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.plan.reshard import ReshardPlan, plan_reshard
 from shardwise.space import Cut, Layout, Mesh, Piece, Shard
 from tests.moving.layouts import Side, State, bits, empty_state, sides, state_of, strided, whole_values
@@ -68,6 +69,20 @@ def test_any_layout_becomes_any_other_bit_for_bit(both: tuple[Side, Side], max_b
             assert not is_given or result[piece] is target[piece]
 
     sw.simulate(len(held), move)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("max_bytes", [64, 100, 1 << 20])
+def test_every_dtype_that_can_be_named_arrives_whole(max_bytes: int) -> None:
+    wholes = {dtype: whole_values(dtype, (100,)) for dtype in ITEMSIZE_BYTES}
+    pieces = [Piece(name=dtype, dtype=dtype, global_shape=(100,)) for dtype in wholes]
+
+    def move(channel: sw.Channel) -> list[str]:
+        source = {piece: wholes[piece.name] for piece in pieces} if channel.rank == 0 else {}
+        came = sw.reshard(source, dict.fromkeys(pieces), channel, max_bytes=max_bytes)
+        return [piece.name for piece in pieces if bits(came[piece]) != bits(wholes[piece.name])]
+
+    assert sw.simulate(2, move) == [[], []]
 
 
 class Watched:
@@ -247,6 +262,43 @@ def test_a_state_may_be_moved_into_itself_but_not_over_itself() -> None:
     assert memory.tolist() == list(range(12))
 
 
+def over(memory: torch.Tensor, first: int, size: int, step: int) -> torch.Tensor:
+    return memory[first : first + size * step : step]
+
+
+A, B, C = (Piece(name=name, dtype="float32", global_shape=(4,)) for name in "abc")
+FREE_OR_NOT: list[tuple[Callable[[torch.Tensor], tuple[State, State]], str | None]] = [
+    (lambda m: ({A: m[0:4], B: over(m, 0, 4, 5)}, {C: m[1:5]}), "c.* memory of a"),
+    (lambda m: ({A: m[0:12:3], B: m[1:5]}, {C: over(m, 6, 4, 3)}), "c.* memory of a"),
+    (lambda m: ({A: m[0:4]}, {B: over(m, 3, 4, 3)}), "b.* memory of a"),
+    (lambda m: ({A: m[4:8]}, {B: over(m, 0, 4, 5)}), "b.* memory of a"),
+    (lambda m: ({A: over(m, 0, 4, 2)}, {A: over(m, 0, 4, 3)}), "a.* memory of a"),
+    (lambda m: ({A: over(m, 0, 4, 2)}, {A: over(m, 0, 4, 2), B: over(m, 1, 4, 2)}), None),
+    (lambda m: ({A: m[0:4], B: m[2:6]}, {A: m[0:4]}), None),
+    (lambda m: ({A: m[0:4], B: m[2:6]}, {A: m[0:4], B: m[2:6], C: m[3:7]}), "c.* memory of a(.|\\n)*c.* memory of b"),
+    (lambda m: ({A: over(m, 0, 4, 2), B: m[8:12]}, {C: over(m, 1, 4, 2)}), None),
+]
+"""What is read and written of one memory, and what is said of it."""
+
+
+@pytest.mark.parametrize(("lie", "text"), FREE_OR_NOT, ids=lambda _: "")
+def test_only_targets_that_share_elements_with_what_is_read_are_refused(
+    lie: Callable[[torch.Tensor], tuple[State, State]], text: str | None
+) -> None:
+    memory = torch.arange(20.0)
+    source, target = lie(memory)
+    given: State = {piece: source.get(piece, torch.full((4,), 7.0)) for piece in (A, B, C)}
+    before = {piece: tensor.tolist() for piece, tensor in given.items()}
+    if text is None:
+        (result,) = sw.simulate(1, lambda channel: sw.reshard(given, {**target}, channel))
+        assert all(result[piece].tolist() == before[piece] for piece in target)
+        assert {piece: tensor.tolist() for piece, tensor in given.items()} == before
+    else:
+        with pytest.raises(sw.ShardwiseError, match=text):
+            sw.simulate(1, lambda channel: sw.reshard(given, {**target}, channel))
+        assert memory.tolist() == list(range(20))
+
+
 def piece(name: str = "w", shape: tuple[int, ...] = (4,), dtype: str = "float32", **place: Any) -> Piece:
     return Piece(name=name, dtype=dtype, global_shape=shape, **place)
 
@@ -377,6 +429,35 @@ def test_a_rank_that_fails_on_the_way_stops_the_others_with_its_reason() -> None
         sw.simulate(4, move)
     assert len(seen) == 3
     assert all("rank 2 stopped: MemoryError in a reshard: no room left" in text for text in seen)
+
+
+def test_a_rank_without_memory_for_its_target_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the ranks have agreed: rank 1 wants the tensor, and waits in vain for room; rank 0 waits for rank 2."""
+    empty = torch.empty
+
+    def too_small(*size: Any, **options: Any) -> torch.Tensor:
+        if size == ((999,),):
+            raise MemoryError("no room left")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", too_small)
+    seen: list[str] = []
+    alone, late = piece("alone", (999,)), piece("late", (5,))
+
+    def move(channel: sw.Channel) -> None:
+        source = {0: {alone: torch.ones(999)}, 1: {late: torch.ones(5)}}.get(channel.rank, {})
+        target: dict[Piece, torch.Tensor | None] = {0: {late: None}, 1: {alone: None}}.get(channel.rank, {})  # type: ignore[assignment]
+        try:
+            sw.reshard(source, target, channel)
+            channel.exchange(b"", purpose="going on")
+        except sw.ShardwiseError as error:
+            seen.append(str(error))
+            raise
+
+    with pytest.raises(MemoryError, match="no room left"):
+        sw.simulate(3, move)
+    assert len(seen) == 2
+    assert all("rank 1 stopped: MemoryError in a reshard: no room left" in text for text in seen)
 
 
 def test_thousands_of_small_tensors_travel_together() -> None:

@@ -1,6 +1,7 @@
 """Reshard plans, against the plain question: which elements come from where, one by one."""
 
 import doctest
+import re
 import time
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import shardwise.plan.reshard
 from shardwise.errors import PlanError
+from shardwise.plan import reshard_batches
 from shardwise.plan.reshard import ReshardPlan, Share, plan_reshard
 from shardwise.plan.reshard_batches import batches_of, stretch_bytes
 from shardwise.space import Box, Layout, Mesh, Piece, Shard
@@ -155,6 +157,50 @@ def test_batches_have_every_element_once_and_no_more_bytes_than_they_may(
     }
     assert gone == shares
     assert not in_order or order == sorted(order)
+
+
+@proven
+@given(
+    st.sampled_from(["int8", "float16", "float32", "int64", "complex128"]),
+    st.integers(1, 300),
+    st.integers(0, 300),
+    st.integers(64, 700),
+    st.booleans(),
+)
+def test_batches_sum_to_every_share_whatever_its_dtype_and_the_bytes_they_may_have(
+    dtype: str, size: int, cut: int, max_bytes: int, in_order: bool
+) -> None:
+    whole = Piece(name="w", dtype=dtype, global_shape=(size,))
+    cut = min(cut, size)
+    plan = plan_reshard([[whole.within(0, cut)], [whole.within(cut, size)], []], [[], [], [whole]], max_bytes=max_bytes)
+    (route,) = plan.routes
+    came = [0] * len(route.shares)
+    for batch in batches_of(plan, in_order=in_order):
+        for lot in batch:
+            for at in range(len(came)) if lot.share is None else [lot.share]:
+                start, stop = lot.stretch(route.shares[at].num_elements)
+                assert start == came[at]
+                came[at] = stop
+    assert came == [share.num_elements for share in route.shares]
+    assert sum(came) == size
+    assert plan.check() == []
+
+
+def test_a_batch_that_lacks_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_reshard([[piece()], []], [[], [piece()]], max_bytes=64)
+    assert plan.check() == []
+    items = reshard_batches._items
+    for lacking, text in (
+        (slice(1, None), "after element 0 of .* batches have elements 4 to 8"),
+        (slice(-1), "batches have 28 elements of Share"),
+        (slice(0), "batches have 0 elements of Share"),
+    ):
+        monkeypatch.setattr(
+            reshard_batches, "_items", lambda *args, lacking=lacking, **options: items(*args, **options)[lacking]
+        )
+        (finding,) = plan.check()
+        assert re.search(text, finding)
+    assert replace(plan, max_bytes=63).check() == ["max_bytes is 63; messages need at least 64 bytes"]
 
 
 def piece(name: str = "w", whole: Shape = (8, 4), dtype: str = "float32", **place: object) -> Piece:

@@ -69,6 +69,8 @@ def train_given(channel: Any, folder: Path) -> Any:
     }
     sw.save(folder, engine, channel=channel)
     full = dict(sw.full(engine, channel=channel, optimizer=True))
+    with pytest.raises(ModelError, match=r"4 parameters are DTensors, among them '0\.weight', whose modules expect"):
+        sw.relayout(engine, sw.Plan(mesh=sw.Mesh(dp_shard=4)))
     with pytest.raises(PlanError, match="leave the rules out"):
         trained(channel, given(mesh["tp"]), sw.Plan(mesh=plan.mesh, tensor=sw.Tensor(rules={"0": "column"})))
     with pytest.raises(ModelError, match="stage 3 frees parameters"):

@@ -1,5 +1,6 @@
 """Right layouts are equal to one process, or within rounding, whatever they are made of."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,7 +130,15 @@ def test_buffers_of_several_data_ranks_are_left_out_and_told() -> None:
 
 def test_dropout_between_cut_modules_is_told() -> None:
     assert "set dropout to 0" in verified(plan(tp=2), make_model=lambda: Net(dropout=0.1)).text()
-    assert not verified(plan(tp=2)).remarks
+    assert not verified(plan(tp=2), make_model=Net).text().count("dropout")
+
+
+def test_what_ranks_along_tp_have_parts_of_is_counted_and_told() -> None:
+    report = verified(plan(tp=2))
+    # The columns of `wide`, of two microbatches on two ranks.
+    told = "not compared: 4 outputs of modules per update: ranks along tp have parts, or none"
+    assert report.remarks == (told,)
+    assert compared(report, OUTPUTS)[0] == 2 * 2 * 7 - 4
 
 
 def test_learning_rates_follow_the_scheduler_on_both_sides() -> None:
@@ -147,6 +156,21 @@ def test_ranks_of_a_channel_all_get_the_report_of_rank_0() -> None:
     assert first == second
     assert first.verdict == "rounding"
     assert len(first.steps) == 2
+
+
+def test_what_an_earlier_verification_left_in_a_folder_is_not_read(tmp_path: Path) -> None:
+    def run(steps: int) -> VerificationReport:
+        folder = tmp_path / "new"
+        ranks = sw.simulate(2, lambda channel: verified(plan(dp_shard=2), channel=channel, folder=folder, steps=steps))
+        return ranks[0]
+
+    assert len(run(2).steps) == 2
+    assert len(run(1).steps) == 1
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "new").rmdir()
+    (tmp_path / "new").write_text("")
+    with pytest.raises(FileExistsError):
+        run(1)
 
 
 def test_rows_that_both_would_cut_differently_are_refused() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import simulated
 from shardwise.engine.norm import divide_and_square
+from shardwise.engine.pipeline.post import Kind, Post
 from shardwise.engine.pipeline.ties import StageTies
 from shardwise.train.verification.report import Divergence, VerificationReport
 from tests.engine.models import NUM_WORDS
@@ -115,6 +116,24 @@ def test_a_wrong_average(factor: float, asked: sw.Plan, monkeypatch: Monkeypatch
     )
 
 
+@pytest.mark.parametrize("asked", [plan(dp_shard=2), plan(tp=2)], ids=["data", "tensor"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_mean_that_is_not_finite(value: float, asked: sw.Plan, monkeypatch: Monkeypatch) -> None:
+    def spoiled(gradients: Any, divisor: int, device: torch.device) -> float:
+        pairs = list(gradients)
+        square = divide_and_square(pairs, divisor, device)
+        for gradient, _ in pairs if simulated_rank() is not None else ():
+            gradient.view(-1)[:1] = value
+        return square
+
+    monkeypatch.setattr("shardwise.engine.engine.divide_and_square", spoiled)
+    found = named(verified(asked))
+    assert (found.kind, found.step, found.layout) == ("mean gradient of", 0, str(value))
+    assert (
+        found.explanation == "The gradients of its microbatches agree: their sum over microbatches and ranks does not"
+    )
+
+
 class Cut(nn.Module):
     """All parameters are cut over the ranks along tp, so that no rank has a whole gradient of a microbatch."""
 
@@ -169,6 +188,70 @@ def test_parts_of_ranks_along_tp_that_are_not_added(monkeypatch: Monkeypatch) ->
     found = named(verified(plan(tp=2, bf16=True)))
     assert (found.kind, found.module, found.microbatch) == ("output", "narrow", 0)
     assert found.index is not None
+
+
+def test_a_value_that_is_rounded_where_it_crosses(monkeypatch: Monkeypatch) -> None:
+    """Two of 24 bits are lost: less than what ranks along tp may round."""
+    real = Post.send
+
+    def rounded(self: Post, rank: int, key: Any, content: torch.Tensor | None, **more: Any) -> None:
+        if key.kind is Kind.VALUE and content is not None and content.is_floating_point():
+            content = 5 * content - (5 * content - content)
+        real(self, rank, key, content, **more)
+
+    monkeypatch.setattr(Post, "send", rounded)
+    found = named(verified(plan(pp=2)))
+    assert (found.kind, found.step, found.microbatch, found.allowed) == ("output", 0, 0, 0)
+    assert math.isclose(float(found.layout), float(found.one_process), rel_tol=1e-4)
+
+
+class Detour(Net):
+    """Under a layout it gives the same, but has something else in between."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault if simulated_rank() is not None else ""
+        self.factor = nn.Parameter(torch.ones(8))
+        self.register_buffer("mask", torch.full((2,), -math.inf))
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(words)
+        inner = self.narrow(torch.relu(self.wide(hidden)))
+        if self.fault == "shape":
+            inner = self.drop(inner[None])[0]
+        elif self.fault != "module":
+            inner = self.drop(inner)
+        hidden = hidden + inner
+        if self.fault != "gradient":
+            hidden = hidden * self.factor
+        if self.fault in ("mask", "scale") and self.training:
+            getattr(self, self.fault).data.fill_(0.5)
+        out: torch.Tensor = self.head(self.norm(hidden))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("fault", "asked", "words"),
+    [
+        ("module", plan(dp_shard=2), ("output", "output", "drop", "a value", "none")),
+        ("shape", plan(pp=2), ("output", "output", "drop", "shape [2, 5, 8]", "[1, 2, 5, 8]")),
+        ("gradient", plan(dp_shard=2, stage=3), ("gradient of", "factor", "", "a value", "none")),
+    ],
+)
+def test_what_a_layout_has_not_or_in_another_shape(fault: str, asked: sw.Plan, words: tuple[str, ...]) -> None:
+    assert verified(asked, make_model=lambda: Detour("")).divergence is None
+    found = named(verified(asked, make_model=lambda: Detour(fault)))
+    assert (found.kind, found.tensor, found.module, found.one_process, found.layout) == words
+    assert (found.step, found.microbatch) == (0, 0)
+
+
+@pytest.mark.parametrize("asked", [plan(), plan(dp_shard=2), plan(tp=2)], ids=["one rank", "data", "tensor"])
+@pytest.mark.parametrize("buffer", ["mask", "scale"])
+def test_a_buffer_that_one_process_does_not_write(buffer: str, asked: sw.Plan) -> None:
+    found = named(verified(asked, make_model=lambda: Detour(buffer)))
+    assert (found.kind, found.tensor, found.layout) == ("updated", buffer, "0.5")
+    assert found.one_process == ("-inf" if buffer == "mask" else "1")
 
 
 class _Scale(torch.autograd.Function):

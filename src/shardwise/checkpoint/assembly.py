@@ -8,16 +8,17 @@ import torch
 from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.demand import under_name
-from shardwise.checkpoint.held import torch_dtype
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
 from shardwise.checkpoint.reading import BatchReader, batches_of
 from shardwise.checkpoint.rewritten import counterparts, hops, metas_of_contents
 from shardwise.checkpoint.slots import Slot, together
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.strided_copies import copy_strided
-from shardwise.checkpoint.transfers import aligned, cast_through, part_of
+from shardwise.checkpoint.transfers import cast_through
 from shardwise.checkpoint.windows import BATCH_BYTES
-from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.comm.dtypes import torch_dtype
+from shardwise.moving.parts import part_of
+from shardwise.plan.dtypes import aligned, itemsize_bytes
 from shardwise.rewrite import Checked
 from shardwise.space import Piece
 

@@ -7,12 +7,12 @@ import torch
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.held import torch_dtype
 from shardwise.checkpoint.read_plan import Wanted, missing, plan_reads
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel, alone
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, PlanError
 from shardwise.space import Box, Piece
 

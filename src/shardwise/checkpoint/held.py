@@ -10,11 +10,12 @@ import torch
 
 from shardwise.checkpoint.states import State, Stateful
 from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
+from shardwise.comm.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
-__all__ = ["Held", "KnownDTensors", "bytes_of", "check_json", "dtype_name", "hold", "place_of", "torch_dtype"]
+__all__ = ["Held", "KnownDTensors", "bytes_of", "check_json", "hold", "place_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +31,6 @@ class Held:
     casts: Mapping[Piece, Sequence[str]] = field(default_factory=dict)
     """Pieces whose tensors are of another dtype, and what their elements are cast to, one after the other, when they
     are written or sent; the last is the piece's."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name that pieces give a torch dtype: `torch.bfloat16` -> `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in a piece."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 class KnownDTensors:

@@ -9,10 +9,11 @@ import torch
 from shardwise.checkpoint.blocks import checksum, damaged_blocks
 from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.held import bytes_of, torch_dtype
+from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.read_plan import Span
 from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.stores import Reader, Store
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.held import bytes_of, torch_dtype
+from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.transfers import cast_through
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan import Plan
 from shardwise.rewrite import Fragment, TensorMeta

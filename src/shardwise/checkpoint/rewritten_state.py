@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from shardwise.checkpoint.held import Held, torch_dtype
+from shardwise.checkpoint.held import Held
 from shardwise.checkpoint.rewritten import (
     Counterpart,
     agree_on_rewrite,
@@ -20,6 +20,7 @@ from shardwise.checkpoint.rewritten import (
 )
 from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_pieces
 from shardwise.comm import Channel
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 from shardwise.space import Piece

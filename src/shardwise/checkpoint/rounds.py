@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.held import bytes_of, torch_dtype
+from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.read_plan import ReadPlan, Span, Wanted, exact_ranges
 from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
 from shardwise.checkpoint.saves import reason
@@ -16,6 +16,7 @@ from shardwise.checkpoint.stores import Reader, Store
 from shardwise.checkpoint.transfers import carry_out, is_plain, message_bytes, pack, plain_bytes, swap_messages, unpack
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.space import Move, Piece, Run, moves
 

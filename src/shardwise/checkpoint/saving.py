@@ -18,7 +18,7 @@ from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard, storing
 from shardwise.checkpoint.contents import BLOCK_BYTES
-from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, check_json, hold, torch_dtype
+from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, check_json, hold
 from shardwise.checkpoint.renamed_settings import record_of, renamed_settings
 from shardwise.checkpoint.rewritten_state import RewrittenState, StateRewriting
 from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_pieces
@@ -30,9 +30,10 @@ from shardwise.checkpoint.writing import Filling, Sink
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.comm.default import given_or_default
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Plan
-from shardwise.plan.settings import merge_settings
+from shardwise.plan.merged_settings import merge_settings
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.checkpoint.transfers import part_of
+from shardwise.moving.parts import part_of
 from shardwise.space import Move, Piece
 
 __all__ = ["Slot", "together"]

@@ -11,19 +11,13 @@ from itertools import zip_longest
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement
-from shardwise.checkpoint.held import Held, bytes_of, torch_dtype
-from shardwise.checkpoint.transfers import (
-    carry_out,
-    cast_through,
-    message_bytes,
-    pack,
-    part_of,
-    swap_messages,
-    unpack,
-)
+from shardwise.checkpoint.held import Held, bytes_of
+from shardwise.checkpoint.transfers import carry_out, cast_through, message_bytes, pack, swap_messages, unpack
 from shardwise.checkpoint.windows import part_of_piece, windows
 from shardwise.checkpoint.writing import DataFile, Sink
 from shardwise.comm import Channel
+from shardwise.comm.dtypes import torch_dtype
+from shardwise.moving.parts import part_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Move, Part, Piece, PieceIndex, moves
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.held import dtype_name, place_of
+from shardwise.checkpoint.held import place_of
 from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
+from shardwise.comm.dtypes import dtype_name
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.optimizer_entries import (
     Entry,

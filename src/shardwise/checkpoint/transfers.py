@@ -1,22 +1,20 @@
 """Transfers: carrying out moves between tensors, and between ranks as messages."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from shardwise.comm import Channel
-from shardwise.space import Move, Part, Piece, moves
+from shardwise.moving.parts import part_of
+from shardwise.plan.dtypes import aligned
+from shardwise.space import Move, Piece, moves
 
 __all__ = [
-    "ALIGNMENT_BYTES",
-    "aligned",
     "carry_out",
     "cast_through",
     "is_plain",
     "message_bytes",
     "pack",
-    "part_of",
     "plain_bytes",
     "row_major_bytes",
     "swap_messages",
@@ -25,17 +23,6 @@ __all__ = [
 
 _BOUNCE_BYTES = 16 << 20
 """So much of a tensor that is not plain CPU memory is copied at a time."""
-
-ALIGNMENT_BYTES = 16
-"""Parts of a message start at multiples of the widest element, so that they can be viewed in any dtype."""
-
-
-def part_of(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:
-    """The part of a piece's tensor that a move of `shape` takes or fills: a view."""
-    box = tuple(slice(first, first + size) for first, size in zip(part.offset, shape, strict=True))
-    if tuple(tensor.shape) == part.block:
-        return tensor[box]
-    return tensor[part.start : part.start + math.prod(part.block)].view(part.block)[box]
 
 
 def carry_out(move: Move, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -142,8 +129,3 @@ def swap_messages(
             work.wait()
         if received.numel():
             accept(source, received.cpu())
-
-
-def aligned(num_bytes: int) -> int:
-    """The next multiple of the widest element."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

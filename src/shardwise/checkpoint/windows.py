@@ -6,13 +6,13 @@ import torch
 
 from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.held import torch_dtype
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
 from shardwise.checkpoint.reading import BatchReader, batches_of
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.transfers import ALIGNMENT_BYTES, aligned, carry_out
+from shardwise.checkpoint.transfers import carry_out
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError
-from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.space import Piece, check_cover
 
 __all__ = ["BATCH_BYTES", "WINDOW_BYTES", "PieceReader", "Stretch", "check_whole", "part_of_piece", "windows"]

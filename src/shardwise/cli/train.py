@@ -2,14 +2,13 @@
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.verdicts import INTERRUPTED, Verdict, tell, weighed
+from shardwise.cli.verdicts import launched, told
 
 if TYPE_CHECKING:
     from shardwise.train import RunConfig
@@ -40,26 +39,12 @@ def train(
     """
     is_rank = nproc is None and "RANK" in os.environ
     rank = int(os.environ["RANK"]) if is_rank else None
-    try:
+    with told(debug=debug, rank=rank, verdicts=verdicts):
         run_config = _checked(config, overrides, int(os.environ["WORLD_SIZE"]) if is_rank else nproc or 1)
         if nproc is not None and nproc > 1:
-            sys.exit(_launch(config, nproc, overrides, resume, debug))
+            arguments = ["train", str(config), *(["--resume", resume] if resume is not None else [])]
+            sys.exit(launched(arguments, num_processes=nproc, overrides=overrides, debug=debug))
         _run(run_config, resume, is_rank=is_rank)
-    except KeyboardInterrupt:
-        if verdicts is None:
-            click.echo("stopped by Ctrl-C", err=True)
-        sys.exit(INTERRUPTED)
-    except Exception as error:
-        verdict = Verdict.of(error, rank=rank, debug=debug)
-        if verdicts is not None and rank is not None:
-            verdict.leave(verdicts, rank)
-            if verdict.is_about_peer:
-                from shardwise.comm.launch import PEER_FAILED
-
-                sys.exit(PEER_FAILED)  # to the launcher: look for the rank that caused it
-        else:
-            tell(verdict)
-        sys.exit(verdict.exit_code)
 
 
 def _checked(path: Path, overrides: Sequence[str], num_processes: int) -> "RunConfig":
@@ -90,23 +75,3 @@ def _run(config: "RunConfig", resume: str | None, *, is_rank: bool) -> None:
         channel.abort(f"{type(error).__name__}: {error}")
         raise
     channel.close()
-
-
-def _launch(path: Path, num_processes: int, overrides: Sequence[str], resume: str | None, debug: bool) -> int:
-    """Start the ranks, wait for them, and tell the one verdict that matters."""
-    from shardwise.comm import launch
-
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        arguments = ["train", str(path), "--verdicts", folder]
-        for override in overrides:
-            arguments += ["--set", override]
-        if resume is not None:
-            arguments += ["--resume", resume]
-        code = launch("shardwise.cli", [*arguments, *(["--debug"] if debug else [])], num_processes=num_processes)
-        verdict = weighed(Path(folder))
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    if verdict is None or code == 0 or code > INTERRUPTED:  # stopped from outside: the ranks' words are its echo
-        return code
-    tell(verdict)
-    return verdict.exit_code

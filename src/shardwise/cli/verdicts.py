@@ -3,8 +3,9 @@
 import contextlib
 import json
 import sys
+import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -62,16 +63,47 @@ def tell(verdict: Verdict) -> None:
 
 
 @contextlib.contextmanager
-def told(*, debug: bool) -> Iterator[None]:
-    """End a command that fails in one process: a paragraph on stderr, and its exit code."""
+def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) -> Iterator[None]:
+    """End a command that fails: a paragraph on stderr, and its exit code.
+
+    rank: of this process, where it is one of several. verdicts: where these leave what they have to say, for the
+    process that started them; None: each says it.
+    """
     try:
         yield
-    except (BrokenPipeError, click.ClickException):  # who reads the output has seen enough; click has its own words
+    except click.ClickException:  # click has its own words
         raise
     except KeyboardInterrupt:
-        click.echo("stopped by Ctrl-C", err=True)
+        if verdicts is None:
+            click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        verdict = Verdict.of(error, rank=None, debug=debug)
-        tell(verdict)
+        if isinstance(error, BrokenPipeError) and rank is None:  # who reads the output has seen enough
+            raise
+        verdict = Verdict.of(error, rank=rank, debug=debug)
+        if verdicts is None or rank is None:
+            tell(verdict)
+            sys.exit(verdict.exit_code)
+        verdict.leave(verdicts, rank)
+        if verdict.is_about_peer:
+            from shardwise.comm.launch import PEER_FAILED
+
+            sys.exit(PEER_FAILED)  # to the launcher: look for the rank that caused it
         sys.exit(verdict.exit_code)
+
+
+def launched(arguments: Sequence[str], *, num_processes: int, overrides: Sequence[str], debug: bool) -> int:
+    """Start the ranks of a command, wait for them, and tell the one verdict that matters; the exit code."""
+    from shardwise.comm import launch
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        options = [word for each in overrides for word in ("--set", each)]
+        options += ["--verdicts", folder, *(["--debug"] if debug else [])]
+        code = launch("shardwise.cli", [*arguments, *options], num_processes=num_processes)
+        verdict = weighed(Path(folder))
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if verdict is None or code == 0 or code > INTERRUPTED:  # stopped from outside: the ranks' words are its echo
+        return code
+    tell(verdict)
+    return verdict.exit_code

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.verdicts import FAILED, INTERRUPTED, Verdict, tell, weighed
+from shardwise.cli.verdicts import FAILED, launched, told
 
 if TYPE_CHECKING:
     from shardwise.train import RunConfig
@@ -56,7 +56,7 @@ def verify(
     """
     is_rank = not simulate and nproc is None and "RANK" in os.environ
     rank = int(os.environ["RANK"]) if is_rank else None
-    try:
+    with told(debug=debug, rank=rank, verdicts=verdicts):
         if simulate and nproc is not None:
             raise click.UsageError("--simulate and --nproc exclude each other: ranks are simulated or real")
         num_processes = int(os.environ["WORLD_SIZE"]) if is_rank else nproc
@@ -64,23 +64,6 @@ def verify(
         if nproc is not None:
             sys.exit(_launch(config, layout, steps, nproc, overrides, debug))
         diverges = _be_rank(run_config, steps, notes) if is_rank else _simulate(run_config, steps)
-    except click.ClickException:
-        raise
-    except KeyboardInterrupt:
-        if verdicts is None:
-            click.echo("stopped by Ctrl-C", err=True)
-        sys.exit(INTERRUPTED)
-    except Exception as error:
-        verdict = Verdict.of(error, rank=rank, debug=debug)
-        if verdicts is not None and rank is not None:
-            verdict.leave(verdicts, rank)
-            if verdict.is_about_peer:
-                from shardwise.comm.launch import PEER_FAILED
-
-                sys.exit(PEER_FAILED)  # to the launcher: look for the rank that caused it
-        else:
-            tell(verdict)
-        sys.exit(verdict.exit_code)
     sys.exit(FAILED if diverges else 0)
 
 
@@ -154,21 +137,7 @@ def _tell(report: "VerificationReport") -> bool:
 
 
 def _launch(path: Path, layout: str, steps: int, num_processes: int, overrides: tuple[str, ...], debug: bool) -> int:
-    """Start the ranks, wait for them, and tell the one verdict that matters."""
-    from shardwise.comm import launch
-
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
-        folder = Path(name)
-        (folder / "verdicts").mkdir()
-        arguments = ["verify", str(path), "--against", layout, "--steps", str(steps)]
-        arguments += ["--verdicts", str(folder / "verdicts"), "--notes", str(folder / "notes")]
-        for override in overrides:
-            arguments += ["--set", override]
-        code = launch("shardwise.cli", [*arguments, *(["--debug"] if debug else [])], num_processes=num_processes)
-        verdict = weighed(folder / "verdicts")
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    if verdict is None or code == 0 or code > INTERRUPTED:  # stopped from outside: the ranks' words are its echo
-        return code
-    tell(verdict)
-    return verdict.exit_code
+    """Start the ranks, with a folder for what they compute."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as notes:
+        arguments = ["verify", str(path), "--against", layout, "--steps", str(steps), "--notes", notes]
+        return launched(arguments, num_processes=num_processes, overrides=overrides, debug=debug)

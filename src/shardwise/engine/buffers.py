@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import put_on, values_of
-from shardwise.engine.inventory import Inventory, torch_dtype
+from shardwise.engine.inventory import Inventory
 from shardwise.plan import Bucket, Ownership, Segment, Slot
 
 
@@ -45,6 +46,8 @@ class FlatBuffers:
         self._parameters = {
             slot.name: inventory.parameters[slot.name] for bucket in ownership.buckets for slot in bucket.slots
         }
+        self._slots: dict[str, tuple[int, Slot, Segment | None]] = {}
+        """Where a parameter lies: bucket, slot in it, and what this rank owns of it."""
         for index, bucket in enumerate(ownership.buckets):
             self._fill(index, bucket, waiting, keep_shapes=keep_shapes)
         self._owned_elements = [
@@ -128,13 +131,11 @@ class FlatBuffers:
     @torch.no_grad()
     def write(self, name: str, values: torch.Tensor) -> bool:
         """Take over the values of a parameter, in its own shape; whether it is here."""
-        for index, bucket in enumerate(self.ownership.buckets):
-            for slot in bucket.slots:
-                if slot.name == name:
-                    segments = {segment.name: segment for segment in bucket.segments(self.owner)}
-                    self._write(index, slot, segments.get(name), values)
-                    return True
-        return False
+        if name not in self._slots:
+            return False
+        index, slot, segment = self._slots[name]
+        self._write(index, slot, segment, values)
+        return True
 
     def _room(self, index: int, num_bytes: int) -> torch.Tensor:
         """Memory for the working copy of a bucket."""
@@ -159,6 +160,7 @@ class FlatBuffers:
         self.masters.append(master)
         segments = {segment.name: segment for segment in bucket.segments(self.owner)}
         for slot in bucket.slots:
+            self._slots[slot.name] = index, slot, segments.get(slot.name)
             parameter = self._parameters[slot.name]
             values = values_of(parameter)
             if slot.name not in waiting:

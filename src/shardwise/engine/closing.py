@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.comm import Channel
+from shardwise.errors import MismatchError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +28,13 @@ def exchange_closing(
     channel: Channel,
     *,
     loss: float,
+    alike: Sequence[Sequence[int]],
     squares: float,
     norms: Mapping[int, float],
     touched: Sequence[bool],
     changed_buffers: Sequence[bool],
 ) -> Closing:
-    """Exchange this rank's share of the loss and of the norm, and what it touched."""
+    """Exchange this rank's share of the loss and of the norm, and what it touched. `alike`: see `sum_of_losses`."""
     flags = [*touched, *changed_buffers]
     num_bytes = -(-len(flags) // 8)
     packed = struct.pack("<dd", loss, squares) + _bits(flags).to_bytes(num_bytes, "little")
@@ -46,7 +48,7 @@ def exchange_closing(
     anywhere = [bool(union >> at & 1) for at in range(len(flags))]
     changed = [at for at in range(len(changed_buffers)) if anywhere[len(touched) + at]]
     return Closing(
-        loss=_sum([share for share, _ in shares]),
+        loss=sum_of_losses([share for share, _ in shares], alike, is_exact=channel.device.type == "cpu"),
         squares=[share for _, share in shares],
         norms=dict(pair for answer in answers for pair in struct.iter_unpack("<qd", answer[16 + num_bytes :])),
         touched=anywhere[: len(touched)],
@@ -56,10 +58,36 @@ def exchange_closing(
     )
 
 
-def exchange_sum(channel: Channel, value: float, *, purpose: str) -> float:
-    """The sum of every rank's value, correctly rounded: the same float on every rank."""
-    answers = channel.exchange(struct.pack("<d", value), purpose=purpose)
-    return _sum([struct.unpack("<d", answer)[0] for answer in answers])
+def exchange_loss(channel: Channel, loss: float, alike: Sequence[Sequence[int]]) -> float:
+    """The sum of every rank's share of a loss, correctly rounded: the same float on every rank."""
+    answers = channel.exchange(struct.pack("<d", loss), purpose="loss")
+    shares = [struct.unpack("<d", answer)[0] for answer in answers]
+    return sum_of_losses(shares, alike, is_exact=channel.device.type == "cpu")
+
+
+def sum_of_losses(shares: Sequence[float], alike: Sequence[Sequence[int]], *, is_exact: bool) -> float:
+    """The sum of the ranks' shares. `alike`: ranks along tp, which all have the same share; it counts once.
+
+    Raises MismatchError where they have not: some value that each of them has in part was taken for a whole one.
+    is_exact: to the last bit; else as far as kernels that add in any order allow.
+    """
+    for ranks in alike:
+        first = shares[ranks[0]]
+        for rank in ranks[1:]:
+            if not _is_same(shares[rank], first, tolerance=0.0 if is_exact else 1e-3):
+                raise MismatchError(
+                    f"rank {ranks[0]} and rank {rank} lie along tp and have the same samples, but their losses are "
+                    f"{first!r} and {shares[rank]!r}: somewhere a value of which each rank has its own part is read as "
+                    "if it were whole. Look at tensor.rules (a 'column' needs a 'row' or 'colwise_gather_output' "
+                    "behind it, bare parameters a 'sum' around them); sw.verify names the first tensor that differs"
+                )
+    return _sum([shares[ranks[0]] for ranks in alike])
+
+
+def _is_same(one: float, other: float, *, tolerance: float) -> bool:
+    if math.isnan(one) or math.isnan(other):
+        return math.isnan(one) and math.isnan(other)
+    return one == other or abs(one - other) <= tolerance * max(abs(one), abs(other))
 
 
 def _bits(flags: Sequence[bool]) -> int:

@@ -30,7 +30,8 @@ class Collectors:
                 self._handles[name] = self._put_on(name)
 
     def _put_on(self, name: str) -> RemovableHandle:
-        return self._parameters[name].register_post_accumulate_grad_hook(self._hooks[name])
+        handle: RemovableHandle = self._parameters[name].register_post_accumulate_grad_hook(self._hooks[name])
+        return handle
 
 
 def _hook(

@@ -22,7 +22,7 @@ from shardwise.comm.agreement import agree
 from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
 from shardwise.engine.buffers import FlatBuffers, Owned
 from shardwise.engine.channels import EngineChannels, data_rank_of
-from shardwise.engine.closing import Closing, exchange_closing, exchange_sum
+from shardwise.engine.closing import Closing, exchange_closing, exchange_loss
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.gradient_runs import GradientRuns
@@ -101,6 +101,8 @@ class Engine:
         coordinates = map(plan.mesh.coordinates, range(channels.world.size))
         self._stages_of_ranks = [each["pp"] for each in coordinates]
         self._data_ranks = [data_rank_of(plan, rank) for rank in range(channels.world.size)]
+        groups = dict.fromkeys(plan.mesh.peers(rank, ("tp",)) for rank in range(channels.world.size))
+        self._alike = list(groups)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -162,14 +164,16 @@ class Engine:
         with self._stopping_peers("an evaluation"):
             losses = self._computation.evaluate(parts, own, weighting.joint)
             self.counters.exchanges += 1
-            loss = exchange_sum(self._channels.world, self._share_of_loss(losses, weighting), purpose="loss")
+            loss = exchange_loss(self._channels.world, self._share_of_loss(losses, weighting), self._alike)
         return EvaluationReport(loss=loss, weight=weighting.total)
 
     def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         """What `output_of` makes of the inputs by calling the model, without gradients, in evaluation mode.
 
         All ranks along pp and tp call it together, with equal inputs (their tensors are moved to the device), and get
-        the same tensor. Whatever else `output_of` does runs on each of them as well.
+        the same tensor. Whatever else `output_of` does runs on each of them as well. Under stage 3 all data ranks
+        call it together too, for each gathers from the others: with inputs of their own, and the same modules in the
+        same order.
         """
         device = self._channels.everyone.device
         moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
@@ -370,6 +374,7 @@ class Engine:
         closing = exchange_closing(
             world,
             loss=self._share_of_loss(losses, weighting),
+            alike=self._alike,
             squares=squares,
             norms=dict(zip(used, norms, strict=False)),
             touched=[name in touched for name in self._names.trainable],
@@ -384,9 +389,7 @@ class Engine:
         return closing, norm_of_norms([closing.norms[at] for at in order], [dtypes[at] for at in order], world.device)
 
     def _share_of_loss(self, losses: Sequence[torch.Tensor], weighting: Weighting) -> float:
-        """This rank's part of the weighted mean; all ranks along tp have the same loss, and one of them counts."""
-        if self._channels.tensor.rank > 0:
-            return 0.0
+        """This rank's part of the weighted mean."""
         values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
         weights = weighting.by_rank[self._channels.everyone.rank]
         return math.fsum(w * value for w, value in zip(weights, values, strict=True) if w) / weighting.total

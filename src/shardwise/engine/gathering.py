@@ -8,21 +8,25 @@ One microbatch over three units; a unit that nobody uses stays until the next on
 
 The next unit, as the last pass had it, is gathered while this one runs, where transfers progress by themselves.
 
-All data ranks gather in one order. Where peers' memory is read in place, nobody waits for anybody: the parts do not
-change from the exchange that opens a step or an evaluation to the one that closes it.
+All data ranks gather and reduce in one order, that of their modules; channels refuse another one, at the latest with
+the next exchange, and so before an update. Where peers' memory is read in place, nobody waits for anybody: the parts do
+not change from the exchange that opens a step or an evaluation to the one that closes it.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.engine.counters import Counters
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.resting import RestingBuffers, resting_class
+from shardwise.errors import MismatchError, ModelError
 from shardwise.plan.gathers import Use
 from shardwise.plan.units import Unit
 
@@ -80,6 +84,22 @@ class UnitCall:
         return held
 
 
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What autograd saved of a parameter in a call: a view of memory that is filled when the backward has begun."""
+
+    tensor: torch.Tensor
+    call: UnitCall
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    if isinstance(saved, _Saved):
+        saved.call.begin()
+        return saved.tensor
+    assert isinstance(saved, torch.Tensor)
+    return saved
+
+
 class Gathering:
     """The units of one rank. See `Sharded` for what goes on around microbatches."""
 
@@ -105,6 +125,9 @@ class Gathering:
         """The microbatch that this rank works on, where a schedule mixes several."""
         self.units = tuple(self._unit(number, plan, parameters, stage_of) for number, plan in enumerate(units))
         self._resident: list[GatheredUnit] = []
+        self._calls: list[UnitCall] = []
+        """The calls whose forward runs now, from the outside in."""
+        self._is_in_pass = False
         self._trains = False
         self._next: dict[tuple[str, int], GatheredUnit] = {}
         """(phase, unit) -> the unit that was used after it."""
@@ -155,10 +178,11 @@ class Gathering:
 
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
         """See `Sharded`."""
-        if not is_agreed and self._buffers.reads_in_place:
+        if not is_agreed:  # also whether all ranks are about to do the same
             self._counters.exchanges += 1
             self._owners.exchange(b"", purpose="parameters are written")
         self.release()
+        self._is_in_pass = True
         self._trains = trains
         if trains:
             self.differentiated.clear()
@@ -166,6 +190,7 @@ class Gathering:
 
     def end_pass(self, *, has_failed: bool = False) -> None:
         """See `Sharded`."""
+        self._is_in_pass = False
         self._gradients.end_pass()
         if has_failed:
             for unit in [each for each in self._resident if each.works]:
@@ -234,8 +259,22 @@ class Gathering:
             self._exchange(json.dumps([what, phase, unit.number]).encode())
 
     def _exchange(self, value: bytes) -> list[bytes]:
+        """Every rank's answer; those who say something say the same. Raises MismatchError, the same on all ranks."""
         self._counters.exchanges += 1
-        return self._owners.exchange(value, purpose="what comes next in a microbatch that not all ranks compute")
+        answers = self._owners.exchange(value, purpose="what comes next in a microbatch that not all ranks compute")
+        if len(set(filter(None, answers))) > 1:
+            lines = [f"  - rank {rank}: {self._in_words(told)}" for rank, told in enumerate(answers) if told]
+            raise MismatchError(
+                "data ranks go through a microbatch in different ways; under stage 3 they run the same modules in the "
+                "same order:\n" + "\n".join(lines)
+            )
+        return answers
+
+    def _in_words(self, told: bytes) -> str:
+        if told == _END:
+            return "the microbatch ends"
+        what, phase, number = json.loads(told)
+        return f"{what} unit {self.units[number].plan.name!r} in {phase}"
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
@@ -269,6 +308,37 @@ class Gathering:
     def _reduce(self, unit: GatheredUnit) -> None:
         self._announce("reduce", BACKWARD, unit)
         self._gradients.finish(unit.reductions)
+
+    def check_in_pass(self, units: Sequence[GatheredUnit]) -> None:
+        """Raise ModelError for a call of the model that no step, evaluation or prediction makes: the other ranks may be
+        writing their parts, and would not gather with this one."""
+        if not self._is_in_pass:
+            raise ModelError(
+                f"the model is called outside of step, evaluate and predict, and unit {units[0].plan.name!r} of its "
+                "parameters is cut over the ranks (stage 3); call engine.predict(inputs, output_of) on all ranks, or "
+                "read whole tensors with sw.full(engine)"
+            )
+
+    @contextmanager
+    def saving(self, call: UnitCall) -> Iterator[None]:
+        """What autograd saves of parameters inside begins the backward of the call when it is asked for."""
+        self._calls.append(call)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        try:
+            if hooks is None:  # others (checkpoints) save in their way; ours are there already around a nested unit
+                with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                    yield
+            else:
+                yield
+        finally:
+            self._calls.pop()
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        storage = tensor.untyped_storage()._cdata
+        for call in reversed(self._calls):
+            if any(storage in unit.storages for unit in call.units):
+                return _Saved(tensor, call)
+        return tensor
 
     # Units ------------------------------------------------------------------------------------------------------------
 

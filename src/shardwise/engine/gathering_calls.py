@@ -14,9 +14,10 @@ from shardwise.engine.wrapping import Forward
 class GatheringCalls:
     """A `Wrapper` for one module.
 
-    The backward of a call begins when the gradient of the first of its outputs is complete, and has ended when autograd
-    comes to the view that was taken of an input before anything else in the call: it runs what was made last first.
-    Where no input needs a gradient it ends with the backward of the microbatch.
+    The backward of a call begins when the gradient of the first of its outputs is complete, or when it asks for a
+    parameter that was saved for it (values may leave a module by other ways than its output), and has ended when
+    autograd comes to the view that was taken of an input before anything else in the call: it runs what was made last
+    first. Where no input needs a gradient it ends with the backward of the microbatch.
     """
 
     structure = None
@@ -34,13 +35,14 @@ class GatheringCalls:
         """See `Wrapper`."""
         if self._holder._parameters.get(self._attribute) is not self._parameter:
             return forward(*args, **kwargs)  # it is tried on tensors without values
+        self.gathering.check_in_pass(self._units)
         recomputes = _is_recomputed()
         if recomputes or not torch.is_grad_enabled():
             with self.gathering.using(self._units, RECOMPUTATION if recomputes else FORWARD):
                 return self._without_memory_of_units(forward(*args, **kwargs))
         call = self.gathering.call(self._units)
         args, kwargs = _watched(call, args, kwargs)
-        with self.gathering.using(self._units, FORWARD):
+        with self.gathering.using(self._units, FORWARD), self.gathering.saving(call):
             output = self._without_memory_of_units(forward(*args, **kwargs))
         tensors = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [each for each in tensors if each.requires_grad and each.grad_fn is not None]

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.collecting import Collectors
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import take_gradient, values_of
 from shardwise.engine.gradient_buffers import Buffer, GradientBuffers
 from shardwise.engine.gradients import Gradients, sum_over_replicas
-from shardwise.engine.inventory import torch_dtype
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
 from shardwise.plan.memory import run_dtype, wire_dtype
@@ -39,6 +39,7 @@ class _Pending:
     names: frozenset[str]
     stage: int
     wire: torch.dtype
+    purpose: str
     missing: set[str] = field(default_factory=set)
     """Parameters that are waited for before the reduction starts."""
     touched: set[str] = field(default_factory=set)
@@ -106,6 +107,7 @@ class GradientRuns:
                 names=frozenset(slot.name for slot in bucket.slots),
                 stage=stage_of[bucket.slots[0].name] if stage_of else 0,
                 wire=torch_dtype(wire_dtype(bucket, precision, num_microbatches=1)),
+                purpose=f"gradients of bucket {index}" + ("" if starts_when_complete else f" of unit {bucket.unit!r}"),
             )
             for index, bucket in enumerate(self._ownership.buckets)
         ]
@@ -319,7 +321,7 @@ class GradientRuns:
             target,
             self.buffers.part(pending.index, buffer, pending.wire),
             counts=pending.bucket.counts,
-            purpose=f"gradients of bucket {pending.index}",
+            purpose=pending.purpose,
         )
         self._flight = _Flight(pending=pending, buffer=buffer, target=target, work=work, is_first=is_first)
         self.buffers.launched(buffer)
@@ -366,15 +368,24 @@ class GradientRuns:
     def _stray(self, name: str, gradient: torch.Tensor) -> None:
         """Keep a gradient that comes after the reduction of its bucket: nobody had one for it in the last update."""
         if name not in self._unused:
-            raise ModelError(
-                f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
-                "non-reentrant activation checkpointing (use_reentrant=False)"
-            )
+            raise ModelError(self._too_late(name))
         if name in self._strays:
             self._strays[name].add_(gradient)
         else:
             dtype = torch.promote_types(gradient.dtype, torch_dtype(self._precision.accumulate))
             self._strays[name] = gradient.to(dtype if self._num_microbatches > 1 else gradient.dtype, copy=True)
+
+    def _too_late(self, name: str) -> str:
+        if self._starts_when_complete:
+            return (
+                f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
+                "non-reentrant activation checkpointing (use_reentrant=False)"
+            )
+        return (
+            f"parameter {name!r} got a gradient after the backward of all calls of its unit "
+            f"{self._of[name].bucket.unit!r}, when those of the unit were reduced (stage 3); name the module around "
+            "all that uses it in sharding.units, and where activations are checkpointed, use_reentrant=False"
+        )
 
     def _add_strays(self) -> None:
         """One more reduction for the buckets of gradients that came late on some rank."""

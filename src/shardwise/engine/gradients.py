@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.collecting import Collectors
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import take_gradient, values_of
-from shardwise.engine.inventory import torch_dtype
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Ownership, Precision, plan_arena
 from shardwise.plan.memory import wire_dtype

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.engine.hollow import Region, ValuesNeededError, Watch, watched
 from shardwise.engine.initialisers import Initialiser, initialisers_of
@@ -86,7 +87,11 @@ class Initialisation:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed = seed
         self._skeleton = Skeleton(model)
-        self._strays = frozenset(_storage_of(each.original) for each in self._skeleton.places if each.is_plain)
+        originals = [each.original.untyped_storage() for each in self._skeleton.places if each.is_plain]
+        self._strays = frozenset(storage._cdata for storage in originals)
+        # Parameters with values get other memory before this is done: no other storage may come by their addresses.
+        self._addresses = [StorageWeakRef(storage) for storage in originals]
+        self._read: dict[int, torch.Tensor] = {}
         self._held: dict[int, int] = {}
         """The number of the place that holds a storage."""
         self._storages: dict[int, int] = {}
@@ -100,6 +105,7 @@ class Initialisation:
         for number, effect in enumerate(self._effects):
             for written in effect.writes:
                 self._writers.setdefault(written, []).append(number)
+        self._keep_what_is_read()
         self._of_first: dict[Place, list[Place]] = {}
         for place in self._skeleton.places:
             self._of_first.setdefault(self._skeleton.first_of[place], []).append(place)
@@ -289,10 +295,18 @@ class Initialisation:
         finally:
             self._empty(places[number] for number in touched)
 
+    def _keep_what_is_read(self) -> None:
+        """Hold the values from which others are computed, as they are now: the model may have been cut by then."""
+        places = self._skeleton.places
+        for effect in self._effects:
+            for written, write in effect.writes.items():
+                met = write.met if places[written].lacks_values else ()
+                self._read |= {each: places[each].original.detach() for each in met if not places[each].lacks_values}
+
     def _fill(self, place: Place) -> None:
-        """Let the skeleton hold memory there, and the values if the model has them."""
+        """Let the skeleton hold memory there, and the values if the model had them."""
         values = torch.empty_like(place.empty, device="cpu")
-        self._install(place, place.like(values if place.lacks_values else values.copy_(place.original)))
+        self._install(place, place.like(values if place.lacks_values else values.copy_(self._read[place.number])))
 
     def _program(self, wanted: Iterable[int]) -> _Program:
         program = _Program()

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.comm.dtensors import is_dtensor
+from shardwise.comm.dtypes import dtype_name
+from shardwise.comm.memory import extent, share_elements
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter, Precision
 from shardwise.plan.parameters import check_keep, describe
@@ -131,28 +133,9 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     )
 
 
-def like(old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """A parameter with these values, with what the user noted on `old`."""
-    parameter = nn.Parameter(values, requires_grad=old.requires_grad)
-    parameter.__dict__.update(old.__dict__)
-    return parameter
-
-
 def holds_values(tensor: torch.Tensor) -> bool:
     """Whether there is memory with elements behind a tensor, and not behind a shell around another."""
     return tensor.numel() > 0 and not tensor.is_meta and not is_dtensor(tensor)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name that plans give a torch dtype: `torch.bfloat16` -> `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in a plan."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def named_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
@@ -193,17 +176,13 @@ def place_of(parameter: nn.Parameter) -> tuple[object, ...]:
 
 
 def _refuse_partial_sharing(names: dict[nn.Parameter, list[str]]) -> None:
-    spans = sorted(
-        (parameter.data_ptr(), _last_byte(parameter), index)
-        for index, parameter in enumerate(names)
-        if holds_values(parameter)
-    )
+    spans = sorted((*extent(parameter), index) for index, parameter in enumerate(names) if holds_values(parameter))
     listed = list(names)
     reaching: list[tuple[int, int]] = []  # spans that may still overlap a later one
     for start, stop, index in spans:
         reaching = [(other_stop, other) for other_stop, other in reaching if other_stop > start]
         for _, other in reaching:
-            if _share_elements(listed[other], listed[index]):
+            if share_elements(listed[other], listed[index]):
                 raise ModelError(
                     f"{names[listed[other]][0]!r} and {names[listed[index]][0]!r} share a part of one storage; "
                     "shardwise runs parameters that are the same tensor or apart: make one of them a copy, or compute "
@@ -220,31 +199,11 @@ def _refuse_buffers_in_parameters(parameters: Mapping[str, nn.Parameter], buffer
             in_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(name)
     for name, buffer in buffers.items():
         for other in in_storage.get(buffer.untyped_storage().data_ptr(), ()) if holds_values(buffer) else ():
-            if _share_elements(parameters[other], buffer):
+            if share_elements(parameters[other], buffer):
                 raise ModelError(
                     f"buffer {name!r} and parameter {other!r} share a part of one storage, and the parameter's values "
                     f"move; compute the buffer from the parameter in forward, or make it a copy"
                 )
-
-
-def _last_byte(parameter: torch.Tensor) -> int:
-    extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-    return parameter.data_ptr() + extent * parameter.element_size()
-
-
-def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors whose spans overlap really share bytes (columns of one matrix interleave without sharing)."""
-    start = min(first.data_ptr(), second.data_ptr())
-    touched = torch.zeros(max(_last_byte(first), _last_byte(second)) - start, dtype=torch.bool)
-    for parameter in (first, second):
-        size = parameter.element_size()
-        view = touched.as_strided(
-            (*parameter.shape, size), (*(size * each for each in parameter.stride()), 1), parameter.data_ptr() - start
-        )
-        if bool(view.any()):
-            return True
-        view.fill_(True)
-    return False
 
 
 def describe_model(inventory: Inventory) -> Sequence[str]:

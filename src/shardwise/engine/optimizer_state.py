@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.inventory import Inventory, torch_dtype
+from shardwise.comm.dtypes import torch_dtype
+from shardwise.engine.inventory import Inventory
 from shardwise.errors import OptimizerError
 from shardwise.plan.optimizer_entries import NEVER_ALONG, python_type, python_types, values_of
 from shardwise.plan.optimizer_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup

@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.engine.buffers import Owned
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.tensor.cutting import portion_of
-from shardwise.errors import OptimizerError
+from shardwise.errors import OptimizerError, few_of
 from shardwise.plan import Parameter
 
 OptimizerSource = (
@@ -62,7 +62,7 @@ def check_coverage(optimizers: Sequence[torch.optim.Optimizer], inventory: Inven
     problems = []
     if lost := [spec.name for spec in inventory.specs if spec.trainable and spec.name not in times]:
         problems.append(
-            f"{len(lost)} of the model's trainable parameters are in no group: {_listed(lost)}; give them to the "
+            f"{len(lost)} of the model's trainable parameters are in no group: {few_of(lost)}; give them to the "
             "optimizer, or freeze them (requires_grad_(False)) before parallelize"
         )
     if num_foreign:
@@ -71,9 +71,7 @@ def check_coverage(optimizers: Sequence[torch.optim.Optimizer], inventory: Inven
             "parallelized"
         )
     if twice := [name for name, places in times.items() if len(places) > 1]:
-        problems.append(
-            f"these are in several groups: {_listed(twice)}; a parameter (or a tie) has one set of settings"
-        )
+        problems.append(f"these are in several groups: {few_of(twice)}; a parameter (or a tie) has one set of settings")
     if problems:
         kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise OptimizerError(f"the optimizer ({kinds}) does not fit the model: " + "; ".join(problems))
@@ -162,9 +160,3 @@ def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, spec
         return part.to(master.dtype) if part.is_floating_point() else part
 
     return {key: cut(key, value) for key, value in state.items()}
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first few of many names."""
-    shown = ", ".join(map(repr, names[:3]))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

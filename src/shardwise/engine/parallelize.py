@@ -9,6 +9,7 @@ from torch import nn
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agree, compare, digest_of_values
 from shardwise.comm.dtensors import is_dtensor
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation
@@ -17,13 +18,14 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.given_dtensors import portions_of_dtensors
 from shardwise.engine.hand_over import ModelNames
 from shardwise.engine.initialisation import Initialisation
-from shardwise.engine.inventory import Inventory, describe_model, take_inventory, torch_dtype
+from shardwise.engine.inventory import Inventory, describe_model, take_inventory
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import know
 from shardwise.engine.optimizers import OptimizerSource, build, check_coverage, describe_settings, swap
+from shardwise.engine.pipeline.gradient_kinds import GradientKinds
 from shardwise.engine.pipeline.placing import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage_parameters import assign_parameters, drop_foreign, move_to
+from shardwise.engine.pipeline.stage_parameters import StageParameters, assign_parameters, drop_foreign, move_to
 from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.precision import let_inputs_follow
 from shardwise.engine.randomness import KeyedRandom
@@ -142,6 +144,12 @@ def parallelize_with(
         layout, owned, plan, owners=channels.owners, replicas=channels.replicas, counters=counters
     )
     sharded = attend(model, layout, owned, plan, buffers, gradients, owners=channels.owners, counters=counters)
+    summed = SummedGradients(
+        held.parameters,
+        cut=[spec.name for spec in held.specs if spec.portion is not None],
+        summed=tensor_plan.summed,
+        named=tensor_plan.named,
+    )
     runner = None
     if placement.num_stages > 1:
         runner = PipelineRunner(
@@ -152,16 +160,12 @@ def parallelize_with(
             random=random,
             ties=ties,
             chains=chains_of(inventory.specs, stages),
+            kinds=GradientKinds(summed, _tied_wholes(inventory, stages), channels.pipeline)
+            if tensor_plan.styles
+            else None,
         )
         number_microbatches(sharded, runner)
-    summed = SummedGradients(
-        owned.parameters,
-        cut=[spec.name for spec in owned.specs if spec.portion is not None],
-        summed=tensor_plan.summed,
-    )
-    watchers: list[Callable[[torch.Tensor], None]] = []
-    if plan.mesh.tp > 1:
-        watchers.append(summed.look_at)
+    watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if tensor_plan.styles else []
     if given:  # their modules may have hooks of their own, which sum gradients over ranks, say
         watchers.append(lambda _: gradients.collectors.stay_last())
     return Engine(
@@ -195,6 +199,12 @@ def parallelize_with(
         sizes=Sizes(plan, layout, owner=channels.owners.rank, ties=ties, sharded=sharded, runner=runner),
         summed=summed,
     )
+
+
+def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
+    """Trained parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
+    specs = [spec for spec in inventory.specs if spec.trainable and spec.portion is None]
+    return [spec.name for spec in specs if len(stages.users(spec.name)) > 1]
 
 
 def _agree_on_initialisation(model: nn.Module, seed: int, channel: Channel) -> Initialisation:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.inventory import torch_dtype
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.plan import Precision
 
 

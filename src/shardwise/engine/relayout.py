@@ -17,17 +17,20 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
+from shardwise.comm.dtensors import is_dtensor
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.hand_over import HandOver
-from shardwise.engine.inventory import like, named_places, torch_dtype
+from shardwise.engine.inventory import named_places
 from shardwise.engine.parallelize import parallelize_with
 from shardwise.engine.restore import EngineRestoration
+from shardwise.engine.skeleton import with_values
 from shardwise.engine.state import whole
 from shardwise.engine.values import Later
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.errors import CheckpointError, ModelError, ShardwiseError
 from shardwise.moving import reshard
 from shardwise.plan import Plan
-from shardwise.plan.settings import merge_settings
+from shardwise.plan.merged_settings import merge_settings
 from shardwise.plan.state_names import MASTER, split_state_name
 from shardwise.space import Piece
 
@@ -49,7 +52,7 @@ def relayout(engine: Engine, plan: Plan) -> Engine:
     try:
         with _going_back(handed):
             sources = _sources(handed)
-            settings = _settings_of_all(channel, handed.settings)
+            settings = _settings_of_all(channel, handed)
             stored = _stored(channel, handed)
             _empty(handed)
             new = parallelize_with(
@@ -63,9 +66,8 @@ def relayout(engine: Engine, plan: Plan) -> Engine:
                 sample=None,
                 values=Later(),
             )
-            restoration = new.restore(stored, settings)
-            _check(channel, restoration)
-            reshard(sources, _targets(restoration, handed.model), channel, free_sources=True, cast=True)
+            restoration = _restoration(channel, new, stored, settings)
+            reshard(sources, _targets(restoration, handed.model), channel, cast=True)
             restoration.finish()
             engine.use_up()
     except ShardwiseError:
@@ -102,8 +104,18 @@ def _buffers(model: nn.Module) -> Pieces:
     return pieces
 
 
-def _settings_of_all(channel: Channel, own: Mapping[str, Any]) -> dict[str, Any]:
-    answers = channel.exchange(json.dumps(own).encode(), purpose="settings of a relayout")
+def _settings_of_all(channel: Channel, handed: HandOver) -> dict[str, Any]:
+    """The settings that ranks know together. Raises ModelError, on all ranks, for a model that cannot be moved."""
+    given = [name for name, parameter in handed.model.named_parameters() if is_dtensor(parameter)]
+    refusal: ShardwiseError | None = None
+    if given:
+        refusal = ModelError(
+            f"{len(given)} parameters are DTensors, among them {given[0]!r}, whose modules expect them as they lie; "
+            "build the model without them, with sw.Tensor(rules=...), or go on from a checkpoint: sw.save, and "
+            "sw.load under the other plan"
+        )
+    own = json.dumps(handed.settings).encode()
+    answers = agree(channel, refusal, purpose="settings of a relayout", value=own)
     return merge_settings([json.loads(each) for each in answers])
 
 
@@ -118,10 +130,21 @@ def _stored(channel: Channel, handed: HandOver) -> dict[str, Piece]:
     }
 
 
-def _check(channel: Channel, restoration: EngineRestoration) -> None:
-    findings = restoration.findings
-    refusal = CheckpointError("the new plan cannot take over the state: " + "; ".join(findings)) if findings else None
+def _restoration(
+    channel: Channel, new: Engine, stored: Mapping[str, Piece], settings: Mapping[str, Any]
+) -> EngineRestoration:
+    """What the new engine takes over. Where one rank cannot, all raise the same."""
+    restoration: EngineRestoration | None = None
+    refusal: ShardwiseError | None = None
+    try:
+        restoration = new.restore(stored, settings)
+        if restoration.findings:
+            refusal = CheckpointError("the new plan cannot take over the state: " + "; ".join(restoration.findings))
+    except ShardwiseError as error:
+        refusal = error
     agree(channel, refusal, purpose="verdict on a relayout")
+    assert restoration is not None, "this rank has not refused"
+    return restoration
 
 
 @torch.no_grad()
@@ -134,7 +157,7 @@ def _empty(handed: HandOver) -> None:
         if name not in fresh:
             spec = spec_of[name]
             values = torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
-            fresh[name] = like(parameter, values)
+            fresh[name] = with_values(parameter, values)
         setattr(module, attribute, fresh[name])
     rooms: dict[torch.Tensor, torch.Tensor] = {}
     for module in handed.model.modules():

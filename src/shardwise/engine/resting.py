@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from shardwise.comm import Channel, Work
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.counters import Counters
-from shardwise.engine.inventory import Inventory, torch_dtype
+from shardwise.engine.inventory import Inventory
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Segment, Slot
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.dtypes import dtype_name, torch_dtype
 from shardwise.engine.buffers import FlatBuffers, Owned
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
-from shardwise.engine.inventory import Inventory, dtype_name, torch_dtype
+from shardwise.engine.inventory import Inventory
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.pipeline.ties import StageTies

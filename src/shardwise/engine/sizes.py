@@ -40,7 +40,13 @@ class Sizes:
         else:
             units = [unit.name for unit in layout.units.units]
             owned = sharded_footprint(
-                layout.ownership, self._owner, precision, num_microbatches=k, units=units, late=layout.late
+                layout.ownership,
+                self._owner,
+                precision,
+                num_microbatches=k,
+                units=units,
+                keeps=self._plan.sharding.keep_gathered,
+                late=layout.late,
             )
         return replace(
             owned,

@@ -11,13 +11,15 @@ That is what happens where modules are initialised first and tied afterwards.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ModelError
+
+_T = TypeVar("_T", bound=torch.Tensor)
 
 _ABOUT_OTHER_VALUES = frozenset({"_is_hf_initialized"})
 """Attributes by which transformers tells that a tensor had values before it came to the meta device."""
@@ -175,15 +177,20 @@ class Skeleton:
                 )
 
 
-def with_values(original: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A tensor that views `values`, with the class, the `requires_grad` and the attributes of `original`."""
+def with_values(original: _T, values: torch.Tensor) -> _T:
+    """A tensor that views `values`, with the class, the `requires_grad` and the attributes of `original`.
+
+    A parameter that is not gathered (stage 3) gives one of the class that it has when it is.
+    """
     made: torch.Tensor
     if isinstance(original, nn.Parameter):
-        made = torch.Tensor._make_subclass(type(original), values.detach(), original.requires_grad)
+        kind = type(original)
+        kind = kind.__bases__[0] if hasattr(kind, "_is_resting") else kind
+        made = torch.Tensor._make_subclass(kind, values.detach(), original.requires_grad)
     else:
         made = values.detach().requires_grad_(original.requires_grad)
     vars(made).update(vars(original))
-    return made
+    return cast("_T", made)
 
 
 def _full(prefix: str, attribute: str) -> str:

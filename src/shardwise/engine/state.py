@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from shardwise.comm.dtypes import dtype_name
 from shardwise.engine.buffers import FlatBuffers
-from shardwise.engine.inventory import Inventory, dtype_name
+from shardwise.engine.inventory import Inventory
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.plan import Parameter, Segment
 from shardwise.plan.state_names import MASTER, state_name

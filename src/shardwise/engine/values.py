@@ -12,9 +12,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.buffers import FlatBuffers
-from shardwise.engine.inventory import Inventory, like, torch_dtype
+from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.ties import StageTies
+from shardwise.engine.skeleton import with_values
 from shardwise.engine.tensor.cutting import portion_of
 
 BufferPlace = tuple[nn.Module, str]
@@ -49,7 +51,7 @@ def give_room(
         old = inventory.parameters[spec.name]
         if spec.name in held and old.is_meta:
             room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-            fresh[spec.name] = like(old, room.expand(spec.shape))
+            fresh[spec.name] = with_values(old, room.expand(spec.shape))
     for module, attribute, name in inventory.places:
         if name in fresh:
             setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs

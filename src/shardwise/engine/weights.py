@@ -10,8 +10,8 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree, digest_of_values
+from shardwise.comm.dtypes import dtype_name
 from shardwise.engine.batches import Batch, LossWeight, count_rows
-from shardwise.engine.inventory import dtype_name
 from shardwise.engine.rounds import Joint
 from shardwise.errors import BatchError, MismatchError, ShardwiseError
 

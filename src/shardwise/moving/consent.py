@@ -10,8 +10,8 @@ import xxhash
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree, compare
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
-from shardwise.moving.parts import torch_dtype
 from shardwise.plan.reshard import ReshardPlan, plan_reshard
 from shardwise.space import Piece
 

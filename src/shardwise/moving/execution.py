@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.moving.parts import part_of, put, torch_dtype
+from shardwise.comm.dtypes import torch_dtype
+from shardwise.moving.parts import part_of, put
 from shardwise.plan.reshard import ReshardPlan, Route, Share
 from shardwise.plan.reshard_batches import Lot, batches_of, stretch_bytes
 from shardwise.space import Move, Piece
@@ -222,7 +223,6 @@ class Execution:
         for move in self._moves_of(stretch):
             taken = part_of(source, move.source, move.shape)
             self._arrive(part_of(target, move.target, move.shape), taken)
-        del source
         self._given(piece, stretch.stop - stretch.start)
 
     def _arrive(self, target: torch.Tensor, elements: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.space import Part
 
-__all__ = ["part_of", "put", "torch_dtype"]
+__all__ = ["part_of", "put"]
 
 _COPIED = frozenset(
     {
@@ -27,15 +27,8 @@ _COPIED = frozenset(
 )
 """Dtypes that torch copies everywhere, bit for bit."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Others are copied as these. By bytes of an element."""
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in a piece."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def part_of(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:

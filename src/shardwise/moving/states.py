@@ -7,10 +7,11 @@ import torch
 from shardwise.comm import Channel
 from shardwise.comm.default import given_or_default
 from shardwise.comm.dtensors import is_dtensor
+from shardwise.comm.dtypes import dtype_name, torch_dtype
+from shardwise.comm.memory import extent, share_elements
 from shardwise.errors import PlanError
 from shardwise.moving.consent import consent
 from shardwise.moving.execution import Execution
-from shardwise.moving.parts import torch_dtype
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 
@@ -103,30 +104,40 @@ def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, tor
 def _read_and_written(
     source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, torch.Tensor | None]
 ) -> Iterator[str]:
-    """Memory that would be overwritten before it was read. Only what is contiguous is known to take all its memory."""
-    held = [(piece, tensor, False) for piece, tensor in source.items()]
-    wanted = [(piece, tensor, True) for piece, tensor in target.items() if tensor is not None]
-    if not wanted:
+    """Memory that would be overwritten before it was read."""
+    written = {
+        piece: tensor
+        for piece, tensor in target.items()
+        if tensor is not None and not (piece in source and _are_one(tensor, source[piece]))  # what stays as it is
+    }
+    if not written:
         return
-    spans = [
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, is_written, at)
-        for at, (_, tensor, is_written) in enumerate([*held, *wanted])
-        if tensor.numel() and tensor.is_contiguous()
-    ]
-    pieces = [piece for piece, _, _ in (*held, *wanted)]
-    last: dict[bool, tuple[str, int, int, bool, int]] = {}
-    """Of what is read, and of what is written, the span so far that reaches furthest."""
-    for span in sorted(spans):
-        device, start, stop, is_written, at = span
-        other = last.get(not is_written)
-        if other is not None and other[0] == device and start < other[2]:
-            is_same = pieces[at] == pieces[other[4]] and (start, stop) == other[1:3]  # it stays as it is
-            if not is_same:
-                read, written = (other[4], at) if is_written else (at, other[4])
-                yield f"{pieces[written]} would be written into memory of {pieces[read]}, which is read; clone() one"
-        mine = last.get(is_written)
-        if mine is None or mine[0] != device or stop > mine[2]:
-            last[is_written] = span
+    entries = [*((*each, False) for each in source.items()), *((*each, True) for each in written.items())]
+    spans = sorted(
+        (str(tensor.device), *extent(tensor), at) for at, (_, tensor, _) in enumerate(entries) if tensor.numel()
+    )
+    reaching: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+    """Of what is read, and of what is written: where it ends, and which it is, as long as a later one may overlap."""
+    last_device = ""
+    for device, start, stop, at in spans:
+        piece, tensor, is_written = entries[at]
+        if device != last_device:
+            reaching, last_device = {False: [], True: []}, device
+        others = reaching[not is_written] = [each for each in reaching[not is_written] if each[0] > start]
+        for _, other_at in others:
+            other_piece, other, _ = entries[other_at]
+            if share_elements(tensor, other):
+                over, read = (piece, other_piece) if is_written else (other_piece, piece)
+                yield f"{over} would be written into memory of {read}, which is read; clone() one"
+        reaching[is_written].append((stop, at))
+
+
+def _are_one(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one piece have the same memory for the same elements."""
+    if tensor.data_ptr() != other.data_ptr() or other.is_conj() or other.is_neg():
+        return False
+    is_alike = tensor.shape == other.shape and tensor.stride() == other.stride()
+    return is_alike or (tensor.is_contiguous() and other.is_contiguous())
 
 
 def _faults(piece: object, tensor: object, how: str) -> Iterator[str]:
@@ -138,8 +149,8 @@ def _faults(piece: object, tensor: object, how: str) -> Iterator[str]:
         yield f"{piece} is {how} as a {type(tensor).__name__}, which is no tensor"
     elif tensor.layout != torch.strided or tensor.is_meta:
         yield f"{piece} is {how} as a tensor of layout {tensor.layout} on {tensor.device}; give a dense one with memory"
-    elif str(tensor.dtype) != f"torch.{piece.dtype}":
-        yield f"{piece} is of dtype {piece.dtype}, but its tensor of {str(tensor.dtype).removeprefix('torch.')}"
+    elif dtype_name(tensor.dtype) != piece.dtype:
+        yield f"{piece} is of dtype {piece.dtype}, but its tensor of {dtype_name(tensor.dtype)}"
     elif tuple(tensor.shape) not in (stored_shape(piece), (piece.num_elements,)):
         yield (
             f"{piece} has {piece.num_elements} elements, but its tensor has shape {list(tensor.shape)}; give it in "

@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Channel
 from shardwise.comm.default import given_or_default
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import MismatchError, PlanError
 from shardwise.moving.consent import Consent, consent
 from shardwise.moving.execution import Execution
-from shardwise.moving.parts import torch_dtype
 from shardwise.moving.states import findings_of, stored_shape
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece

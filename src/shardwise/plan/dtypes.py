@@ -31,6 +31,9 @@ ITEMSIZE_BYTES: Mapping[str, int] = MappingProxyType(
 )
 """Bytes of one element."""
 
+ALIGNMENT_BYTES = max(ITEMSIZE_BYTES.values())
+"""Stretches of a message start at multiples of the widest element, so that they can be viewed in any dtype."""
+
 CHECKPOINT_ONLY_DTYPES = frozenset(
     {
         "uint16",
@@ -52,6 +55,11 @@ COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 def itemsize_bytes(dtype: str) -> int:
     """Bytes of one element of `dtype`; raises KeyError for an unknown one."""
     return ITEMSIZE_BYTES[dtype]
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of the widest element."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def is_complex(dtype: str) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, few_of
 from shardwise.plan.names import meant_by, nearest
 from shardwise.plan.outlines import Outline, parents
 from shardwise.plan.specs import Pipeline
@@ -45,10 +45,9 @@ def given_stages(outline: Outline, pipeline: Pipeline, *, num_ranks: int) -> tup
 def _without_stage(names: Sequence[str], num_parameters: int) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return [
         f"pipeline.stages: no stage owns {len(names)} of the model's {num_parameters} parameters: "
-        f"{', '.join(names[:_SHOWN_NAMES])}{more}; give their modules a stage"
+        f"{few_of(names, _SHOWN_NAMES, quotes=False)}; give their modules a stage"
     ]
 
 

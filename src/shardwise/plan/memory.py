@@ -3,8 +3,8 @@
 With N elements, d owners and bf16 compute: working copy 2N, gradients 2N (4N when several microbatches accumulate in
 float32), master 4N/d, optimizer state of the owned N/d; sent per update (d-1)/d * N * (bytes of gradient + bytes of
 working copy). Stage 2 holds gradients of 4N/d and those of two buckets on their way, and sends them for each of the k
-microbatches, k * 2 bytes each. Stage 3 holds working copies of 2N/d and the units that are gathered, and sends each
-unit as often as it is gathered (`plan.gathers`).
+microbatches, k * 2 bytes each. Stage 3 holds working copies of 2N/d, the two units that are gathered, and the gradients
+of two units on their way, and sends each unit as often as it is gathered (`plan.gathers`).
 """
 
 from collections.abc import Collection, Mapping
@@ -57,7 +57,8 @@ class Footprint:
     """Stages 2 and 3: gradients on their way to owners; two buffers (of the largest bucket, or of those of a
     unit), and a part of a sum where microbatches are merged."""
     gathered_bytes: int = 0
-    """Stage 3: of the two largest units, the most that is gathered at a time where no unit lies in another."""
+    """Stage 3: of the two largest units, the most that is gathered at a time where no unit lies in another; of all
+    units where they are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,11 +172,12 @@ def sharded_footprint(
     *,
     num_microbatches: int,
     units: Collection[str] = (),
+    keeps: bool = False,
     late: Collection[str] = (),
 ) -> Footprint:
     """Bytes that the buffers of one owner take under stage 2, and with `units` under stage 3.
 
-    late: parameters whose gradients stay whole until the end of an update.
+    keeps: what was gathered stays until the update. late: parameters whose gradients stay whole until its end.
     """
     whole, cut = _by_lateness(ownership, late)
     held = footprint(whole, owner, precision, num_microbatches=num_microbatches)
@@ -203,7 +205,7 @@ def sharded_footprint(
         gradient_bytes=runs + held.gradient_bytes,
         reducing_bytes=num_buffers * buffer_bytes(cut, precision, by_unit=bool(units))
         + (scratch if num_microbatches > 1 else 0),
-        gathered_bytes=sum(sorted(gathered.values())[-2:]),
+        gathered_bytes=sum(sorted(gathered.values())[0 if keeps else -2 :]),
     )
 
 

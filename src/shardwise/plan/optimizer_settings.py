@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 
 PYTHON_DTYPES: Mapping[str, str] = MappingProxyType({"bool": "bool", "int": "int64", "float": "float64"})
 """The dtype of the 0-d tensor that keeps a Python value of an optimizer's state, by the type's name."""
@@ -179,7 +179,7 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
         if others:
             kinds = " and ".join(dict.fromkeys(places[then[name]][0].kind for name in others))
             findings.append(
-                f"{optimizer.kind} trains {_listed(others)} here, which {kinds} trained when the checkpoint was saved; "
+                f"{optimizer.kind} trains {few_of(others)} here, which {kinds} trained when the checkpoint was saved; "
                 "build the same optimizer, or load without its state"
             )
         source |= {name: (then[name], places[then[name]][0]) for name in mine if name not in others}
@@ -214,13 +214,13 @@ def _findings_of_parameters(
     findings = []
     if added := [name for name in names if name not in then]:
         findings.append(
-            f"{len(added)} parameters are trained here that were not when the checkpoint was saved: {_listed(added)}; "
+            f"{len(added)} parameters are trained here that were not when the checkpoint was saved: {few_of(added)}; "
             "freeze them, or let them start without optimizer state"
         )
     known = {*then.values(), *(alias for alias, name in ties.items() if name in then)}
     if gone := [name for name in places if name not in known]:
         findings.append(
-            f"{len(gone)} parameters were trained when the checkpoint was saved that are not here: {_listed(gone)}; "
+            f"{len(gone)} parameters were trained when the checkpoint was saved that are not here: {few_of(gone)}; "
             "train them here too, or let their optimizer state go"
         )
     return findings
@@ -229,7 +229,7 @@ def _findings_of_parameters(
 def _findings_of_group(kind: str, group: OptimizerGroup, sources: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if not sources:
         return
-    what = f"the group of {kind} with {_listed(group.parameters)}"
+    what = f"the group of {kind} with {few_of(group.parameters)}"
     here = settings_to_json(group.settings)
     for key in dict.fromkeys(key for settings in sources.values() for key in settings):
         first, *others = ((name, settings.get(key, _MISSING)) for name, settings in sources.items())
@@ -245,7 +245,7 @@ def _findings_of_group(kind: str, group: OptimizerGroup, sources: Mapping[str, M
     if unknown := [
         key for key in here if key not in _OF_SCHEDULERS and not any(key in settings for settings in sources.values())
     ]:
-        yield f"{what} has settings that the checkpoint does not have: {_listed(unknown)}"
+        yield f"{what} has settings that the checkpoint does not have: {few_of(unknown)}"
 
 
 def _settings_for(group: OptimizerGroup, source: Mapping[str, Any], places: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,9 +274,3 @@ def _is_number(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return "not set" if value is _MISSING else repr(_from_json(value))
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first few of many names."""
-    shown = ", ".join(map(repr, names[:3]))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

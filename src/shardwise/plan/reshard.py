@@ -8,19 +8,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, itemsize_bytes
+from shardwise.plan.reshard_batches import MIN_MAX_BYTES
 from shardwise.plan.routes import Place, ReshardPlan, Route, Share
 from shardwise.space import Box, Piece, PieceIndex, check_cover
 from shardwise.space.remainders import remainder
 
-__all__ = ["DEFAULT_MAX_BYTES", "MIN_MAX_BYTES", "ReshardPlan", "Route", "Share", "plan_reshard"]
+__all__ = ["DEFAULT_MAX_BYTES", "ReshardPlan", "Route", "Share", "plan_reshard"]
 
 DEFAULT_MAX_BYTES = 64 << 20
 """How many bytes of messages a rank has in memory at most."""
-
-MIN_MAX_BYTES = 64
-"""One element of the widest dtype each way, in two batches."""
 
 _FEW = 4
 """With so many pieces none is looked up in an index: each is asked."""
@@ -63,7 +61,7 @@ def plan_reshard(
         raise PlanError(f"{len(sources)} ranks hold, and {len(targets)} want: give a list for each rank, maybe empty")
     if max_bytes < MIN_MAX_BYTES:
         raise PlanError(f"max_bytes is {max_bytes}; messages need at least {MIN_MAX_BYTES} bytes")
-    held, wanted = _by_name(sources), _by_name(targets)
+    held, wanted = _places_by_name(sources), _places_by_name(targets)
     kinds: dict[tuple[object, ...], _Kind] = {}
     kind_of: dict[str, _Kind] = {}
     problems: dict[str, list[str]] = {}
@@ -78,7 +76,8 @@ def plan_reshard(
         if kind.meetings:
             kind_of[name] = kind
     if problems:
-        raise PlanError(*(f"{_listed(names)}: {finding}" for finding, names in problems.items()))
+        of = {finding: few_of(names, _SHOWN_NAMES, quotes=False) for finding, names in problems.items()}
+        raise PlanError(*(f"{names}: {finding}" for finding, names in of.items()))
     chosen = _choose(kind_of, len(sources))
     routes: dict[int, int] = {}
     tensors = [(name, routes.setdefault(id(chosen[name]), len(routes))) for name in kind_of]
@@ -91,13 +90,7 @@ def plan_reshard(
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    """The first of the names of which one thing is to be said."""
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more
-
-
-def _by_name(pieces: Sequence[Sequence[Piece]]) -> dict[str, list[tuple[int, Piece]]]:
+def _places_by_name(pieces: Sequence[Sequence[Piece]]) -> dict[str, list[tuple[int, Piece]]]:
     found: dict[str, list[tuple[int, Piece]]] = {}
     for rank, each in enumerate(pieces):
         for piece in each:

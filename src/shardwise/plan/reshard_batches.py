@@ -10,16 +10,16 @@ A rank that has nothing in a batch goes on to its next one.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.plan.routes import ReshardPlan, Route
 
-__all__ = ["ALIGNMENT_BYTES", "Lot", "batches_of", "stretch_bytes"]
-
-ALIGNMENT_BYTES = 16
-"""Stretches of a message start at multiples of the widest element, so that they can be viewed in any dtype."""
+__all__ = ["MIN_MAX_BYTES", "Lot", "batches_of", "lot_findings", "stretch_bytes"]
 
 _WAYS = 4
 """In and out, for each of two batches."""
+
+MIN_MAX_BYTES = _WAYS * ALIGNMENT_BYTES
+"""One element of the widest dtype each way, in two batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Lot:
 
 def stretch_bytes(num_elements: int, dtype: str) -> int:
     """The bytes of so many elements in a message."""
-    return -(-num_elements * itemsize_bytes(dtype) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return aligned(num_elements * itemsize_bytes(dtype))
 
 
 _Traffic = Sequence[tuple[int, int, int]]
@@ -55,7 +55,7 @@ def batches_of(plan: ReshardPlan, *, in_order: bool = False) -> Iterator[list[Lo
 
     in_order: all of a share goes before anything of the next share of the same tensor.
     """
-    limit = plan.max_bytes // _WAYS
+    limit = plan.max_bytes // _WAYS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     items: dict[int, list[_Item]] = {}
     out, into = [0] * plan.num_ranks, [0] * plan.num_ranks
     batch: list[Lot] = []
@@ -75,27 +75,77 @@ def batches_of(plan: ReshardPlan, *, in_order: bool = False) -> Iterator[list[Lo
         yield batch
 
 
+def lot_findings(plan: ReshardPlan) -> list[str]:
+    """What keeps the batches from having every element of every share once, in order; empty when nothing does."""
+    if plan.max_bytes < MIN_MAX_BYTES:
+        return [f"max_bytes is {plan.max_bytes}; messages need at least {MIN_MAX_BYTES} bytes"]
+    findings: dict[str, None] = {}
+    for in_order in (False, True):
+        lots: list[list[Lot]] = [[] for _ in plan.tensors]
+        for batch in batches_of(plan, in_order=in_order):
+            for lot in batch:
+                lots[lot.tensor].append(lot)
+        seen: set[tuple[object, ...]] = set()
+        for each, (_, at) in zip(lots, plan.tensors, strict=True):
+            key = (at, *((lot.share, lot.part, lot.num_parts) for lot in each))
+            if key not in seen:  # tensors of one route go in the same parts
+                seen.add(key)
+                findings |= dict.fromkeys(_gaps(plan.routes[at], each, f"route {at}"))
+    return list(findings)
+
+
+def _gaps(route: Route, lots: Sequence[Lot], what: str) -> Iterator[str]:
+    passed = [0] * len(route.shares)
+    for lot in lots:
+        for at in range(len(passed)) if lot.share is None else [lot.share]:
+            share = route.shares[at]
+            start, stop = lot.stretch(share.num_elements)
+            if start != passed[at]:
+                yield f"{what}: after element {passed[at]} of {share}, batches have elements {start} to {stop}"
+            passed[at] = stop
+    for share, num_elements in zip(route.shares, passed, strict=True):
+        if num_elements != share.num_elements:
+            yield f"{what}: batches have {num_elements} elements of {share}"
+
+
 def _items(route: Route, limit: int, *, in_order: bool) -> list[_Item]:
     """The parts of a tensor that fit into a batch."""
     every = range(len(route.shares))
     if not in_order and (items := _cut(route, every, None, limit)):
         return items
-    return [item for share in every for item in _cut(route, [share], share, limit)]
+    items = []
+    for share in every:
+        parts = _cut(route, [share], share, limit)
+        assert parts, "one element fits: a plan has at least MIN_MAX_BYTES"
+        items += parts
+    return items
 
 
 def _cut(route: Route, shares: Sequence[int], share: int | None, limit: int) -> list[_Item]:
     """Some shares in as few equal parts as fit into a batch; none where even single elements do not."""
+    most = max((route.shares[at].num_elements for at in shares), default=1)
+    if not _fits(_traffic(route, shares, Lot(0, most - 1, most)), limit):  # the last part has one of every share
+        return []
     whole = _traffic(route, shares, Lot(0))
     num_parts = max((-(-max(sent, received) // limit) for _, sent, received in whole), default=1)
-    most = max((route.shares[at].num_elements for at in shares), default=1)
-    while num_parts <= most:
-        items = [
-            (share, part, num_parts, _traffic(route, shares, Lot(0, part, num_parts))) for part in range(num_parts)
-        ]
-        if all(sent <= limit and received <= limit for *_, traffic in items for _, sent, received in traffic):
-            return items
+    while (items := _parts(route, shares, share, min(num_parts, most), limit)) is None:
         num_parts += max(1, num_parts // 8)
-    return []
+    return items
+
+
+def _parts(route: Route, shares: Sequence[int], share: int | None, num_parts: int, limit: int) -> list[_Item] | None:
+    """Some shares in so many parts; None where one of them does not fit into a batch."""
+    items: list[_Item] = []
+    for part in range(num_parts):
+        traffic = _traffic(route, shares, Lot(0, part, num_parts))
+        if not _fits(traffic, limit):
+            return None
+        items.append((share, part, num_parts, traffic))
+    return items
+
+
+def _fits(traffic: _Traffic, limit: int) -> bool:
+    return all(sent <= limit and received <= limit for _, sent, received in traffic)
 
 
 def _traffic(route: Route, shares: Sequence[int], lot: Lot) -> _Traffic:

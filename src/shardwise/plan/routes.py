@@ -110,7 +110,9 @@ class ReshardPlan:
         return replace(self, routes=tuple(route.reversed() for route in self.routes))
 
     def check(self) -> list[str]:
-        """What keeps the shares from giving every element that is wanted exactly once; empty when nothing does."""
+        """What keeps shares and batches from giving every wanted element exactly once; empty when nothing does."""
+        from shardwise.plan.reshard_batches import lot_findings  # which are made of plans
+
         findings = []
         for at, route in enumerate(self.routes):
             parts: list[list[Box]] = [[] for _ in route.wanted]
@@ -125,7 +127,7 @@ class ReshardPlan:
                     for box in piece.boxes()
                     for finding in check_cover(_relative(box, boxes))
                 ]
-        return findings
+        return findings + lot_findings(self)
 
     def text(self) -> str:
         """A heading, the routes, and a line per tensor. `parse` reads it.

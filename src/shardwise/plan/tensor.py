@@ -46,6 +46,7 @@ class _Planner:
         self._cuts: dict[str, dict[tuple[str, str], ParameterCut]] = {}
         self._styles: dict[str, list[Style]] = {}
         self._summed: set[str] = set()
+        self._named: set[str] = set()
 
     def apply(self, rules: Mapping[str, str]) -> None:
         found, self.findings = match_rules(self._outline, rules)
@@ -70,11 +71,14 @@ class _Planner:
             cuts={name: next(iter(self._cuts[name].values())) for name in sorted(self._cuts, key=order.__getitem__)},
             styles={name: tuple(self._styles[name]) for name in self._modules if name in self._styles},
             summed=frozenset(self._summed - self._cuts.keys()),
+            named=frozenset(self._named - self._cuts.keys()),
         )
 
     # Modules ------------------------------------------------------------------------------------------------------
 
     def _apply_to_module(self, module: TensorModule, rule: Rule) -> None:
+        if rule.kind not in ("heads", "split"):  # which say nothing of the parameters inside
+            self._named |= self._held(module)
         if rule.sums_gradients or rule.kind == "once":
             self._summed |= self._held(module)
         match rule.kind:
@@ -187,6 +191,7 @@ class _Planner:
     def _apply_to_parameter(self, module: TensorModule, attribute: str, rule: Rule) -> None:
         name = module.parameters[attribute]
         shape = self._outline.shapes[name]
+        self._named.add(name)
         if rule.sums_gradients:
             self._summed.add(name)
         match rule.kind:

@@ -71,6 +71,8 @@ class TensorPlan:
     """Module, by its first name -> what is done around its forward, from the inside out."""
     summed: frozenset[str] = frozenset()
     """Whole parameters that see other activations on each rank: their gradients are summed over the ranks."""
+    named: frozenset[str] = frozenset()
+    """Whole parameters that have a rule, or lie in a module that has one."""
 
     def portions(self, coordinate: int) -> dict[str, Portion]:
         """What the rank at this coordinate of `tp` has of each parameter that is cut."""
@@ -78,7 +80,8 @@ class TensorPlan:
 
     def text(self) -> str:
         """The plan as TOML, a line for each parameter and module in the order of the model; `parse` reads it."""
-        lines = [f"num_ranks = {self.num_ranks}", f"summed = {toml_text(tuple(sorted(self.summed)))}"]
+        lines = [f"num_ranks = {self.num_ranks}"]
+        lines += [f"{key} = {toml_text(tuple(sorted(getattr(self, key))))}" for key in ("summed", "named")]
         for name, cut in self.cuts.items():
             written = {"dim": cut.dim, "ranges": cut.ranges, "shape": cut.shape}
             lines.append(f"cuts.{toml_text(name)} = {toml_text(written)}")
@@ -94,6 +97,7 @@ class TensorPlan:
         return cls(
             num_ranks=table["num_ranks"],
             summed=frozenset(table["summed"]),
+            named=frozenset(table["named"]),
             cuts={name: ParameterCut(**_tuples(cut)) for name, cut in table.get("cuts", {}).items()},
             styles={
                 name: tuple(Style(**_tuples(each)) for each in styles)

@@ -49,7 +49,7 @@ def compute_cut(
 
     def on_rank(channel: sw.Channel) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], TensorPlan, list[Call]]:
         model = _made(make_model)
-        outline, _ = tensor_outline(model)
+        outline = tensor_outline(model)
         plan = plan_tensor(outline, rules, num_ranks=num_ranks)  # type: ignore[arg-type]
         for name, portion in plan.portions(channel.rank).items():
             parameter = model.get_parameter(name)
@@ -59,7 +59,7 @@ def compute_cut(
         output = run(model)
         loss = output.sum()
         parameters = dict(model.named_parameters())
-        watched = SummedGradients(parameters, cut=plan.cuts, summed=plan.summed)
+        watched = SummedGradients(parameters, cut=plan.cuts, summed=plan.summed, named=plan.named)
         watched.look_at(loss)
         summed = watched.names
         assert is_completed or summed == plan.summed, summed ^ plan.summed

@@ -17,7 +17,7 @@ from tests.engine.tensor.test_styles import Projection, transposed
 
 def only(module: nn.Module) -> TensorModule:
     """The outline of a module in a model of its own."""
-    outline, _ = tensor_outline(nn.ModuleDict({"it": module}))
+    outline = tensor_outline(nn.ModuleDict({"it": module}))
     return outline.modules[1]
 
 
@@ -89,14 +89,14 @@ def test_the_attribute_that_says_how_many_outputs_there_are_is_found() -> None:
     ids=lambda each: each if isinstance(each, str) else type(each).__name__,
 )
 def test_what_cannot_be_cut_is_refused(module: nn.Module, rule: str, said: str) -> None:
-    outline, _ = tensor_outline(nn.ModuleDict({"it": module}))
+    outline = tensor_outline(nn.ModuleDict({"it": module}))
     with pytest.raises(PlanError, match=said):
         plan_tensor(outline, {"it": rule}, num_ranks=2)
 
 
 def test_inputs_and_rows_of_what_has_odd_outputs_can_be_cut() -> None:
     for module, rule in ((Stubborn(), "row"), (Scaled(4, 6), "vocab")):
-        outline, _ = tensor_outline(nn.ModuleDict({"it": module}))
+        outline = tensor_outline(nn.ModuleDict({"it": module}))
         assert plan_tensor(outline, {"it": rule}, num_ranks=2).cuts
 
 
@@ -115,28 +115,28 @@ class Carrier(nn.Module):
 
 @pytest.mark.parametrize("in_config", [True, False])
 def test_rules_that_a_model_carries_are_found_wherever_it_lies(in_config: bool) -> None:
-    _, alone = tensor_outline(Carrier(in_config=in_config))
+    alone = tensor_outline(Carrier(in_config=in_config)).carried
     assert alone == {
         "layers.0.up": "colwise",
         "layers.0.down": "rowwise",
         "layers.1.up": "colwise",
         "layers.1.down": "rowwise",
     }
-    _, inside = tensor_outline(nn.ModuleDict({"inner": Carrier(in_config=in_config)}))
+    inside = tensor_outline(nn.ModuleDict({"inner": Carrier(in_config=in_config)})).carried
     assert inside == {f"inner.{name}": rule for name, rule in alone.items()}
 
 
 def test_the_outermost_plan_counts() -> None:
     model = nn.ModuleDict({"inner": Carrier(in_config=False)})
     vars(model)["_tp_plan"] = {"inner.layers.1.up": "colwise_gather_output"}
-    assert tensor_outline(model)[1] == {"inner.layers.1.up": "colwise_gather_output"}
+    assert tensor_outline(model).carried == {"inner.layers.1.up": "colwise_gather_output"}
 
 
 def test_a_style_that_nobody_knows_is_named() -> None:
     model = Carrier(in_config=False)
     model._tp_plan["layers.*.up"] = "diagonal"
     with pytest.raises(PlanError, match=r"'layers.0.up', as the model carries it: the rule 'diagonal' is unknown"):
-        plan_tensor(tensor_outline(model)[0], "auto", num_ranks=2)
+        plan_tensor(tensor_outline(model), "auto", num_ranks=2)
 
 
 def test_a_configuration_that_refuses_an_attribute_is_no_obstacle() -> None:
@@ -153,6 +153,6 @@ def test_a_configuration_that_refuses_an_attribute_is_no_obstacle() -> None:
 def test_a_tie_is_one_parameter_under_its_first_name() -> None:
     embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     head.weight = nn.Parameter(embedding.weight.detach())
-    outline, _ = tensor_outline(nn.ModuleDict({"one": embedding, "two": head}))
+    outline = tensor_outline(nn.ModuleDict({"one": embedding, "two": head}))
     assert outline.shapes == {"one.weight": (5, 4)}
     assert [dict(module.parameters) for module in outline.modules[1:]] == [{"weight": "one.weight"}] * 2

@@ -47,7 +47,7 @@ def on_ranks(
 
     def run(channel: sw.Channel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Call]]:
         model = make_head().to(dtype)
-        plan = plan_tensor(tensor_outline(model)[0], {"0": rule}, num_ranks=num_ranks)
+        plan = plan_tensor(tensor_outline(model), {"0": rule}, num_ranks=num_ranks)
         for name, portion in plan.portions(channel.rank).items():
             parameter = model.get_parameter(name)
             parameter.data = portion_of(parameter.detach(), portion).clone()
@@ -92,6 +92,52 @@ def test_loss_and_gradients_are_those_of_torch(settings: dict[str, Any], num_ran
     torch.testing.assert_close(ranks[0][0], expected, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(ranks[0][1], hidden.grad, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(torch.cat([each[2] for each in ranks]), weight.grad, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_tokens_may_be_masked_out_on_all_of_a_rank(num_ranks: int) -> None:
+    def run(channel: sw.Channel) -> tuple[torch.Tensor, torch.Tensor]:
+        model = make_head().double()
+        plan = plan_tensor(tensor_outline(model), {"0": "column"}, num_ranks=num_ranks)
+        for name, portion in plan.portions(channel.rank).items():
+            parameter = model.get_parameter(name)
+            parameter.data = portion_of(parameter.detach(), portion).clone()
+        TensorParallel(model, plan, channel)
+        hidden, labels = make_batch()
+        logits = model(hidden.double())
+        if channel.rank == 0:
+            logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool), -torch.inf)
+        loss = VocabularyCrossEntropy(model[0])(logits, labels.clamp(min=20).masked_fill(labels < 0, -100))  # type: ignore[index]
+        (gradient,) = torch.autograd.grad(loss, logits)
+        return loss.detach(), gradient
+
+    hidden, labels = make_batch()
+    whole = make_head().double()(hidden.double()).detach()
+    masked = -(-NUM_TOKENS // num_ranks)
+    whole[..., :masked] = -torch.inf
+    whole.requires_grad_()
+    labels = labels.clamp(min=20).masked_fill(labels < 0, -100)
+    expected = functional.cross_entropy(whole.transpose(1, 2), labels)
+    expected.backward()
+    assert torch.isfinite(expected)
+    ranks = sw.simulate(num_ranks, run)
+    # float64: sums over the vocabulary are taken in another order.
+    torch.testing.assert_close(ranks[0][0], expected.detach(), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(torch.cat([each[1] for each in ranks], -1), whole.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_the_gradient_of_a_gradient_is_refused_and_not_zero() -> None:
+    def run(channel: sw.Channel) -> None:
+        model = make_head().double()
+        TensorParallel(model, plan_tensor(tensor_outline(model), {"0": "column"}, num_ranks=1), channel)
+        hidden, labels = make_batch()
+        logits = model(hidden.double())
+        loss = VocabularyCrossEntropy(model[0])(logits, labels)  # type: ignore[index]
+        (gradient,) = torch.autograd.grad(loss.square(), logits, create_graph=True)
+        gradient.square().sum().backward()
+
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sw.simulate(1, run)
 
 
 def test_float32_is_near_to_torch_and_half_precision_is_read_as_float32() -> None:

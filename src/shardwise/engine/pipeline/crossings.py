@@ -28,6 +28,8 @@ class Crossing:
     needs_gradient: bool
     has_returned: bool = False
     """Of an arrival: whether its gradient, or that there is none, was posted."""
+    anchor: torch.Tensor | None = None
+    """Of an arrival with a gradient: the leaf of the graph that stands for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

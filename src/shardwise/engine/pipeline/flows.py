@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, Link, StageGraph
+from shardwise.engine.pipeline.gradient_kinds import BackwardTrace, code_of, gradient_of
 from shardwise.engine.pipeline.nested import packed, unpacked
 from shardwise.engine.pipeline.post import SAME_FORWARD, Key, Kind, Message
 from shardwise.engine.pipeline.sites import user_site
@@ -47,6 +48,8 @@ class Flow:
         """Whether some rank worked on one of its stages after a later one: then its actions are not apart."""
         self.has_news = False
         """Whether ranks waited in this forward for what only the owner of a stage knew."""
+        self.trace: BackwardTrace | None = None
+        """Of the graphs whose backward runs; None where nobody wants to know what gradients are along `tp`."""
         self._runner = runner
         self._post = runner.post
         self._begun = -1
@@ -276,7 +279,7 @@ class Flow:
         if not crossing.needs_gradient:
             return content
         self.graph(crossing.target).arrivals.append(crossing)
-        anchor = torch.empty(0, device=self.device, requires_grad=True)
+        crossing.anchor = anchor = torch.empty(0, device=self.device, requires_grad=True)
         with torch.enable_grad():
             arrived: torch.Tensor = Arrival.apply(anchor, [content], self, crossing)  # type: ignore[no-untyped-call]
         return arrived
@@ -355,11 +358,13 @@ class Flow:
     def return_gradient(self, crossing: Crossing, gradient: torch.Tensor | None) -> None:
         """Post the gradient of a value that arrived here; None: it has none."""
         crossing.has_returned = True
+        kind = None if self.trace is None or gradient is None else self.trace.going_back(crossing)
         self._post.send(
             self._runner.rank_of(crossing.source),
             Key(Kind.GRADIENT, self.number, crossing.number),
             gradient,
             stages=(crossing.target, crossing.source),
+            note=code_of(kind),
         )
 
     def return_nothing(self, *, later_than: int = -1) -> None:
@@ -370,7 +375,10 @@ class Flow:
 
     def take_gradient(self, crossing: Crossing) -> torch.Tensor | None:
         """Wait for the gradient of a value that left from here."""
-        return self._take(Kind.GRADIENT, crossing.number, crossing.target, crossing.source).content
+        message = self._take(Kind.GRADIENT, crossing.number, crossing.target, crossing.source)
+        if self.trace is not None:
+            self.trace.came[crossing.number] = gradient_of(message.note)
+        return message.content
 
     def close(self) -> None:
         """Let go of everything: values of a forward refer to it, and it to them."""

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.engine.inventory import dtype_name, torch_dtype
+from shardwise.comm.dtypes import dtype_name, torch_dtype
 from shardwise.errors import MismatchError, PeerError
 
 _MAX_DIMS = 16
-_HEADER = struct.Struct(f"<BBBBHIIHHI24s48s{2 * _MAX_DIMS}q")
+_HEADER = struct.Struct(f"<BBBBBHIIHHI24s48s{2 * _MAX_DIMS}q")
 _ALIGNMENT_BYTES = 64
 """At multiples of this torch allocates, on every device."""
 
@@ -62,6 +62,8 @@ class Message:
     maker: str
     content: torch.Tensor | None
     """None: a value that has no gradient."""
+    note: int = 0
+    """Of a gradient: what it is along `tp` (see `gradient_kinds.py`)."""
 
 
 class Post:
@@ -84,6 +86,7 @@ class Post:
         stages: tuple[int, int] = (0, 0),
         progress: int = 0,
         maker: str = "",
+        note: int = 0,
     ) -> None:
         """Send a message; returns at once."""
         kept = None if content is None else _kept(content.detach())
@@ -93,12 +96,13 @@ class Post:
         self.num_gradients += key.kind is Kind.GRADIENT
         purpose = f"{_PURPOSES[key.kind]} of stage {stages[0]} for stage {stages[1]}"
         if rank == self._channel.rank:
-            self._box[rank, key] = _message(key, stages, progress, maker, None if kept is None else _copied(kept))
+            content = None if kept is None else _copied(kept)
+            self._box[rank, key] = _message(key, stages, progress, maker, content, note)
             return
         flat = None if kept is None else _flat(_compact(kept))
         if flat is not None and key.kind is Kind.VALUE and flat.data_ptr() == kept.data_ptr():  # type: ignore[union-attr]
             flat = flat.clone()  # the sender's forward may write to it before it has been read
-        header = torch.frombuffer(_packed(key, stages, progress, maker, kept), dtype=torch.uint8)
+        header = torch.frombuffer(_packed(key, stages, progress, maker, kept, note), dtype=torch.uint8)
         self._sent.append(self._channel.send(header, rank, purpose="the next message of the pipeline"))
         if flat is not None and flat.numel():
             self._sent.append(self._channel.send(flat, rank, purpose=purpose))
@@ -138,6 +142,7 @@ class Post:
         self._channel.receive(packed, rank, purpose="the next message of the pipeline").wait()
         (
             kind,
+            note,
             has_content,
             on_host,
             lead,
@@ -161,7 +166,7 @@ class Post:
                 purpose = f"{_PURPOSES[key.kind]} of stage {source} for stage {target}"
                 self._channel.receive(flat, rank, purpose=purpose).wait()
             content = _filled(content, flat)
-        return _message(key, stages, progress, _text(maker), content)
+        return _message(key, stages, progress, _text(maker), content, note)
 
 
 def _room(
@@ -195,13 +200,23 @@ def _filled(room: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     return room
 
 
-def _message(key: Key, stages: tuple[int, int], progress: int, maker: str, content: torch.Tensor | None) -> Message:
+def _message(
+    key: Key, stages: tuple[int, int], progress: int, maker: str, content: torch.Tensor | None, note: int
+) -> Message:
     return Message(
-        key=key, source_stage=stages[0], target_stage=stages[1], progress=progress, maker=maker, content=content
+        key=key,
+        source_stage=stages[0],
+        target_stage=stages[1],
+        progress=progress,
+        maker=maker,
+        content=content,
+        note=note,
     )
 
 
-def _packed(key: Key, stages: tuple[int, int], progress: int, maker: str, content: torch.Tensor | None) -> bytearray:
+def _packed(
+    key: Key, stages: tuple[int, int], progress: int, maker: str, content: torch.Tensor | None, note: int
+) -> bytearray:
     sizes = [0] * (2 * _MAX_DIMS)
     dtype, num_dims = b"", 0
     if content is not None:
@@ -212,6 +227,7 @@ def _packed(key: Key, stages: tuple[int, int], progress: int, maker: str, conten
     on_host = content is not None and content.device.type == "cpu"
     head = (
         key.kind,
+        note,
         content is not None,
         on_host,
         0 if content is None else _lead(content),

@@ -16,6 +16,7 @@ from shardwise.engine.pipeline.calls import Unit
 from shardwise.engine.pipeline.execution import execute
 from shardwise.engine.pipeline.flows import Flow
 from shardwise.engine.pipeline.glue import Glue
+from shardwise.engine.pipeline.gradient_kinds import GradientKinds
 from shardwise.engine.pipeline.inference import Inference
 from shardwise.engine.pipeline.post import SAME_FORWARD, Post
 from shardwise.engine.pipeline.steps import LossOf, TrainingStep
@@ -44,7 +45,9 @@ class PipelineRunner:
         random: KeyedRandom,
         ties: StageTies,
         chains: Sequence[Chain],
+        kinds: GradientKinds | None = None,
     ) -> None:
+        """kinds: wants to know what gradients are along `tp`."""
         self.placement = placement
         self.random = random
         self.device = channel.device
@@ -66,6 +69,7 @@ class PipelineRunner:
         """Most microbatches whose activations this rank held at a time."""
         self.ties = ties
         self.chains = chains
+        self.kinds = kinds
         self._channel = channel
         self._pipeline = pipeline
         self.num_chunks = placement.num_stages // placement.num_ranks
@@ -175,6 +179,8 @@ class PipelineRunner:
                     before_last_backward()
                 (step.forward if action.kind == "F" else step.backward)(action.microbatch, action.stage)
             self._end(list(step.flows.values()))
+            if self.kinds is not None:
+                self.kinds.end()
         finally:
             self.is_training = False
             self.flow = None

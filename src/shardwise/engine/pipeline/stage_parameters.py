@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.engine.inventory import Inventory, like, named_places, torch_dtype
+from shardwise.comm.dtypes import torch_dtype
+from shardwise.engine.inventory import Inventory, named_places
+from shardwise.engine.skeleton import with_values
 from shardwise.plan import Parameter, Placement
 
 
@@ -120,5 +122,5 @@ def _without_memory(parameter: nn.Parameter, spec: Parameter) -> nn.Parameter:
     """A parameter as the ranks that compute with it have it, with what the user noted on it."""
     dtype = torch_dtype(spec.working)
     if spec.fused or spec.portion is not None:
-        return like(parameter, torch.empty(spec.shape, device="meta", dtype=dtype))
-    return like(parameter, torch.empty_like(parameter, device="meta", dtype=dtype))  # with its own strides
+        return with_values(parameter, torch.empty(spec.shape, device="meta", dtype=dtype))
+    return with_values(parameter, torch.empty_like(parameter, device="meta", dtype=dtype))  # with its own strides

@@ -67,6 +67,8 @@ class TrainingStep:
             self._rounds.begin(number)
         roots = [root for graph in graphs for root in graph.roots]
         roots += [graph.loss for graph in graphs if graph.loss is not None]
+        if roots and runner.kinds is not None:
+            flow.trace = runner.kinds.trace(graphs)
         with runner.noting("B", number, stage), runner.current(flow):
             if roots:
                 try:
@@ -80,6 +82,9 @@ class TrainingStep:
             flow.return_nothing()
             for link in [link for graph in graphs for link in graph.links]:
                 flow.return_gradient(link.crossing, runner.ties.hand_down(link.name))
+            if flow.trace is not None and runner.kinds is not None:
+                runner.kinds.learn(flow.trace)
+                flow.trace = None
             if not has_passed:
                 self._rounds.done(None if covers_all else stage)
         roots.clear()

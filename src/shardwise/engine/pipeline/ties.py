@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
+from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.inventory import Inventory, torch_dtype
+from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.stage_parameters import StageParameters
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes

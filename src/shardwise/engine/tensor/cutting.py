@@ -9,6 +9,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agree, compare
 from shardwise.comm.dtensors import is_dtensor
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.tensor.movements import taken
 from shardwise.engine.tensor.outline import tensor_outline
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan import Plan
@@ -41,8 +42,7 @@ def agree_on_tensor_plan(model: nn.Module, plan: Plan, channel: Channel, *, give
                 'a DTensor; give rules="auto" for a model that carries a plan, or {name: rule}'
             )
         if rules is not None:
-            outline, _ = tensor_outline(model)
-            tensor_plan = plan_tensor(outline, rules, num_ranks=plan.mesh.tp)
+            tensor_plan = plan_tensor(tensor_outline(model), rules, num_ranks=plan.mesh.tp)
     except ShardwiseError as error:
         refusal = error
     agree(channel, refusal, purpose="verdict on tensor parallelism")
@@ -57,8 +57,7 @@ def agree_on_tensor_plan(model: nn.Module, plan: Plan, channel: Channel, *, give
 
 def portion_of(tensor: torch.Tensor, portion: Portion) -> torch.Tensor:
     """The local tensor of a global one: a view where it is one range, else a copy."""
-    parts = [tensor.narrow(portion.dim, start, stop - start) for start, stop in portion.ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=portion.dim)
+    return taken(tensor, portion.dim, portion.ranges)
 
 
 @torch.no_grad()

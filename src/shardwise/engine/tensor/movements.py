@@ -90,11 +90,11 @@ class Movements:
         """The same value, which each rank reads for itself."""
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
-        return self._moved(value, "share", _same, self._sum)
+        return self._moved(value, "share", _same, self.sum_of)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' values."""
-        return self._moved(value, "total", self._sum, _same)
+        return self._moved(value, "total", self.sum_of, _same)
 
     def whole(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
         """All ranks' parts along `dim`, each where its ranges say."""
@@ -117,7 +117,7 @@ class Movements:
 
         def sum_last(gradient: torch.Tensor) -> torch.Tensor:
             rest, last = gradient.split([gradient.shape[-1] - size, size], dim=-1)
-            return torch.cat([rest, self._sum(last)], dim=-1)
+            return torch.cat([rest, self.sum_of(last)], dim=-1)
 
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
@@ -138,7 +138,8 @@ class Movements:
         """Whether there is anything to move."""
         return self.num_ranks > 1 and value.numel() > 0 and not is_fake(value)
 
-    def _sum(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_of(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' values, without a gradient."""
         if not self._travels(value):
             return value if self.num_ranks == 1 else torch.empty_like(value)
         flat = _flat(value)
@@ -157,7 +158,7 @@ class Movements:
         return part.to(flat.dtype)
 
     def _taking(self, dim: int, ranges: Sequence[Ranges]) -> Movement:
-        return lambda value: _taken(value, dim, ranges[self.rank]).clone(memory_format=torch.contiguous_format)
+        return lambda value: taken(value, dim, ranges[self.rank]).clone(memory_format=torch.contiguous_format)
 
     def _gathering(self, dim: int, ranges: Sequence[Ranges]) -> Movement:
         def gather(value: torch.Tensor) -> torch.Tensor:
@@ -181,8 +182,8 @@ class Movements:
         def settle(value: torch.Tensor) -> torch.Tensor:
             shape = _resized(value, dim, _length(ranges[self.rank]))
             if not self._travels(value):
-                return _taken(value, dim, ranges[self.rank]) if self.num_ranks == 1 else value.new_empty(shape)
-            parts = [_taken(value, dim, held).reshape(-1) for held in ranges]
+                return taken(value, dim, ranges[self.rank]) if self.num_ranks == 1 else value.new_empty(shape)
+            parts = [taken(value, dim, held).reshape(-1) for held in ranges]
             counts = [part.numel() for part in parts]
             return self._summed_part(torch.cat(parts), counts, shape)
 
@@ -198,6 +199,12 @@ def uncompiled(function: Callable[Given, Answer]) -> Callable[Given, Answer]:
         return function
     alone: Callable[Given, Answer] = torch.compiler.disable(function)
     return alone
+
+
+def taken(value: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
+    """These ranges of a dim side by side: a view where it is one range, else a copy."""
+    parts = [value.narrow(dim, start, stop - start) for start, stop in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def is_fake(value: torch.Tensor) -> bool:
@@ -225,8 +232,3 @@ def _resized(value: torch.Tensor, dim: int, size: int) -> list[int]:
     shape = list(value.shape)
     shape[dim] = size
     return shape
-
-
-def _taken(value: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
-    parts = [value.narrow(dim, start, stop - start) for start, stop in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -17,8 +17,8 @@ _CARRIED = ("tp_plan", "_tp_plan", "base_model_tp_plan")
 """Attributes in which a model may carry rules, the first that has any."""
 
 
-def tensor_outline(model: nn.Module) -> tuple[TensorOutline, Mapping[str, str]]:
-    """The outline of `model`, and the rules that it carries itself: full name of a module or parameter -> rule.
+def tensor_outline(model: nn.Module) -> TensorOutline:
+    """The outline of `model`, with the rules that it carries itself.
 
     Modules of torch are known; others that hold a weight and a bias are called with random ones, to see whether they
     are linear maps.
@@ -49,7 +49,7 @@ def tensor_outline(model: nn.Module) -> tuple[TensorOutline, Mapping[str, str]]:
     every = [name for known in names.values() for name in known]
     every += [name for _, _, name, _ in named_places(model)]
     carried = dict(_carried_rules(model, every))
-    return TensorOutline(modules=modules, shapes=shapes, carried=carried), carried
+    return TensorOutline(modules=modules, shapes=shapes, carried=carried)
 
 
 def _numbers(attributes: Mapping[str, Any]) -> dict[str, int]:

@@ -6,6 +6,7 @@ from itertools import groupby
 import torch
 
 from shardwise.comm import Channel
+from shardwise.engine.tensor.movements import Movements
 
 
 @torch.no_grad()
@@ -13,15 +14,10 @@ def sum_over_ranks(gradients: Sequence[torch.Tensor], channel: Channel) -> None:
     """Replace each gradient by its sum over the ranks of `channel`, which all give the same ones in the same order."""
     if channel.size == 1 or not gradients:
         return
-    purpose = "gradients of parameters that are whole along tp"
+    movements = Movements(channel, "gradients of parameters that are whole along tp")
     for _, group in groupby(gradients, key=lambda gradient: gradient.dtype):
         alike = list(group)
         lengths = [gradient.numel() for gradient in alike]
         flat = torch.cat([gradient.reshape(-1) for gradient in alike])
-        share, rest = divmod(flat.numel(), channel.size)
-        counts = [share + (at < rest) for at in range(channel.size)]
-        part = torch.empty(counts[channel.rank], dtype=flat.dtype, device=flat.device)
-        channel.reduce_scatter(part, flat, counts=counts, purpose=purpose).wait()
-        channel.all_gather(flat, part, counts=counts, purpose=purpose).wait()
-        for gradient, total in zip(alike, flat.split(lengths), strict=True):
+        for gradient, total in zip(alike, movements.sum_of(flat).split(lengths), strict=True):
             gradient.copy_(total.view(gradient.shape))

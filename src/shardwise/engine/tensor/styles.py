@@ -2,11 +2,12 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.tensor.movements import Movements, is_fake, uncompiled
 from shardwise.engine.wrapping import Forward
@@ -15,6 +16,9 @@ from shardwise.plan.tensor_plan import Style
 from shardwise.space import even_cuts
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_Held = tuple[Mapping[str, object], Mapping[str, torch.Tensor | None]]
+"""Plain attributes and parameters of a module, by name."""
 
 
 class SharedInputs:
@@ -37,8 +41,13 @@ class SharedInputs:
             if (version, known_how) == (value._version, how):
                 return made
         made = make(value)
-        self._value = weakref.ref(value, self._forget)  # what is made lives no longer than what it was made of
+        reference = self._value = weakref.ref(value, self._forget)
         self._known = (value._version, how, made)
+        # What is made may be a view, which keeps the value. Nobody reads it any more once backward has been here.
+        if torch._C._current_graph_task_id() == -1:
+            made.register_hook(lambda _: self._forget(reference))
+        else:  # of a recomputed forward
+            _at_end_of_backward(lambda: self._forget(reference))
         return made
 
     def _forget(self, value: "weakref.ref[torch.Tensor]") -> None:
@@ -54,10 +63,54 @@ class Styled:
         self.style = self.structure = style
         self.movements = movements
         self.shared = shared
+        self._own: _Held | None = None
+        """What the module itself holds, while it has been given something else for a backward."""
+        self._give_in_backward = uncompiled(self._given_in_backward)
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `forward` on what this rank has, and give what the modules around expect."""
+        if self._own is None:
+            return self.compute(module, forward, args, kwargs)
+        with _holding(module, self._own):
+            return self.compute(module, forward, args, kwargs)
+
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`run`, of a module that holds what is its own."""
         raise NotImplementedError
+
+    def run_with(self, module: nn.Module, held: "_Held", run: Callable[[], Any]) -> Any:
+        """`run()` while the module holds something else, which it is given again for the backward of the answer.
+
+        A part of the forward that an activation checkpoint runs again in backward reads it then.
+        """
+        with _holding(module, held):
+            answer = run()
+        if torch.is_grad_enabled() and any(held):
+            self._give_in_backward(module, held, answer)
+        return answer
+
+    def _given_in_backward(self, module: nn.Module, held: "_Held", answer: Any) -> None:
+        """Give it to the module from where backward reaches the answer, up to the end of that backward."""
+
+        def begin(_: torch.Tensor) -> None:
+            if self._own is not None:
+                return
+            attributes, parameters = held
+            self._own = (
+                {key: getattr(module, key) for key in attributes},
+                {key: module._parameters[key] for key in parameters},
+            )
+            given = _holding(module, held)
+            given.__enter__()
+            _at_end_of_backward(lambda: end(given))
+
+        def end(given: AbstractContextManager[None]) -> None:
+            self._own = None
+            given.__exit__(None, None, None)
+
+        for each in tree_leaves(answer):
+            if type(each) is torch.Tensor and each.grad_fn is not None:
+                each.register_hook(begin)
 
     def on_output(self, output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The output of a module that gives one tensor, changed."""
@@ -82,7 +135,7 @@ class Styled:
 class Column(Styled):
     """A whole input, outputs of this rank."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         style, movements = self.style, self.movements
         dim = style.gather
@@ -91,8 +144,7 @@ class Column(Styled):
         else:
             args, kwargs = on_input(args, kwargs, lambda x: self.shared.made(x, ("spread", dim), self._spread(dim)))
         sizes = dict.fromkeys(style.attributes, sum(b - a for a, b in style.ranges[movements.rank]))
-        with attributes_set(module, sizes):
-            output = forward(*args, **kwargs)
+        output = self.run_with(module, (sizes, {}), lambda: forward(*args, **kwargs))
         if style.gathers:
             return self.on_output(output, lambda y: movements.whole(y, y.dim() - 1, style.ranges))
         return output
@@ -104,7 +156,7 @@ class Column(Styled):
 class Row(Styled):
     """Inputs of this rank, outputs summed; the bias is added once, after the sum."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         style, movements = self.style, self.movements
         if style.splits:
@@ -112,8 +164,8 @@ class Row(Styled):
         bias = module._parameters.get("bias")
         # What torch's own forward does without a bias is known; others may do anything but add zeros.
         absent = None if bias is None or type(module).forward is nn.Linear.forward else torch.zeros_like(bias)
-        with parameters_set(module, {} if bias is None else {"bias": absent}):
-            output = forward(*args, **kwargs)
+        held: _Held = ({}, {} if bias is None else {"bias": absent})
+        output = self.run_with(module, held, lambda: forward(*args, **kwargs))
         output = self.on_output(output, self.summed)
         return output if bias is None else output + bias.to(output.dtype)
 
@@ -128,7 +180,7 @@ class Row(Styled):
 class Vocabulary(Row):
     """An embedding of which each rank has the rows of its tokens; those of others are zeros, and the sum has all."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         ((start, stop),) = self.style.ranges[self.movements.rank]
         foreign: list[torch.Tensor] = []
@@ -141,8 +193,8 @@ class Vocabulary(Row):
         args, kwargs = on_input(args, kwargs, own)
         padding = getattr(module, "padding_idx", None)
         local = padding - start if padding is not None and start <= padding < stop else None
-        with attributes_set(module, {} if padding is None else {"padding_idx": local}):
-            output = forward(*args, **kwargs)
+        held: _Held = ({} if padding is None else {"padding_idx": local}, {})
+        output = self.run_with(module, held, lambda: forward(*args, **kwargs))
         return self.on_output(output, lambda y: self.summed(y.masked_fill(foreign[0].unsqueeze(-1), 0)))
 
     def _check(self, tokens: torch.Tensor) -> None:
@@ -161,7 +213,7 @@ class Vocabulary(Row):
 class Channels(Styled):
     """An embedding of which each rank has some columns, which may be gathered."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         output = forward(*args, **kwargs)
         if not self.style.gathers:
@@ -172,7 +224,7 @@ class Channels(Styled):
 class Sum(Styled):
     """Any module that computes a part of a sum from bare parameters: experts, each cut over all ranks."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         share = self.movements.share
         args = tuple(share(each) if isinstance(each, torch.Tensor) else each for each in args)
@@ -184,7 +236,7 @@ class Sum(Styled):
 class Once(Styled):
     """What all ranks compute alike counts once in the sum around it."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         return self.on_output(forward(*args, **kwargs), self.movements.on_first_rank)
 
@@ -192,21 +244,20 @@ class Once(Styled):
 class Hide(Styled):
     """Single parameters that count once in the sum: zeros on all ranks but the first."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         seen: dict[str, torch.Tensor | None] = {}
         for attribute in self.style.attributes:
             parameter = module._parameters[attribute]
             assert parameter is not None
             seen[attribute] = self.movements.on_first_rank(parameter)
-        with parameters_set(module, seen):
-            return forward(*args, **kwargs)
+        return self.run_with(module, ({}, seen), lambda: forward(*args, **kwargs))
 
 
 class Tail(Styled):
     """A module whole on all ranks, of whose outputs the heads of each rank read the last ones directly."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         return self.on_output(forward(*args, **kwargs), self._share_last)
 
@@ -223,7 +274,7 @@ class Tail(Styled):
 class Positions(Styled):
     """A module that treats each position alike: each rank computes its positions, which are gathered again."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         dim = self.style.dim
         found: list[Sequence[tuple[tuple[int, int], ...]]] = []
@@ -240,7 +291,7 @@ class Positions(Styled):
 class Split(Styled):
     """The module and what follows it work on this rank's positions."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         dim = self.style.dim
         args, kwargs = on_input(args, kwargs, lambda x: self.movements.part(x, dim, self.positions(x.shape[dim], dim)))
@@ -250,13 +301,12 @@ class Split(Styled):
 class Heads(Styled):
     """A module that works with heads and counts them itself: it has as many as this rank."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         style = self.style
         ((start, stop),) = style.ranges[self.movements.rank]
         own = {name: getattr(module, name) * (stop - start) // style.size for name in style.attributes}
-        with attributes_set(module, own):
-            return forward(*args, **kwargs)
+        return self.run_with(module, (own, {}), lambda: forward(*args, **kwargs))
 
 
 STYLES: Mapping[str, type[Styled]] = {
@@ -310,3 +360,16 @@ def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None])
         yield
     finally:
         held.update(saved)
+
+
+@contextmanager
+def _holding(module: nn.Module, held: _Held) -> Iterator[None]:
+    """The module holds these attributes and parameters meanwhile."""
+    attributes, parameters = held
+    with attributes_set(module, attributes), parameters_set(module, parameters):
+        yield
+
+
+def _at_end_of_backward(do: Callable[[], None]) -> None:
+    """Call it when the backward ends that goes on in this thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(do)

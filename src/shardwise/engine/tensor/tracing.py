@@ -21,85 +21,159 @@ from shardwise.engine.tensor.movements import movement_of
 from shardwise.engine.tensor.vocabulary import is_cut_loss
 from shardwise.errors import ModelError
 
-Gradient = Literal["complete", "own", "both"]
+Gradient = Literal["complete", "own", "both", "hidden"]
+"""`both`: a sum of complete ones and own ones. `hidden`: nobody can tell."""
+
+Sources = frozenset[str | int]
+"""What a gradient is a sum of: complete and own gradients, gradients that come back for a crossing of this number, and
+marks: `hidden` below a node with a graph of its own, `blurred` below one that mixes what comes from several sides."""
 
 _ENDS_OWN = frozenset({"total", "whole", "spread", "settle"})
 _BEGINS_OWN = frozenset({"share", "part"})
 
-_OPAQUE = ("CheckpointFunction", "CompiledFunction")
-"""Nodes that hide a graph of their own."""
+_HIDING = "CheckpointFunction"
+"""A node (a reentrant activation checkpoint) with a graph that is made in backward."""
+
+_BLURRING = "CompiledFunction"
+"""A node that stands for many operations; movements are never among them."""
+
+_COMPLETE: Sources = frozenset({"complete"})
+_OWN: Sources = frozenset({"own"})
+_HIDDEN: Sources = frozenset({"hidden"})
+_BLURRED: Sources = frozenset({"blurred"})
 
 
-def gradients_of_leaves(loss: torch.Tensor) -> dict[torch.Tensor, Gradient] | None:
-    """Which gradient each leaf below `loss` gets; None where a part of the graph is hidden."""
-    root = loss.grad_fn
-    if root is None:
-        return {}
-    num_consumers: dict[Any, int] = {root: 0}
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        if type(node).__name__.startswith(_OPAQUE):
-            return None
-        for producer in _producers(node):
-            if producer not in num_consumers:
-                num_consumers[producer] = 0
-                pending.append(producer)
-            num_consumers[producer] += 1
-    found: dict[Any, Gradient] = {root: "complete"}
-    leaves: dict[torch.Tensor, Gradient] = {}
-    ready = [root]
-    while ready:
-        node = ready.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves[leaf] = found[node]
-        given = _given(node, found.pop(node))
-        for producer in _producers(node):
-            known = found.get(producer, given)
-            found[producer] = known if known == given else "both"
-            num_consumers[producer] -= 1
-            if num_consumers[producer] == 0:
-                ready.append(producer)
-    return leaves
+class Traced:
+    """What the gradients of the leaves of a graph are made of."""
+
+    def __init__(self, roots: Iterable[tuple[Any, str | int]]) -> None:
+        """roots: nodes where backward begins; with each "complete", or the number of the crossing that it waits for."""
+        self.leaves: dict[torch.Tensor, Sources] = {}
+        self.is_hidden = False
+        """Whether a part of the graph cannot be seen: leaves may be missing."""
+        found: dict[Any, Sources] = {node: frozenset({source}) for node, source in roots}
+        num_consumers = self._count_consumers(found)
+        ready = [node for node in found if not num_consumers[node]]
+        while ready:
+            node = ready.pop()
+            sources = found.pop(node)
+            if (leaf := getattr(node, "variable", None)) is not None:
+                self.leaves[leaf] = sources
+            given = _given(node, sources)
+            for producer in _producers(node):
+                found[producer] = found.get(producer, frozenset()) | given
+                num_consumers[producer] -= 1
+                if num_consumers[producer] == 0:
+                    ready.append(producer)
+
+    def _count_consumers(self, roots: Iterable[Any]) -> dict[Any, int]:
+        counts: dict[Any, int] = dict.fromkeys(roots, 0)
+        pending = list(counts)
+        while pending:
+            node = pending.pop()
+            self.is_hidden |= type(node).__name__.startswith(_HIDING)
+            for producer in _producers(node):
+                if producer not in counts:
+                    counts[producer] = 0
+                    pending.append(producer)
+                counts[producer] += 1
+        return counts
+
+
+def resolve(sources: Sources, came: Mapping[int, Gradient | None]) -> Gradient | None:
+    """The gradient that is a sum of these. came: what came back for each crossing; None, and left out: no gradient."""
+    kinds = {came.get(each) if isinstance(each, int) else each for each in sources} - {None, "blurred"}
+    if not kinds:
+        return None
+    if "hidden" in kinds or ("blurred" in sources and len(kinds) > 1):
+        return "hidden"
+    if kinds == {"complete"}:
+        return "complete"
+    return "own" if kinds == {"own"} else "both"
 
 
 class SummedGradients:
     """The whole parameters of a rank whose gradients are to be summed over the ranks along `tp`.
 
-    It begins with what the rules say, and is put right by the graphs of losses. What no graph has reached yet, and all
-    where a part is hidden (a reentrant activation checkpoint, a compiled module), stays as the rules have it.
+    It begins with what the rules say, and is put right by the graphs of losses. What no graph has reached yet stays as
+    the rules have it. Where a part of a graph is hidden, the rules decide, and have to name what they decide on.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, cut: Iterable[str], summed: Iterable[str]) -> None:
-        """parameters: by name, those of this rank. cut: names of those that are cut. summed: what the rules say."""
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        cut: Iterable[str],
+        summed: Iterable[str],
+        named: Iterable[str] = (),
+    ) -> None:
+        """parameters: by name, those of this rank. cut: names of those that are cut. summed: what the rules say. named:
+        those that have a rule."""
         cut = frozenset(cut)
         self.names = frozenset(summed)
+        self.seen: dict[str, Gradient] = {}
+        """What graphs have shown so far."""
+        self._named = self.names | frozenset(named)
         self._unseen = {name: each for name, each in parameters.items() if name not in cut and each.requires_grad}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether graphs have reached all that is to be known."""
+        return not self._unseen
 
     def look_at(self, loss: torch.Tensor) -> None:
         """Learn from the graph of a loss. Raises ModelError for parameters that no sum makes right."""
-        if not self._unseen or (leaves := gradients_of_leaves(loss)) is None:
-            return
-        found = {name: gradient for name, each in self._unseen.items() if (gradient := leaves.get(each)) is not None}
+        if self._unseen and loss.grad_fn is not None:
+            self.learn(Traced([(loss.grad_fn, "complete")]), {})
+
+    def learn(self, traced: Traced, came: Mapping[int, Gradient | None]) -> None:
+        """Learn from a graph, of which `came` says what came back for crossings; raises as `look_at`."""
+        found: dict[str, Gradient] = {}
+        for name, each in self._unseen.items():
+            gradient = resolve(traced.leaves.get(each, frozenset()), came)
+            if gradient is None and traced.is_hidden:
+                gradient = "hidden"
+            if gradient is not None:
+                found[name] = gradient
         if both := [name for name, gradient in found.items() if gradient == "both"]:
-            shown = ", ".join(map(repr, both[:5])) + (f" and {len(both) - 5} more" if len(both) > 5 else "")
             raise ModelError(
-                f"tensor.rules: values made with {shown} are read by all ranks alike and also by each rank for its own "
-                "part (heads, columns), without a rule between; give the rule 'mla_kv_a_proj(size=...)' to the module "
-                "whose last outputs every rank reads, or 'replicate' to the modules that cut what they meet"
+                f"tensor.rules: values made with {_shown(both)} are read by all ranks alike and also by each rank for "
+                "its own part (heads, columns), without a rule between; give the rule 'mla_kv_a_proj(size=...)' to the "
+                "module whose last outputs every rank reads, or 'replicate' to the modules that cut what they meet"
             )
-        own = {name for name, gradient in found.items() if gradient == "own"}
-        self.names = self.names - found.keys() | own
-        for name in found:
-            del self._unseen[name]
+        if hidden := [name for name, gradient in found.items() if gradient == "hidden" and name not in self._named]:
+            raise ModelError(
+                f"tensor.rules: {_shown(hidden)} are whole along tp, and what their gradients are on each rank is "
+                "hidden by a reentrant activation checkpoint or a compiled module; use checkpoints with "
+                "use_reentrant=False, or give each a rule: 'replicate' where all ranks compute the same with it, "
+                "'replicated_with_grad_allreduce' where each rank does for its own part (heads, columns)"
+            )
+        for name, gradient in found.items():
+            if gradient != "hidden":
+                self.settle(name, gradient)
+
+    def settle(self, name: str, gradient: Gradient) -> None:
+        """Take it as known what the gradient of a parameter is on each rank, here or on another stage."""
+        self.names = self.names | {name} if gradient == "own" else self.names - {name}
+        self.seen[name] = gradient
+        self._unseen.pop(name, None)
 
 
-def _given(node: Any, gradient: Gradient) -> Gradient:
-    """The gradient that a node gives to what it was made of."""
+def _shown(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _given(node: Any, sources: Sources) -> Sources:
+    """What a node gives to what it was made of."""
     kind = movement_of(node)
     if kind in _BEGINS_OWN:
-        return "complete"
-    return "own" if kind in _ENDS_OWN or is_cut_loss(node) else gradient
+        return _COMPLETE
+    if kind in _ENDS_OWN or is_cut_loss(node):
+        return _OWN
+    name = type(node).__name__
+    if name.startswith(_HIDING):
+        return _HIDDEN
+    return sources | _BLURRED if name.startswith(_BLURRING) else sources
 
 
 def _producers(node: Any) -> list[Any]:

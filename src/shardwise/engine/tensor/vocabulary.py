@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -136,14 +137,15 @@ class _CutCrossEntropy(torch.autograd.Function):
         largest = wide.amax(-1)
         numbers = [
             largest,
-            (wide - largest.unsqueeze(-1)).exp_().sum(-1),
+            (wide - _finite(largest).unsqueeze(-1)).exp_().sum(-1),
             wide.gather(-1, places.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0),
         ]
         if smoothing:
             numbers.append(wide.sum(-1))
         of_ranks = movements.gathered(torch.stack(numbers))
         largest = of_ranks[:, 0].amax(0)
-        total, of_target = _added(of_ranks[:, 1] * (of_ranks[:, 0] - largest).exp()), _added(of_ranks[:, 2])
+        weights = (of_ranks[:, 0] - _finite(largest)).exp()
+        total, of_target = _added(of_ranks[:, 1] * weights), _added(of_ranks[:, 2])
         log_total = largest + total.log()
         losses = log_total - of_target
         if smoothing:
@@ -154,6 +156,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         return losses.masked_fill_(ignored, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, log_total, places, foreign, ignored = ctx.saved_tensors
         size, smoothing = ctx.numbers
@@ -164,6 +167,11 @@ class _CutCrossEntropy(torch.autograd.Function):
         shares.scatter_add_(-1, places.unsqueeze(-1), -own.unsqueeze(-1))
         shares *= gradients[0].masked_fill(ignored, 0).unsqueeze(-1)
         return shares.to(rows.dtype), None, None, None, None, None, None
+
+
+def _finite(largest: torch.Tensor) -> torch.Tensor:
+    """What may be subtracted from logits: nothing where all of them are masked out (-inf)."""
+    return largest.masked_fill(largest == -torch.inf, 0)
 
 
 def _added(values: torch.Tensor) -> torch.Tensor:

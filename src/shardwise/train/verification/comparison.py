@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint import Catalogue
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.inventory import dtype_name
+from shardwise.comm.dtypes import dtype_name
 from shardwise.plan.state_names import is_state_name
 from shardwise.train.verification.closeness import EQUAL, Closeness, by_element, by_size
 from shardwise.train.verification.error_model import UNIT_ROUNDOFF, UPDATE_ROUNDINGS, ErrorModel, Path
@@ -63,8 +63,8 @@ class StepComparer:
         self._num_equal: dict[str, int] = {}
         """By parameter, the microbatches whose gradients are."""
         self._norm = own.report.grad_norm
-        self.remarks: list[str] = []
-        """What was not compared."""
+        self._not_compared: dict[str, int] = {}
+        self._remarks: list[str] = []
 
     def first_divergence(self) -> Divergence | None:
         """None where all is equal or rounding."""
@@ -83,6 +83,13 @@ class StepComparer:
                 for kind, each in self._counts.items()
             ),
         )
+
+    def remarks(self) -> list[str]:
+        """What was not compared, known when `first_divergence` has looked at all of it."""
+        kinds = [f"{number} {kind}" for kind, number in self._not_compared.items()]
+        if not kinds:
+            return self._remarks
+        return [*self._remarks, f"not compared: {' and '.join(kinds)} per update: ranks along tp have parts, or none"]
 
     def _divergences(self) -> Iterator[Divergence]:
         computed = len({key.microbatch for key in self._own.notes.outputs})
@@ -104,39 +111,75 @@ class StepComparer:
         for key, ours in self._own.notes.outputs.items():
             if key.microbatch != own_number:
                 continue
-            for rank, theirs in self._layout.outputs.get(key._replace(microbatch=number), ()):
-                if ours.shape != theirs.shape:  # a part of it, where parameters are cut over ranks along tp
+            place = key.place or ("loss" if key.module == LOSS else "output")
+            told = self._layout.outputs.get(key._replace(microbatch=number), ())
+            if not told:
+                yield from self._of_missing("output", place, key.module, OUTPUTS, number)
+            for rank, theirs in told:
+                if ours.shape != theirs.shape:
+                    yield from self._of_misshapen("output", place, key.module, OUTPUTS, number, ours, theirs, rank)
                     continue
-                found = self._of_noted(ours, theirs, ours.path)
+                found = self._of_noted(ours, theirs, ours.path, is_exact=self._model.same_up_to_order)
                 if found is not None and self._is_far(LOSSES if key.module == LOSS else OUTPUTS, found):
-                    place = key.place or ("loss" if key.module == LOSS else "output")
                     yield self._divergence("output", place, key.module, found, ours, microbatch=number, rank=rank)
 
     def _of_contributions(self, own_number: int, number: int) -> Iterator[Divergence]:
         for key, ours in self._own.notes.gradients.items():
+            if key.microbatch != own_number:
+                continue
+            name = key.parameter
+            kind = "gradient of" if key.part < 0 else f"gradient of the part on rank {key.part} along tp of"
             theirs = self._layout.gradients.get(key._replace(microbatch=number))
-            if key.microbatch != own_number or theirs is None or ours.shape != theirs.noted.shape:
+            if theirs is None:
+                if not self._layout.has_gradient(name, number, cut=key.part < 0):
+                    yield from self._of_missing(kind, name, _module_of(name), PER_MICROBATCH, number)
+                continue
+            if ours.shape != theirs.noted.shape:
+                place = kind, name, _module_of(name), PER_MICROBATCH
+                yield from self._of_misshapen(*place, number, ours, theirs.noted)
                 continue
             path = self._own.path.there_and_back()
-            found = self._of_noted(
-                ours, theirs.noted, path, least_size=math.sqrt(self._own.terms[key.parameter].square)
-            )
+            least = math.sqrt(self._own.terms[name].square)
+            found = self._of_noted(ours, theirs.noted, path, is_exact=self._model.same_forward, least_size=least)
             if found is None:
                 continue
             if found.ratio == 0 and key.part < 0:
-                self._num_equal[key.parameter] = self._num_equal.get(key.parameter, 0) + 1
+                self._num_equal[name] = self._num_equal.get(name, 0) + 1
             if self._is_far(PER_MICROBATCH, found):
-                name = key.parameter
-                kind = "gradient of" if key.part < 0 else f"gradient of the part on rank {key.part} along tp of"
                 yield self._divergence(kind, name, _module_of(name), found, ours, microbatch=number)
 
-    def _of_noted(self, ours: Noted, theirs: Noted, path: Path, *, least_size: float = 0.0) -> Closeness | None:
+    def _of_missing(self, kind: str, tensor: str, module: str, tally: str, microbatch: int) -> Iterator[Divergence]:
+        """No rank has it. Ranks along tp may do without modules, and compute with parts; others compute the same."""
+        if not self._model.same_up_to_order:
+            self._not_compared[tally] = self._not_compared.get(tally, 0) + 1
+            return
+        missing = self._divergence(kind, tensor, module, EQUAL, None, microbatch=microbatch)
+        yield replace(missing, one_process="a value", layout="none")
+
+    def _of_misshapen(
+        self,
+        kind: str,
+        tensor: str,
+        module: str,
+        tally: str,
+        microbatch: int,
+        ours: Noted,
+        theirs: Noted,
+        rank: int | None = None,
+    ) -> Iterator[Divergence]:
+        """It has another shape: a part of it, where parameters are cut over ranks along tp."""
+        for found in self._of_missing(kind, tensor, module, tally, microbatch):
+            yield replace(found, rank=rank, one_process=f"shape {list(ours.shape)}", layout=f"{list(theirs.shape)}")
+
+    def _of_noted(
+        self, ours: Noted, theirs: Noted, path: Path, *, is_exact: bool, least_size: float = 0.0
+    ) -> Closeness | None:
         """None where rounding may turn a choice, and nothing can be said."""
         if ours.digest == theirs.digest and ours.dtype == theirs.dtype:
             return EQUAL
         if ours.dtype != theirs.dtype:
             return Closeness(ratio=math.inf, at=0, allowed=0.0, ours=ours.dtype, theirs=theirs.dtype)
-        if self._model.same_forward or not is_number(ours.dtype):
+        if is_exact or not is_number(ours.dtype):
             if not self._model.same_up_to_order:
                 return None
             found = by_element(ours.sample, theirs.sample, torch.zeros(len(ours.sample), dtype=torch.float64))
@@ -149,7 +192,7 @@ class StepComparer:
 
     def _of_loss(self) -> Iterator[Divergence]:
         ours, theirs = self._own.report, self._layout.report
-        deviation = 0.0 if self._model.same_forward else self._own.path.deviation
+        deviation = 0.0 if self._model.same_up_to_order else self._own.path.deviation
         allowed = (deviation + 1e-15 * (1 + len(self._layout.counted))) * abs(ours.loss)
         found = by_element(_one(ours.loss), _one(theirs.loss), _one(allowed))
         if self._is_far(LOSSES, found):
@@ -180,14 +223,14 @@ class StepComparer:
             is_equal = digest_of_values(theirs) == self._own.gradient_digests.get(name)
             if self._is_far(MEANS, found, is_equal=is_equal):
                 pieces = [each.piece for each in stored[name].pieces]
-                words, microbatch = means.explain(name, theirs, found.at, pieces)
+                words, microbatch = means.words.explain(name, theirs, found.at, pieces)
                 if not words and self._counts.get(PER_MICROBATCH):
                     words = "The gradients of its microbatches agree: their sum over microbatches and ranks does not"
                 where = self._divergence(
                     "mean gradient of", name, _module_of(name), found, None, microbatch=microbatch, shape=theirs.shape
                 )
                 yield replace(where, explanation=words)
-        if (common := means.common_factor()) is not None and common[1].ratio > 1:
+        if (common := means.common_factor()) is not None and common[1].is_far:
             name, found = common
             where = self._divergence("mean gradient of", name, _module_of(name), found, None)
             yield replace(where, explanation="The values are a factor that all gradients have in common")
@@ -219,10 +262,13 @@ class StepComparer:
         """Buffers that a forward writes: every data rank sees other rows, and one of them gives its own to all."""
         if self._model.num_data_ranks == 1 and self._model.same_up_to_order:
             return False
-        if is_state_name(name) or name in self._own.parameters or _of_update(ours, theirs).ratio == 0:
+        if name not in self._own.written_buffers or _of_update(ours, theirs).ratio == 0:
             return False
-        remark = f"not compared: buffer {name!r}, which forwards write; of several data ranks one gives its own to all"
-        self.remarks += [remark] if remark not in self.remarks else []
+        why = "of several data ranks one gives its own to all"
+        if self._model.num_data_ranks == 1:
+            why = "ranks along tp write what they have rounded"
+        remark = f"not compared: buffer {name!r}, which forwards write; {why}"
+        self._remarks += [remark] if remark not in self._remarks else []
         return True
 
     def _of_replicas(self) -> Iterator[Divergence]:
@@ -238,9 +284,9 @@ class StepComparer:
         count.compared += 1
         equal = found.ratio == 0 if is_equal is None else is_equal
         count.equal += equal
-        if not equal and not found.ratio > 1:
+        if not equal and not found.is_far:
             count.worst = max(count.worst, found.ratio)
-        return found.ratio > 1
+        return found.is_far
 
     def _divergence(
         self,

@@ -118,9 +118,9 @@ def _words(plan: Plan) -> str:
         ]
     elif num_stages > 1:
         lines = [
-            f"outputs, losses and gradients of each microbatch: the same arithmetic on {num_stages} stages, zero; but "
-            "gradients of what has uses on several stages are added in another order, and are, after c calls of "
-            f"modules whose reduction lengths add up to n, within {bound}"
+            f"outputs and losses: the same arithmetic on {num_stages} stages, zero; gradients of each microbatch: what "
+            "has uses on several stages is added in another order, and what comes before it is, after c calls of "
+            f"modules whose reduction lengths add up to n, within {bound}, with 2c and 2n"
         ]
     else:
         lines = ["outputs, losses and gradients of each microbatch: the same arithmetic, zero"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise.engine.channels import data_rank_of
 from shardwise.engine.reports import StepReport
 from shardwise.train.verification.layout_run import RankNotes, notes_file
 from shardwise.train.verification.program import Program
@@ -55,6 +56,13 @@ class LayoutNotes:
     unequal_pieces: Sequence[tuple[str, int, int]]
     """Pieces that two ranks have with other values: (piece, the one rank, the other)."""
     num_threads: int
+    num_tensor_ranks: int
+
+    def has_gradient(self, parameter: str, microbatch: int, *, cut: bool) -> bool:
+        """Whether ranks have parts of the gradient of a microbatch, or else the whole one."""
+        whole = GradientKey(microbatch, parameter)
+        parts = (whole._replace(part=rank) for rank in range(self.num_tensor_ranks))
+        return any(key in self.gradients for key in (parts if cut else (whole,)))
 
     @classmethod
     def read(cls, program: Program, folder: Path, step: int, shapes: Mapping[str, tuple[int, ...]]) -> "LayoutNotes":
@@ -65,7 +73,7 @@ class LayoutNotes:
         parts: dict[GradientKey, dict[int, list[Contribution]]] = {}
         counted: set[int] = set()
         for rank, told in enumerate(ranks):
-            numbers = [program.data_rank(rank) * per_rank + at for at in told.counted]
+            numbers = [data_rank_of(program.plan, rank) * per_rank + at for at in told.counted]
             counted |= set(numbers)
             for key, noted in told.notes.outputs.items():
                 outputs.setdefault(key._replace(microbatch=numbers[key.microbatch]), []).append((rank, noted))
@@ -84,6 +92,7 @@ class LayoutNotes:
             counted=sorted(counted),
             unequal_pieces=list(_unequal(ranks)),
             num_threads=ranks[0].num_threads,
+            num_tensor_ranks=program.plan.mesh.tp,
         )
 
 

@@ -5,6 +5,7 @@ averages in an engine takes part. The optimizer then gets the gradients of the l
 apart from what it was given: where a gradient is nearly zero, Adam makes rounding errors as large as a learning rate.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -53,8 +54,8 @@ class OwnStep:
     """After the update with the layout's gradients; views that hold until the next one."""
     gradient_digests: dict[str, str]
     """Of the mean gradients as an engine in one process adds them up: what is equal to these is equal to the bit."""
-    parameters: frozenset[str]
-    """The names of all parameters, frozen ones too."""
+    written_buffers: frozenset[str]
+    """The names of buffers that the forwards of this update have changed."""
 
 
 class OneProcess:
@@ -82,7 +83,6 @@ class OneProcess:
         self._squares: dict[str, float] = {}
         self._digests: dict[str, str] = {}
         self._theirs: Catalogue | None = None
-        self._names = frozenset(name for name, _ in self.model.named_parameters(remove_duplicate=False))
         self.order = [name for name, each in self.model.named_parameters() if each.requires_grad]
         """The trained parameters, in the order of the model."""
         self.shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
@@ -104,6 +104,7 @@ class OneProcess:
     def step(self, batch: Any, state: FilePath, gradients: Catalogue) -> OwnStep:
         """One update from a state of the layout. `gradients`: what the layout's optimizer was given."""
         load(str(state), self._engine, channel=self._channel)
+        buffers = self._digests_of_buffers()
         self._terms, self._squares, self._digests, self._theirs = {}, {}, {}, gradients
         self._recorder.begin()
         report = self._engine.step(batch)
@@ -114,7 +115,7 @@ class OneProcess:
                 scheduler.step()
         for name, square in self._squares.items():
             if name in self._terms:
-                self._terms[name].square = square
+                self._terms[name].square = square if math.isfinite(square) else 0.0
         paths = [noted.path for noted in notes.outputs.values()]
         return OwnStep(
             notes=notes,
@@ -123,8 +124,14 @@ class OneProcess:
             path=max(paths, key=lambda path: path.num_calls, default=Path.beginning()),
             state=self.state(),
             gradient_digests=self._digests,
-            parameters=self._names,
+            written_buffers=frozenset(
+                name for name, digest in self._digests_of_buffers().items() if digest != buffers.get(name)
+            ),
         )
+
+    def _digests_of_buffers(self) -> dict[str, str]:
+        held = self.model.named_buffers(remove_duplicate=False)
+        return {name: digest_of_values(buffer) for name, buffer in held}
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 
@@ -196,6 +203,6 @@ def portions_along_tp(model: nn.Module, plan: Plan) -> list[Mapping[str, Portion
     """For each rank along tp, the portions of the parameters that are cut."""
     if plan.mesh.tp == 1 or plan.tensor.rules is None:
         return []
-    outline, _ = tensor_outline(model)
+    outline = tensor_outline(model)
     tensor_plan = plan_tensor(outline, plan.tensor.rules, num_ranks=plan.mesh.tp)
     return [tensor_plan.portions(rank) for rank in range(plan.mesh.tp)]

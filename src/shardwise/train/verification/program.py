@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows
+from shardwise.engine.channels import DATA_AXES, data_rank_of
 from shardwise.errors import BatchError
 from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh
@@ -36,7 +37,7 @@ class Program:
     @property
     def num_data_ranks(self) -> int:
         """Ranks that see other samples."""
-        return self.plan.mesh.dp_replicate * self.plan.mesh.dp_shard
+        return len(self.plan.mesh.peers(0, DATA_AXES))
 
     @property
     def num_microbatches(self) -> int:
@@ -54,11 +55,6 @@ class Program:
             clip_grad_norm=self.plan.clip_grad_norm,
         )
 
-    def data_rank(self, rank: int) -> int:
-        """The place of a rank along dp_replicate and dp_shard."""
-        at = self.plan.mesh.coordinates(rank)
-        return at["dp_replicate"] * self.plan.mesh.dp_shard + at["dp_shard"]
-
     def check(self) -> None:
         """Raise BatchError unless ranks and the one process cut every batch into the same microbatches."""
         if not self.batches:
@@ -74,7 +70,7 @@ class Program:
     def share(self, batch: Batch, rank: int) -> dict[str, Any]:
         """The rows of a batch that a rank sees."""
         num_rows = count_rows(batch) // self.num_data_ranks
-        start = self.data_rank(rank) * num_rows
+        start = data_rank_of(self.plan, rank) * num_rows
         return rows_of(batch, start, start + num_rows)
 
     def build(self) -> nn.Module:

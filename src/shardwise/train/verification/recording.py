@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.dtypes import dtype_name
 from shardwise.engine.batches import Batch, LossFunction
-from shardwise.engine.inventory import dtype_name
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.values import StageTensor
 from shardwise.engine.tensor.cutting import portion_of

@@ -46,8 +46,8 @@ def verify(
     scheduler: a function from an optimizer to its learning-rate scheduler.
     channel: the ranks that train, all of which make this call and get the report; None: simulated ranks. Rank 0
         compares, while others wait for it as long as the channel lets them for each update.
-    folder: where ranks leave what they compute until it is compared, which all of them see; None: a temporary one,
-        for ranks of one host.
+    folder: where ranks leave what they compute until it is compared, in a new folder inside, which is removed; all of
+        them see it. None: among temporary files, for ranks of one host.
     timeout_seconds: how long a simulated rank may compute while others wait.
 
     Raises what parallelize and step raise, and BatchError for rows that cannot be cut alike.
@@ -83,9 +83,9 @@ def verify_simulated(program: Program, *, title: str = "", timeout_seconds: floa
 
 def _verify_on(channel: Channel, program: Program, folder: Path | str | None) -> VerificationReport:
     with ExitStack() as stack:
-        name = "" if folder is None else str(Path(folder).absolute())
-        if folder is None and channel.rank == 0:
-            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-"))
+        name = ""
+        if channel.rank == 0:
+            name = stack.enter_context(_fresh_folder(channel, folder))
         place = Path(channel.exchange(name.encode(), purpose="the folder of a verification")[0].decode())
         place.mkdir(parents=True, exist_ok=True)
         run_layout(program, channel, place)
@@ -102,6 +102,24 @@ def _verify_on(channel: Channel, program: Program, folder: Path | str | None) ->
             raise
         channel.exchange(report.packed(), purpose=_PROGRESS)
         return report
+
+
+@contextmanager
+def _fresh_folder(channel: Channel, inside: Path | str | None) -> Iterator[str]:
+    """A folder that nothing is in, so that what an earlier verification left is never read; removed at the end."""
+    try:
+        if inside is not None:
+            Path(inside).mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(
+            prefix="shardwise-",
+            dir=None if inside is None else Path(inside).absolute(),
+            ignore_cleanup_errors=True,  # after an error, other ranks may still write
+        )
+    except OSError as error:
+        channel.abort(f"no folder for a verification: {error}")
+        raise
+    with made as name:
+        yield name
 
 
 def compare_with_one_process(
@@ -134,7 +152,7 @@ def compare_with_one_process(
         )
         divergence = comparer.first_divergence()
         steps.append(comparer.summary())
-        remarks |= dict.fromkeys(comparer.remarks)
+        remarks |= dict.fromkeys(comparer.remarks())
         after_step()
     are_equal = all(each.num_compared == each.num_equal for step in steps for each in step.tallies)
     mesh = program.plan.mesh

@@ -1,9 +1,11 @@
-"""Settings: what a checkpoint keeps beside the state, as JSON values, put together from what ranks know."""
+"""Merged settings: what a checkpoint keeps beside the state, as JSON values, put together from what ranks know."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import MismatchError
+
+__all__ = ["merge_settings"]
 
 
 def merge_settings(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
