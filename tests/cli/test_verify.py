@@ -64,6 +64,17 @@ def test_a_divergence_is_named_with_exit_code_1(config: Path, monkeypatch: pytes
     assert verdict == "verdict: diverges"
 
 
+def test_where_nothing_is_finite_the_exit_code_is_1(config: Path) -> None:
+    (config.parent / "lost.py").write_text(
+        "from net import Net\n\n\nclass Lost(Net):\n    def forward(self, input_ids):\n"
+        "        return super().forward(input_ids) * float('nan')\n"
+    )
+    lost = ("--set", "model.factory=lost.py:Lost", "--steps", "1")
+    result = in_this_process("verify", str(config), "--against", "dp_shard=2", *lost)
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert result.stdout.endswith("verdict: inconclusive\n")
+
+
 def test_a_layout_whose_ranks_fail_ends_in_one_paragraph(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*_: object, **__: object) -> None:
         raise OSError("the network is gone")

@@ -1,5 +1,7 @@
 """Parameters that are not gathered: what they tell, what they refuse, and who is told what to do about it."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -76,7 +78,10 @@ def test_a_parameter_that_is_read_past_its_unit_is_named() -> None:
 
     with pytest.raises(ModelError, match=r"'0.embedding.weight' of unit '0.embedding'"):
         sw.simulate(2, lambda channel: run(channel, None))
-    sw.simulate(2, lambda channel: run(channel, ("0",)))
+    for units in (("0",), (".",)):
+        sw.simulate(2, partial(run, units=units))
+    with pytest.raises(ModelError, match=r"'\.' is the model itself"):
+        sw.simulate(2, partial(run, units=(".", "0.embedding")))
 
 
 def test_a_write_in_forward_is_refused() -> None:
@@ -93,10 +98,9 @@ def test_a_write_in_forward_is_refused() -> None:
             model, plan_of(3), optimizer=adamw, loss=lambda output, _: output.square().mean(), channel=channel
         )
         engine.step({"input": torch.ones(2, 3)})
-        with pytest.raises(ModelError, match="'bias' was written to in a forward"):
-            engine.step({"input": torch.ones(2, 3)})
 
-    sw.simulate(2, run)
+    with pytest.raises(ModelError, match="'bias' was written to in a forward: it is gathered for that forward only"):
+        sw.simulate(2, run)
 
 
 def test_units_that_match_nothing_are_refused_on_all_ranks() -> None:

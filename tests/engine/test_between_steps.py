@@ -1,5 +1,6 @@
 """What users do to a model between updates, and the second life of a model under another plan."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
@@ -72,6 +73,40 @@ def test_a_parameter_replaced_after_parallelize_is_refused_on_all_ranks() -> Non
 
     with pytest.raises(sw.ShardwiseError, match=r"rank 1: 1 parameters were replaced.*'0\.weight'"):
         sw.simulate(2, fn)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_module_put_into_the_model_after_parallelize_is_refused(ranks: int, stage: int) -> None:
+    def fn(channel: Channel) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        plan = sw.Plan(mesh=sw.Mesh(dp_shard=ranks), sharding=sw.Sharding(stage=stage))
+        engine = sw.parallelize(model, plan, optimizer=sgd, loss=lambda output, _: output.sum(), channel=channel)
+        model[1] = nn.Linear(3, 3)
+        engine.step({"input": torch.ones(2, 3)})
+
+    with pytest.raises(sw.ShardwiseError, match=r"2 parameters came into the model after parallelize.*'1\.weight'"):
+        sw.simulate(ranks, fn)
+
+
+def test_an_error_of_the_users_own_leaves_a_rank_alone_able_to_go_on() -> None:
+    def fails(output: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+        if batch.get("fails"):
+            raise ZeroDivisionError
+        return curve_loss(output, batch)
+
+    torch.manual_seed(0)
+    model = curve()
+
+    def fn(channel: Channel) -> list[sw.StepReport]:
+        engine = sw.parallelize(model, sw.Plan(), optimizer=sgd, loss=fails, channel=channel)
+        with pytest.raises(ZeroDivisionError):
+            engine.step({**curve_batch(1, 6), "fails": True})
+        return [engine.step(curve_batch(1, 6)) for _ in range(2)]
+
+    quiet = engine_of(copy.deepcopy(model))
+    assert sw.simulate(1, fn)[0] == [quiet.step(curve_batch(1, 6)) for _ in range(2)]
 
 
 def test_a_parameter_unfrozen_after_parallelize_is_refused() -> None:

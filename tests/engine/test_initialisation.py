@@ -1,5 +1,6 @@
 """First values for models built without any: the same whoever asks for which of them, and what the modules would do."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -258,6 +259,41 @@ def test_a_model_that_was_initialised_computes() -> None:
     whole = llama()
     whole.load_state_dict(model.state_dict())
     assert torch.equal(model(words).logits, whole(words).logits)  # inv_freq is not in the state dict
+
+
+class Scaled(nn.Module):
+    """`weight` is computed from `scale`, which has values, and is overwritten by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 2.0, device="cpu"))
+        self.weight = nn.Parameter(torch.empty(3))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(self.scale * 10)
+
+
+def test_values_are_computed_from_what_the_model_had_before_it_was_cut() -> None:
+    model = built(Scaled)
+    assert isinstance(model, Scaled)
+    initialisation = Initialisation(model, 0)
+    model.scale.data = torch.zeros(1)  # as where a rank keeps its portion
+    assert [(name, values.tolist()) for name, values in initialisation.values(["weight"])] == [("weight", [20.0] * 3)]
+
+
+def test_no_other_memory_is_taken_for_that_of_a_parameter_that_has_moved() -> None:
+    model = built(partial(nn.Linear, 3, 3))
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    expected = initialised(partial(nn.Linear, 3, 3))
+    initialisation = Initialisation(model, 0)
+    addresses = {model.get_parameter("scale").untyped_storage()._cdata}
+    model.get_parameter("scale").data = torch.zeros(1)
+    gc.collect()
+    made = [torch.empty(3).untyped_storage() for _ in range(1000)]
+    assert addresses.isdisjoint(each._cdata for each in made)
+    del made
+    assert_equal(dict(initialisation.values(initialisation.names)), expected)
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

@@ -213,6 +213,25 @@ def test_a_plan_that_cannot_be_leaves_the_engine_as_it_was(name: str) -> None:
     assert all(said == results[0][1] for _, said in results), "every rank is told the same"
 
 
+def test_what_is_no_engine_or_no_plan_is_refused_in_words_and_the_engine_goes_on() -> None:
+    def run(channel: sw.Channel) -> list[str]:
+        engine = engine_of(FOUR["four-replicas"], channel)
+        no_plan: Any = {"tp": 2} if channel.rank == 3 else FOUR["tensor-two-stages"]
+        no_engine: Any = engine.model
+        said = []
+        for given, plan in ((engine, no_plan), (no_engine, FOUR["four-replicas"])):
+            with pytest.raises(PlanError) as caught:
+                sw.relayout(given, plan)
+            said.append(str(caught.value))
+        train(engine, channel, [0])
+        return said
+
+    first, *others = sw.simulate(4, run)
+    assert others == [first] * 3
+    assert "was given a dict as the plan; give sw.Plan(mesh=sw.Mesh(..))" in first[0]
+    assert "give the engine that sw.parallelize returned" in first[1]
+
+
 def test_what_one_rank_alone_cannot_hand_over_is_told_to_all() -> None:
     def run(channel: sw.Channel) -> str:
         engine = engine_of(FOUR["four-replicas"], channel)

@@ -64,6 +64,21 @@ def test_a_tie_belongs_to_its_first_place_and_is_gathered_for_the_others_too() -
     assert found == {"embed": ("embed", "head"), **own("layers.0", "layers.1")}
 
 
+def test_a_module_of_several_blocks_is_gathered_for_each_of_them() -> None:
+    shared = Outline(
+        name="b.0.l", kind="Linear", own_parameters=(("b.0.l.weight", 4),), aliases=("b.1.l", "b.2.inner.l")
+    )
+    inner = Outline(name="b.2.inner", kind="Inner")
+    children = {"b.0": (shared,), "b.1": (), "b.2": (inner,)}
+    blocks = tuple(
+        Outline(name=name, kind="B", children=held, own_parameters=((f"{name}.w", 1),))
+        for name, held in children.items()
+    )
+    whole = Outline(name="", kind="Net", children=(Outline(name="b", kind="List", is_container=True, children=blocks),))
+    assert units_of(whole) == {"b.0": ("b.0", "b.1", "b.2"), **own("b.1", "b.2")}
+    assert units_of(whole, patterns=["b.*", "b.*.l"]) == {"b.0": ("b.0",), **own("b.0.l", "b.1", "b.2")}
+
+
 def test_torchs_own_modules_are_not_taken_apart() -> None:
     attention = Outline(
         name="attention",
@@ -88,6 +103,8 @@ def test_torchs_own_modules_are_not_taken_apart() -> None:
             ["model.embed", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "head"],
         ),
         (["model"], ["model", "head"]),
+        (["."], [""]),
+        ([".", "model.layers.*"], ["", "model.layers.0", "model.layers.1", "model.layers.2"]),
         (
             ["model.layers.0", "model.layers.0.mlp"],
             [

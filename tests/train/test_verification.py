@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, ModelError, OptimizerError, PlanError
 from shardwise.train.verification.report import VerificationReport
 from tests.engine.models import word_loss
 from tests.train.verified import Net, batches, compared, plan, tied, verified
@@ -108,13 +108,53 @@ def test_what_batches_count_and_how_they_are_merged_is_that_of_the_plan() -> Non
     assert computed % 7 == 0
 
 
-def test_an_update_that_both_skip_is_equal() -> None:
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan])
+def test_where_no_update_is_finite_nothing_can_be_said(factor: float) -> None:
     def lost(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return word_loss(output, batch) * torch.where(batch["words"][0, 0] >= 0, torch.inf, 1.0)
+        return word_loss(output, batch) * factor
 
-    report = verified(plan(dp_shard=2), loss=lost)
-    assert report.verdict == "equal", report.text()
+    report = verified(plan(dp_shard=2), loss=lost, steps=2)
+    assert report.verdict == "inconclusive", report.text()
+    assert report.divergence is None
     assert compared(report, MEANS) == (0, 0)
+    assert "not compared: updates 0, 1, whose loss or gradient is not finite" in report.text()
+    assert VerificationReport.unpacked(report.packed()).text() == report.text()
+
+
+def test_an_update_that_both_skip_does_not_count() -> None:
+    first = batches(1, 8)[0]["words"]
+
+    def lost(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        is_first = any(torch.equal(batch["words"], each) for each in first.split(2))
+        return word_loss(output, batch) * (torch.inf if is_first else 1.0)
+
+    report = verified(plan(dp_shard=2), loss=lost, steps=2)
+    assert report.verdict == "rounding", report.text()
+    assert compared(report, MEANS)[0] > 0
+    assert "not compared: update 0, whose" in report.text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        (
+            {"make_model": Net()},
+            ModelError,
+            "make_model is a Net; give a function that builds the model anew",
+        ),
+        ({"plan": {"tp": 2}}, PlanError, "plan is a dict; give sw.Plan"),
+        ({"optimizer": torch.optim.SGD(Net().parameters())}, OptimizerError, "optimizer is a SGD; give a function"),
+        ({"batches": batches(1, 4)[0]}, BatchError, "give one dict for each update"),
+    ],
+    ids=["model", "plan", "optimizer", "batches"],
+)
+def test_arguments_of_another_kind_are_refused_in_words(
+    arguments: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    given: dict[str, Any] = {"make_model": Net, "plan": plan(), "batches": batches(1, 4), **arguments}
+    given.setdefault("optimizer", torch.optim.SGD)
+    with pytest.raises(kind, match=text):
+        sw.verify(given.pop("make_model"), given.pop("plan"), given.pop("batches"), loss=word_loss, **given)
 
 
 def test_buffers_of_several_data_ranks_are_left_out_and_told() -> None:

@@ -31,6 +31,7 @@ from shardwise.checkpoint.streaming import stream_whole
 from shardwise.checkpoint.writing import Filling
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agree
+from shardwise.comm.default import channel_of
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.rewrite import Rewrite
 
@@ -71,8 +72,11 @@ class AsyncSaver:
         if problems := wrong_rewrite(rewrite):
             raise CheckpointError(*problems)
         self._path = path
-        self._channel = channel if channel is not None else default_channel()
-        self._owns_channel = channel is None
+        self._given = channel
+        self._own: Channel | None = None
+        """The default channel, from the first save on that needs it."""
+        self._channel: Channel | None = channel
+        """Of the save under way."""
         self._layout = layout
         self._rewrite = rewrite
         self._timeout_seconds = timeout_seconds
@@ -87,17 +91,20 @@ class AsyncSaver:
         is not begun then), or when this one cannot be begun.
         """
         self.wait()
+        channel = self._channel_for(state)
+        if channel is not self._channel:
+            self._channel, self._memory = channel, Memory()
         try:
             arguments = Arguments(extra, step, self._layout, self._rewrite)
-            prepared = prepare(self._channel, self._path, state, arguments, self._memory)
-            self._take_snapshot(prepared)
+            prepared = prepare(channel, self._path, state, arguments, self._memory)
+            self._take_snapshot(prepared, channel)
         except ShardwiseError:
             raise
         except BaseException as error:
-            self._channel.abort(f"{type(error).__name__} in the snapshot of a save: {error}")
+            channel.abort(f"{type(error).__name__} in the snapshot of a save: {error}")
             raise
         prepared = replace(prepared, held=Held(tensors={}))  # the snapshot is all that is needed now
-        self._task = _Task(prepared, self._channel, self._snapshot, self._timeout_seconds)
+        self._task = _Task(prepared, channel, self._snapshot, self._timeout_seconds)
         self._task.start()
 
     def wait(self) -> SaveReport | None:
@@ -106,7 +113,8 @@ class AsyncSaver:
         Raises CheckpointError, the same on all ranks, when it failed; older saves are untouched.
         """
         task, self._task = self._task, None
-        if task is None:
+        channel = self._channel
+        if task is None or channel is None:
             return None
         # Rank 0's thread waits for the reports of the others, which wait for nobody. That some have ended without one
         # (the disk is full), or are lost, it is told here. Ranks meet again and again, so that none seems stuck.
@@ -117,8 +125,8 @@ class AsyncSaver:
                 task.join(pause_seconds)
                 pause_seconds = _MEETING_SECONDS
                 state = b"" if task.is_running else _ENDED
-                failed = self._channel.rank > 0 and not task.is_running and task.refusal is not None
-                states = self._channel.exchange(_FAILED if failed else state, purpose="a save in the background")
+                failed = channel.rank > 0 and not task.is_running and task.refusal is not None
+                states = channel.exchange(_FAILED if failed else state, purpose="a save in the background")
                 if _FAILED in states:
                     task.give_up_waiting()
                     states = [_ENDED if each == _FAILED else each for each in states]
@@ -129,11 +137,11 @@ class AsyncSaver:
             task.join()
             task.collect()
         try:
-            agree(self._channel, task.refusal, purpose="verdict on a save in the background")
+            agree(channel, task.refusal, purpose="verdict on a save in the background")
         except CheckpointError:
             task.discard()  # what was written after another rank had failed and cleaned up
             raise
-        return task.prepared.report(self._channel.rank)
+        return task.prepared.report(channel.rank)
 
     def close(self) -> None:
         """Wait for the save under way, and give back the snapshot. The saver is of no use afterwards."""
@@ -141,8 +149,8 @@ class AsyncSaver:
             self.wait()
         finally:
             self._snapshot = torch.empty(0, dtype=torch.uint8)
-            if self._owns_channel:
-                self._channel.close()
+            if self._own is not None:
+                self._own.close()
 
     def __enter__(self) -> Self:
         return self
@@ -161,14 +169,22 @@ class AsyncSaver:
             self._task.collect()
             self._task = None
 
-    def _take_snapshot(self, prepared: Prepared) -> None:
-        file = prepared.arrangement.file(self._channel.rank)
+    def _channel_for(self, state: State) -> Channel:
+        """The channel given, or that of the state, or the default one."""
+        if (known := self._given or channel_of(state)) is not None:
+            return known
+        if self._own is None:
+            self._own = default_channel()
+        return self._own
+
+    def _take_snapshot(self, prepared: Prepared, channel: Channel) -> None:
+        file = prepared.arrangement.file(channel.rank)
         num_bytes = sum(file.sizes)
         if self._snapshot.numel() < num_bytes:
             self._snapshot = torch.empty(num_bytes, dtype=torch.uint8)
         sink = _Memory(self._snapshot)
         if self._layout == "whole":
-            stream_whole(self._channel, prepared.arrangement, prepared.held, sink)
+            stream_whole(channel, prepared.arrangement, prepared.held, sink)
         else:
             write_pieces(file.pieces, prepared.held, sink)
 

@@ -21,7 +21,7 @@ from shardwise.checkpoint.states import Ordered, State
 from shardwise.checkpoint.streaming import Sources, fill_window
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
-from shardwise.comm.default import given_or_default
+from shardwise.comm.default import channel_of, given_or_default
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.plan.dtypes import itemsize_bytes
@@ -50,8 +50,8 @@ def full(
     """Every tensor of `state` as a whole on the CPU, with its name, one after the other.
 
     state: as for `save`; ranks hold it together. rewrite: from its names and shapes to those that are wanted.
-    channel: the ranks that hold it; all of them call this, and go through all of the iterator. Default: see
-        `default_channel`.
+    channel: the ranks that hold it; all of them call this, and go through all of the iterator. Default: that of an
+        engine, else see `default_channel`.
     to: "all", or the rank that gets the tensors. The iterators of the other ranks give nothing; to go through them is
         to take part: `for name, tensor in sw.full(engine, to=0): ...` is the same program on all ranks.
     optimizer: also the state of optimizers, and masters; without it tensors are the model's, as it computes with them.
@@ -63,7 +63,7 @@ def full(
     A rank that stops early (`break`) tells the others, which raise CheckpointError unless they stop at the same place.
     Raises RewriteError, CheckpointError or MismatchError, the same on all ranks, before the first tensor.
     """
-    with given_or_default(channel, "full tensors") as used:
+    with given_or_default(channel or channel_of(state), "full tensors") as used:
         supply = _agree(used, state, rewrite, to, optimizer=optimizer)
         batches = list(supply.batches())
         for number, batch in enumerate(batches):

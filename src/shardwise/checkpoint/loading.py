@@ -29,7 +29,7 @@ from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.virtual_contents import Located, VirtualContents, rewrite_contents
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
-from shardwise.comm.default import given_or_default
+from shardwise.comm.default import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
@@ -138,7 +138,8 @@ def load(
     shared: whether all ranks see the storage. If not, those that find the checkpoint read for the others.
     rewrite: from the names and shapes of the checkpoint to those of `state`; the same on all ranks. Optimizer state
         and settings go along. What it drops and adds is in the report.
-    channel: the ranks that load together; all of them call this. Default: see `default_channel`.
+    channel: the ranks that load together; all of them call this. Default: that of an engine, else see
+        `default_channel`.
 
     Everything that does not fit is found from metadata alone, and raised as one CheckpointError (a RewriteError, where
     the rewrite does not fit what is stored) on all ranks while the target is as it was. Damage to data is found while
@@ -147,7 +148,7 @@ def load(
     The report is the result's `.report`.
     """
     options = _Options(strict=strict, cast=cast, verify=verify, shared=shared, rewrite=rewrite)
-    with given_or_default(channel, "a load") as used:
+    with given_or_default(channel or channel_of(state), "a load") as used:
         _agree_on_options(used, options, step)
         source = agree_on_source(used, path, step=step, shared=shared)
         return _load(used, source, state, options)

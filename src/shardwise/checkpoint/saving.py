@@ -29,7 +29,7 @@ from shardwise.checkpoint.transfers import row_major_bytes
 from shardwise.checkpoint.writing import Filling, Sink
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
-from shardwise.comm.default import given_or_default
+from shardwise.comm.default import channel_of, given_or_default
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Plan
@@ -116,13 +116,14 @@ def save(
     layout: "pieces": each rank writes what it holds, replicas once; "whole": every tensor lies whole in one file.
     rewrite: from the names and shapes of `state` to those that are saved; the same on all ranks. Optimizer state and
         settings go along, and the save keeps what its inverse needs. Casts happen as the files are written.
-    channel: the ranks that hold the state together; all of them call this. Default: see `default_channel`.
+    channel: the ranks that hold the state together; all of them call this. Default: that of an engine, else see
+        `default_channel`.
 
     The save becomes visible in one atomic act, after all ranks have written and flushed their files. Raises
     CheckpointError, the same on all ranks, when it cannot be made (RewriteError, when the rewrite does not fit the
     state); then older saves are untouched.
     """
-    with given_or_default(channel, "a save") as used:
+    with given_or_default(channel or channel_of(state), "a save") as used:
         return _save(used, path, state, Arguments(extra, step, layout, rewrite))
 
 

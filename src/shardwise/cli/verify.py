@@ -52,7 +52,7 @@ def verify(
     line says "equal" or "rounding"; or else the first tensor that diverges is named. Under torchrun, its processes are
     the ranks, and they leave what they compute in "verification" of the run's output folder.
 
-    Exit codes: 0 equal or rounding, 1 diverged or failed, 2 wrong usage, 130 stopped by Ctrl-C.
+    Exit codes: 0 equal or rounding, 1 diverged, inconclusive or failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
     is_rank = not simulate and nproc is None and "RANK" in os.environ
     rank = int(os.environ["RANK"]) if is_rank else None
@@ -63,8 +63,8 @@ def verify(
         run_config = _checked(config, layout, overrides, num_processes)
         if nproc is not None:
             sys.exit(_launch(config, layout, steps, nproc, overrides, debug))
-        diverges = _be_rank(run_config, steps, notes) if is_rank else _simulate(run_config, steps)
-    sys.exit(FAILED if diverges else 0)
+        is_wrong = _be_rank(run_config, steps, notes) if is_rank else _simulate(run_config, steps)
+    sys.exit(FAILED if is_wrong else 0)
 
 
 def _checked(path: Path, layout: str, overrides: tuple[str, ...], num_processes: int | None) -> "RunConfig":
@@ -133,7 +133,7 @@ def _title(config: "RunConfig", program: "Program", kind: str) -> str:
 
 def _tell(report: "VerificationReport") -> bool:
     click.echo(report.text())
-    return report.divergence is not None
+    return report.verdict not in ("equal", "rounding")
 
 
 def _launch(path: Path, layout: str, steps: int, num_processes: int, overrides: tuple[str, ...], debug: bool) -> int:

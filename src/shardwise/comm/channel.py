@@ -1,7 +1,7 @@
 """The one protocol through which ranks talk. Implementations: `processes`, `simulated`, `alone`, `recorded`."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -13,6 +13,7 @@ class Work(Protocol):
         """Return when the transfer is complete; raise `PeerError` when a peer is lost or the deadline passes."""
 
 
+@runtime_checkable
 class Channel(Protocol):
     """Collectives and point-to-point calls among `size` ranks.
 

@@ -20,6 +20,12 @@ def default_channel() -> Channel:
     return alone()
 
 
+def channel_of(state: object) -> Channel | None:
+    """The channel of an object that has one as `channel`, such as an engine: its ranks hold the object together."""
+    channel = getattr(state, "channel", None)
+    return channel if isinstance(channel, Channel) else None
+
+
 @contextmanager
 def given_or_default(channel: Channel | None, doing: str) -> Iterator[Channel]:
     """A channel for one thing to do: the one given, or the default one, which is closed afterwards.

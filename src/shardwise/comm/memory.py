@@ -1,8 +1,10 @@
 """Memory: which bytes a dense tensor takes, and whether two take the same."""
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["extent", "share_elements"]
+__all__ = ["extent", "first_shared", "share_elements"]
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -21,14 +23,37 @@ def share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if first.is_contiguous() and second.is_contiguous():
         return True
-    begin = min(start, other_start)
-    touched = torch.zeros(max(stop, other_stop) - begin, dtype=torch.bool)
-    for tensor in (first, second):
+    return first_shared([first, second]) is not None
+
+
+def first_shared(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """The positions of two tensors of one device that share bytes, None where no two do.
+
+    Every byte of what they span together is looked at once, on the CPU: that takes as many.
+    """
+    spans = [extent(each) if each.numel() else None for each in tensors]
+    known = [each for each in spans if each is not None]
+    if len(known) < 2:
+        return None
+    begin = min(start for start, _ in known)
+    touched = torch.zeros(max(stop for _, stop in known) - begin, dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.element_size()
-        view = touched.as_strided(
-            (*tensor.shape, size), (*(size * each for each in tensor.stride()), 1), tensor.data_ptr() - begin
-        )
+        strides = (*(size * each for each in tensor.stride()), 1)
+        return touched.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - begin)
+
+    marked: list[int] = []
+    for at, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        view = bytes_of(tensor)
         if bool(view.any()):
-            return True
+            for other in marked:
+                touched.fill_(False)
+                bytes_of(tensors[other]).fill_(True)
+                if bool(bytes_of(tensor).any()):
+                    return other, at
         view.fill_(True)
-    return False
+        marked.append(at)
+    return None

@@ -22,6 +22,8 @@ class Closing:
     """For each trainable parameter: whether any rank has a gradient for it."""
     changed_buffers: dict[int, list[int]]
     """Buffers of the model, by number, that a forward wrote to, and the ranks where one did."""
+    written: list[int]
+    """Parameters of the model, by number, that a forward wrote to on some rank."""
 
 
 def exchange_closing(
@@ -33,9 +35,10 @@ def exchange_closing(
     norms: Mapping[int, float],
     touched: Sequence[bool],
     changed_buffers: Sequence[bool],
+    written: Sequence[bool],
 ) -> Closing:
     """Exchange this rank's share of the loss and of the norm, and what it touched. `alike`: see `sum_of_losses`."""
-    flags = [*touched, *changed_buffers]
+    flags = [*touched, *changed_buffers, *written]
     num_bytes = -(-len(flags) // 8)
     packed = struct.pack("<dd", loss, squares) + _bits(flags).to_bytes(num_bytes, "little")
     packed += b"".join(struct.pack("<qd", *each) for each in norms.items())
@@ -55,6 +58,7 @@ def exchange_closing(
         changed_buffers={
             at: [rank for rank, bits in enumerate(bits_of) if bits >> len(touched) + at & 1] for at in changed
         },
+        written=[at for at in range(len(written)) if anywhere[len(touched) + len(changed_buffers) + at]],
     )
 
 

@@ -10,6 +10,7 @@ from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
 from shardwise.engine.rounds import Joint, Rounds, Sharded
+from shardwise.engine.tensor.notes import module_noted
 from shardwise.engine.weights import Weighting
 from shardwise.errors import BatchError, ModelError
 
@@ -79,7 +80,7 @@ class Computation:
         self.step += 1
         counted = [at for at, factor in enumerate(factors) if factor]
         losses = [torch.zeros((), device=self._device) for _ in parts]
-        with Rounds(self._sharded, counted, joint) as rounds:
+        with Rounds(self._sharded, counted, joint) as rounds, module_noted(self._model):
             self._train_counted(parts, factors, streams, counted, losses, rounds, before_last_backward)
         return losses
 
@@ -122,7 +123,12 @@ class Computation:
         streams = self._streams(EVALUATION, len(parts), len(joint))
         counted = [at for at, weight in enumerate(weights) if weight]
         losses = [torch.zeros((), device=self._device) for _ in parts]
-        with torch.no_grad(), _evaluating(self._model), Rounds(self._sharded, counted, joint, trains=False) as rounds:
+        with (
+            torch.no_grad(),
+            _evaluating(self._model),
+            Rounds(self._sharded, counted, joint, trains=False) as rounds,
+            module_noted(self._model),
+        ):
             if self.runner is not None:
                 computed = self.runner.evaluate(
                     [parts[at] for at in counted], self.loss, streams=[streams[at] for at in counted], rounds=rounds
@@ -140,7 +146,12 @@ class Computation:
     def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         """What `output_of` makes of the inputs, in evaluation mode, without a graph."""
         (stream,) = self._streams(EVALUATION, 1, 0)
-        with torch.no_grad(), _evaluating(self._model), Rounds(self._sharded, [], [], trains=False, is_agreed=False):
+        with (
+            torch.no_grad(),
+            _evaluating(self._model),
+            Rounds(self._sharded, [], [], trains=False, is_agreed=False),
+            module_noted(self._model),
+        ):
             if self.runner is not None:
                 return self.runner.predict(inputs, output_of, stream=stream)
             with stream:

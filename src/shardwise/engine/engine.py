@@ -25,10 +25,12 @@ from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.closing import Closing, exchange_closing, exchange_loss
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
+from shardwise.engine.forward_writes import ForwardWrites
+from shardwise.engine.gathering import words_on_units
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.hand_over import HandOver, ModelNames
-from shardwise.engine.inventory import Inventory
+from shardwise.engine.inventory import Inventory, places_in, refuse_added
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.norm import (
     clip,
@@ -49,7 +51,7 @@ from shardwise.engine.state import placed, state_of
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
-from shardwise.errors import ModelError, OptimizerError, PeerError, ShardwiseError
+from shardwise.errors import MismatchError, ModelError, OptimizerError, PeerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.space import Piece
 
@@ -87,6 +89,8 @@ class Engine:
         self._names = names
         self._computation = computation
         self._loss_weight = loss_weight
+        self.channel = channels.world
+        """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
         self._channels = channels
         self._buffers = buffers
         self._gradients = gradients
@@ -94,6 +98,8 @@ class Engine:
         self._sizes = sizes
         self._model_buffers = model_buffers
         self._summed = summed
+        self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
+        self._places = places_in(model)
         self._has_gradients = False
         self._is_used_up = False
         self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
@@ -130,6 +136,7 @@ class Engine:
             self._has_gradients = False
             self._gradients.begin(num_microbatches)
             self._ties.begin(num_microbatches)
+            self._writes.begin()
             factors = weighting.factors(self._channels.everyone.rank)
             losses = self._computation.train(
                 parts, factors, joint=weighting.joint, before_last_backward=self._gradients.expect_last
@@ -161,7 +168,7 @@ class Engine:
         """
         parts, weighting = self._open(batch, None, purpose="weights of an evaluation")
         own = weighting.by_rank[self._channels.everyone.rank]
-        with self._stopping_peers("an evaluation"):
+        with self._stopping_peers("an evaluation"), self._writes.refused():
             losses = self._computation.evaluate(parts, own, weighting.joint)
             self.counters.exchanges += 1
             loss = exchange_loss(self._channels.world, self._share_of_loss(losses, weighting), self._alike)
@@ -177,7 +184,7 @@ class Engine:
         """
         device = self._channels.everyone.device
         moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        with self._stopping_peers("a prediction"):
+        with self._stopping_peers("a prediction"), self._writes.refused():
             return self._computation.predict(moved, output_of)
 
     def state(self) -> dict[Piece, torch.Tensor]:
@@ -328,6 +335,7 @@ class Engine:
                 f"{len(replaced)} parameters were replaced, frozen or unfrozen after parallelize, among them "
                 f"{replaced[0]!r}; do that before parallelize, which decides who owns what"
             )
+        refuse_added(self.model, self._places)
         if moved := [*self._buffers.moved(), *self._ties.moved()]:
             raise ModelError(
                 f"{len(moved)} parameters were given other storage after parallelize, among them {moved[0]!r}; write "
@@ -379,7 +387,9 @@ class Engine:
             norms=dict(zip(used, norms, strict=False)),
             touched=[name in touched for name in self._names.trainable],
             changed_buffers=self._model_buffers.changed(),
+            written=self._writes.found(),
         )
+        self._writes.check(closing.written)
         if not are_whole:
             return closing, norm_of(closing.squares, self._norm_dtype)
         if world.size == 1:
@@ -428,5 +438,8 @@ class Engine:
         except PeerError:
             raise
         except BaseException as error:
-            self._channels.world.abort(f"{type(error).__name__} in {doing}: {error}")
+            if self._channels.world.size > 1:
+                self._channels.world.abort(f"{type(error).__name__} in {doing}: {error}")
+            if words := words_on_units(error):
+                raise MismatchError(words) from error
             raise

@@ -14,6 +14,7 @@ not change from the exchange that opens a step or an evaluation to the one that 
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -127,6 +128,7 @@ class Gathering:
         self._resident: list[GatheredUnit] = []
         self._calls: list[UnitCall] = []
         """The calls whose forward runs now, from the outside in."""
+        self._eager_pack: Callable[[torch.Tensor], object] | None = None
         self._is_in_pass = False
         self._trains = False
         self._next: dict[tuple[str, int], GatheredUnit] = {}
@@ -264,10 +266,7 @@ class Gathering:
         answers = self._owners.exchange(value, purpose="what comes next in a microbatch that not all ranks compute")
         if len(set(filter(None, answers))) > 1:
             lines = [f"  - rank {rank}: {self._in_words(told)}" for rank, told in enumerate(answers) if told]
-            raise MismatchError(
-                "data ranks go through a microbatch in different ways; under stage 3 they run the same modules in the "
-                "same order:\n" + "\n".join(lines)
-            )
+            raise MismatchError("data ranks go through a microbatch in different ways:\n" + "\n".join(lines))
         return answers
 
     def _in_words(self, told: bytes) -> str:
@@ -326,7 +325,10 @@ class Gathering:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         try:
             if hooks is None:  # others (checkpoints) save in their way; ours are there already around a nested unit
-                with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                pack = self._pack
+                if "torch._dynamo" in sys.modules:  # or what is compiled would have the hook compiled too
+                    pack = self._eager_pack = self._eager_pack or torch.compiler.disable(pack)
+                with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                     yield
             else:
                 yield
@@ -413,6 +415,17 @@ class Gathering:
         unit.is_resident = False
         for index in unit.buckets:
             self._buffers.free(index)
+
+
+def words_on_units(error: BaseException) -> str:
+    """What to say of an error of ranks that gathered or reduced other units; empty for other errors."""
+    if not isinstance(error, MismatchError) or not any(word in str(error) for word in ("of unit ", " unit '")):
+        return ""
+    return (
+        f"{error}\nunder stage 3 all data ranks gather and reduce the same units in the same order: where the data "
+        "choose which modules run (experts, layers that are skipped), name one module around all of them in "
+        "sharding.units"
+    )
 
 
 def _close(unit: GatheredUnit) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.gathering import FORWARD, RECOMPUTATION, GatheredUnit, Gathering, UnitCall
 from shardwise.engine.pipeline.nested import tensors_in, transform
 from shardwise.engine.wrapping import Forward
@@ -68,8 +69,7 @@ class GatheringCalls:
 
 def _is_recomputed() -> bool:
     """Whether this forward runs for the sake of a backward that goes on: it gives saved tensors, and no graph."""
-    is_in_backward = torch._C._current_graph_task_id() != -1
-    return is_in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _watched(call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

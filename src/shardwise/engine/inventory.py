@@ -145,6 +145,20 @@ def named_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Par
             yield module, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter
 
 
+def places_in(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """(module, attribute) -> a full name, for every place that holds a parameter."""
+    return {(module, attribute): name for module, attribute, name, _ in named_places(model)}
+
+
+def refuse_added(model: nn.Module, places: Collection[tuple[nn.Module, str]]) -> None:
+    """Raise ModelError for parameters that are in other places than those: modules that were put into the model."""
+    if added := [name for place, name in places_in(model).items() if place not in places]:
+        raise ModelError(
+            f"{len(added)} parameters came into the model after parallelize, among them {added[0]!r}, and no optimizer "
+            "has them; replace modules and add parameters before parallelize"
+        )
+
+
 def _has_statistics(module: nn.Module) -> bool:
     """Whether torch computes this module with float32 statistics, beside which it accepts no narrower parameters."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None

@@ -27,7 +27,7 @@ from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.skeleton import with_values
 from shardwise.engine.state import whole
 from shardwise.engine.values import Later
-from shardwise.errors import CheckpointError, ModelError, ShardwiseError
+from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import reshard
 from shardwise.plan import Plan
 from shardwise.plan.merged_settings import merge_settings
@@ -47,12 +47,14 @@ def relayout(engine: Engine, plan: Plan) -> Engine:
     Raises the errors of `parallelize`, the same on all ranks: then the old engine goes on. PeerError when a rank is
     lost on the way: then neither does.
     """
+    if not isinstance(engine, Engine):
+        raise PlanError(f"relayout was given a {type(engine).__name__}; give the engine that sw.parallelize returned")
     handed = engine.hand_over()
     channel = handed.channel
     try:
         with _going_back(handed):
             sources = _sources(handed)
-            settings = _settings_of_all(channel, handed)
+            settings = _settings_of_all(channel, handed, plan)
             stored = _stored(channel, handed)
             _empty(handed)
             new = parallelize_with(
@@ -104,8 +106,8 @@ def _buffers(model: nn.Module) -> Pieces:
     return pieces
 
 
-def _settings_of_all(channel: Channel, handed: HandOver) -> dict[str, Any]:
-    """The settings that ranks know together. Raises ModelError, on all ranks, for a model that cannot be moved."""
+def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[str, Any]:
+    """The settings that ranks know together. Raises, on all ranks, where it cannot go on."""
     given = [name for name, parameter in handed.model.named_parameters() if is_dtensor(parameter)]
     refusal: ShardwiseError | None = None
     if given:
@@ -114,6 +116,8 @@ def _settings_of_all(channel: Channel, handed: HandOver) -> dict[str, Any]:
             "build the model without them, with sw.Tensor(rules=...), or go on from a checkpoint: sw.save, and "
             "sw.load under the other plan"
         )
+    if not isinstance(plan, Plan):
+        refusal = PlanError(f"relayout was given a {type(plan).__name__} as the plan; give sw.Plan(mesh=sw.Mesh(..))")
     own = json.dumps(handed.settings).encode()
     answers = agree(channel, refusal, purpose="settings of a relayout", value=own)
     return merge_settings([json.loads(each) for each in answers])

@@ -76,8 +76,9 @@ def _refusal(what: str, args: Iterable[Any]) -> ModelError:
     within = f"of unit {unit!r}" if unit else "of the model itself"
     return ModelError(
         f"{what} needs the values of parameter {name!r} {within}, which is cut over ranks (stage 3) and gathered only "
-        f"while that module runs; if a module around it reads it, name that one in sharding.units; to read values "
-        f"outside of forwards use engine.state() or sw.full(engine), to write them sw.load"
+        f"while that module runs; if a module around it reads it, name that one in sharding.units ('.' is the model "
+        f"itself, ('.', 'layers.*') that one and blocks apart from it); to read values outside of forwards use "
+        f"engine.state() or sw.full(engine), to write them sw.load"
     )
 
 

@@ -8,7 +8,7 @@ from shardwise.comm import Channel
 from shardwise.comm.default import given_or_default
 from shardwise.comm.dtensors import is_dtensor
 from shardwise.comm.dtypes import dtype_name, torch_dtype
-from shardwise.comm.memory import extent, share_elements
+from shardwise.comm.memory import extent, first_shared, share_elements
 from shardwise.errors import PlanError
 from shardwise.moving.consent import consent
 from shardwise.moving.execution import Execution
@@ -32,7 +32,7 @@ def reshard(
     source: what this rank holds, maybe nothing; tensors of the piece's shape with any strides, or flat.
     target: what it wants, maybe nothing: tensors that are written in place, or None for one that is allocated on the
         channel's device when its first bytes come, flat for a piece with a run, else of the piece's shape. Memory that
-        is written is none that is read.
+        is written is none that is read, and none that is written for another piece.
     channel: the ranks that hold or want something; all of them call this. Default: see `default_channel`.
     free_sources: take each entry out of `source` as soon as nothing of it is needed any more, so that its memory can
         go; at the end `source` is empty.
@@ -45,14 +45,14 @@ def reshard(
     Where a rank is lost on the way (PeerError), targets have been written in part and freed sources are gone.
     """
     with given_or_default(channel, "a reshard") as used:
-        findings = findings_of(source, target)
+        findings = [*_wrong_arguments(source, target, max_bytes), *findings_of(source, target)]
         if free_sources and not isinstance(source, MutableMapping):
             findings.append(f"free_sources takes entries out of the source, but it is a {type(source).__name__}")
         agreed = consent(
             used,
             [] if findings else list(source),
             [] if findings else list(target),
-            max_bytes=max_bytes,
+            max_bytes=DEFAULT_MAX_BYTES if findings else max_bytes,
             cast=cast,
             refusal=PlanError(*findings) if findings else None,
         )
@@ -86,8 +86,22 @@ def stored_shape(piece: Piece) -> tuple[int, ...]:
     return piece.shape if piece.run is None else (piece.num_elements,)
 
 
+def _wrong_arguments(source: object, target: object, max_bytes: object) -> list[str]:
+    """What is of another kind than `reshard` takes."""
+    found = [
+        f"the {name} is a {type(given).__name__}; give a dict of tensors by Piece"
+        for name, given in (("source", source), ("target", target))
+        if not isinstance(given, Mapping)
+    ]
+    if type(max_bytes) is not int:
+        found.append(f"max_bytes is {max_bytes!r}, a {type(max_bytes).__name__}; give a whole number of bytes")
+    return found
+
+
 def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, torch.Tensor | None]) -> list[str]:
     """What of this rank's tensors does not fit their pieces."""
+    if not (isinstance(source, Mapping) and isinstance(target, Mapping)):
+        return []
     found = [text for piece, tensor in source.items() for text in _faults(piece, tensor, "held")]
     for piece, tensor in target.items():
         if isinstance(piece, Piece) and tensor is None:
@@ -98,20 +112,34 @@ def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, tor
         found += faults
         if not faults and tensor is not None and _folds(tensor):
             found.append(f"{piece} is to be written into a tensor whose elements share memory (expanded); clone() it")
-    return found or list(_read_and_written(source, target))
-
-
-def _read_and_written(
-    source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, torch.Tensor | None]
-) -> Iterator[str]:
-    """Memory that would be overwritten before it was read."""
+    if found:
+        return found
     written = {
         piece: tensor
         for piece, tensor in target.items()
         if tensor is not None and not (piece in source and _are_one(tensor, source[piece]))  # what stays as it is
     }
-    if not written:
-        return
+    return [*_read_and_written(source, written), *_written_twice(written)] if written else []
+
+
+def _written_twice(written: Mapping[Piece, torch.Tensor]) -> Iterator[str]:
+    """Memory of which several targets would be written."""
+    pieces = list(written)
+    spans = [(str(each.device), *extent(each), at) for at, each in enumerate(written.values()) if each.numel()]
+    together: list[int] = []
+    device_of, end = "", 0
+    for device, start, stop, at in [*sorted(spans), ("", 0, 0, -1)]:
+        if together and (device != device_of or start >= end):
+            if shared := first_shared([written[pieces[each]] for each in together]):
+                one, other = (pieces[together[each]] for each in shared)
+                yield f"{one} and {other} would be written into memory that they share; give each a tensor of its own"
+            together, end = [], 0
+        together.append(at)
+        device_of, end = device, max(end, stop)
+
+
+def _read_and_written(source: Mapping[Piece, torch.Tensor], written: Mapping[Piece, torch.Tensor]) -> Iterator[str]:
+    """Memory that would be overwritten before it was read."""
     entries = [*((*each, False) for each in source.items()), *((*each, True) for each in written.items())]
     spans = sorted(
         (str(tensor.device), *extent(tensor), at) for at, (_, tensor, _) in enumerate(entries) if tensor.numel()

@@ -32,7 +32,8 @@ class Sharding:
     owners: Owners = "all"
     """`all`: masters are cut over all data ranks; `dp_shard`: over that axis only, and held once per replica."""
     units: tuple[str, ...] | None = None
-    """Stage 3: names or globs of the modules whose parameters are gathered together; None: each repeated block."""
+    """Stage 3: names or globs of the modules whose parameters are gathered together, "." for the model itself; None:
+    each repeated block."""
     keep_gathered: bool = False
     """Stage 3: gather each unit once per update and keep it for all microbatches; False: anew for each use."""
 

@@ -11,6 +11,7 @@ from shardwise.plan.tensor_matching import around, match_rules
 from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 from shardwise.plan.tensor_plan import ParameterCut, Ranges, Style, TensorPlan
 from shardwise.plan.tensor_rules import Rule
+from shardwise.plan.tensor_uses import check_uses
 from shardwise.space import even_cuts
 
 __all__ = ["TensorPlan", "plan_tensor"]
@@ -58,6 +59,7 @@ class _Planner:
                 self._apply_to_parameter(module, target.attribute, rule)
         self._check_ties()
         self._check_sums()
+        self.findings += check_uses(self._outline, found, self._cuts, self._styles)
         if not self._cuts and not self.findings:
             self.findings.append(
                 f"no rule cuts a parameter over the {self._num_ranks} ranks along tp; give some module the rule "

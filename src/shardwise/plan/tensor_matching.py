@@ -22,6 +22,10 @@ class Target:
     attribute: str | None = None
     """Of a parameter: where the module holds it."""
 
+    def __str__(self) -> str:
+        name = ".".join(filter(None, (self.module, self.attribute)))
+        return repr(name) if name else "the model itself"
+
 
 @dataclass(slots=True)
 class _Given:
@@ -60,7 +64,7 @@ def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[
         chosen = each.exact or each.globs
         if len({rule.text for rule in chosen.values()}) > 1:
             listed = " and ".join(f"{pattern!r} ({rule.text})" for pattern, rule in chosen.items())
-            findings.append(f"{_named(target)} is meant by {listed}; give it one rule, under its own name")
+            findings.append(f"{target} is meant by {listed}; give it one rule, under its own name")
         found[target] = next(iter(chosen.values()))
     if automatic:
         findings += _add_carried(outline, targets, automatic, found)
@@ -86,10 +90,10 @@ def _add_carried(
         try:
             rule = read_rule(text)
         except PlanError as error:
-            findings += [f"{_named(target)}, as the model carries it: {problem}" for problem in error.problems]
+            findings += [f"{target}, as the model carries it: {problem}" for problem in error.problems]
             continue
         if (other := found.setdefault(target, rule)).text != rule.text:
-            findings.append(f"{_named(target)} is carried by the model as {other.text!r} and as {rule.text!r}")
+            findings.append(f"{target} is carried by the model as {other.text!r} and as {rule.text!r}")
     return findings
 
 
@@ -99,12 +103,6 @@ def _targets(outline: TensorOutline) -> dict[str, Target]:
     for name, module, attribute in outline.parameter_names():
         targets.setdefault(name, Target(module.name, attribute))
     return targets
-
-
-def _named(target: Target) -> str:
-    if target.attribute is None:
-        return repr(target.module) if target.module else "the model itself"
-    return repr(f"{target.module}.{target.attribute}" if target.module else target.attribute)
 
 
 def around(modules: Mapping[str, TensorModule], name: str) -> list[TensorModule]:

@@ -17,7 +17,10 @@ from typing import Self
 
 from shardwise.errors import PlanError
 from shardwise.plan.names import meant_by, nearest
-from shardwise.plan.outlines import Outline
+from shardwise.plan.outlines import Outline, parents
+
+ITSELF = "."
+"""The model itself, among the names of units."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,16 +93,21 @@ def plan_units(
     """The units of a model.
 
     first_names: every name of a parameter -> its first one, which has the others as ties. patterns: names or globs of
-    the modules that are units; what one pattern matches inside of what it matches is no unit of its own, and a
-    parameter belongs to the innermost. placed: the modules that lie on a stage of a pipeline; no unit reaches beyond
-    one, and what lies outside of all has none. Raises PlanError for patterns that match nothing, or no module that is
-    called and holds parameters.
+    the modules that are units, "." for the model itself; what one pattern matches inside of what it matches is no unit
+    of its own, and a parameter belongs to the innermost. placed: the modules that lie on a stage of a pipeline; no unit
+    reaches beyond one, and what lies outside of all has none. Raises PlanError for patterns that match nothing, or no
+    module that is called and holds parameters.
     """
     chosen = set(_repeated(outline)) if patterns is None else _matched(outline, patterns)
     holders: dict[str, list[str]] = {}  # parameter -> the units in which it lies, the one of its first name first
     for unit, parameter in _homes(outline, chosen, placed):
         found = holders.setdefault(first_names[parameter], [])
         if unit not in found:
+            found.append(unit)
+    for unit, module, parameter in _other_homes(outline, chosen):
+        found = holders.get(first_names[parameter], [])
+        is_apart = bool(found) and not f"{found[0]}.".startswith(f"{module}.")  # the shared module has no unit itself
+        if is_apart and unit not in found:
             found.append(unit)
     members: dict[str, list[str]] = {}
     modules: dict[str, list[str]] = {}
@@ -140,6 +148,17 @@ def _homes(outline: Outline, chosen: Collection[str], placed: Collection[str] | 
     return walk(outline, None, outline.name, placed is None, False)
 
 
+def _other_homes(outline: Outline, chosen: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """(unit around another name, module, parameter in it) for modules that are reached by several names."""
+    for module in outline.modules():
+        for alias in module.aliases:
+            around = next((name for name in parents(alias) if name in chosen), None)
+            if around is not None:
+                for inner in module.modules():
+                    for parameter, _ in inner.own_parameters:
+                        yield around, module.name, parameter
+
+
 def _repeated(outline: Outline) -> Iterator[str]:
     """The names of repeated blocks, the outermost ones."""
     if _is_one(outline):
@@ -176,9 +195,11 @@ def _is_list(outline: Outline) -> bool:
 
 def _matched(outline: Outline, patterns: Sequence[str]) -> set[str]:
     by_name = {name: module for module in outline.modules() for name in module.names if name}
-    chosen: set[str] = set()
+    chosen: set[str] = {outline.name} if ITSELF in patterns else set()
     problems = []
     for pattern in patterns:
+        if pattern == ITSELF:
+            continue
         meant = meant_by(pattern, list(by_name))
         outermost = [name for name in meant if not any(name.startswith(f"{other}.") for other in meant)]
         usable = [by_name[name] for name in outermost if by_name[name].num_places]

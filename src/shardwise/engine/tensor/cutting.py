@@ -14,6 +14,8 @@ from shardwise.engine.tensor.outline import tensor_outline
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan import Plan
 from shardwise.plan.tensor import TensorPlan, plan_tensor
+from shardwise.plan.tensor_matching import match_rules
+from shardwise.plan.tensor_rules import read_rule
 from shardwise.space import Portion
 
 NO_CUTS = TensorPlan(num_ranks=1)
@@ -26,6 +28,7 @@ def agree_on_tensor_plan(model: nn.Module, plan: Plan, channel: Channel, *, give
     given: what is cut already, because it came as DTensors. Their modules know what to do; nothing is planned then.
     """
     if plan.mesh.tp == 1:
+        _check_names(model, plan, channel)
         return NO_CUTS
     refusal: ShardwiseError | None = None
     tensor_plan = NO_CUTS
@@ -53,6 +56,18 @@ def agree_on_tensor_plan(model: nn.Module, plan: Plan, channel: Channel, *, give
         hint="Build the same model on every rank.",
     )
     return tensor_plan
+
+
+def _check_names(model: nn.Module, plan: Plan, channel: Channel) -> None:
+    """Rules that cut nothing over one rank mean something in the model all the same; raises PlanError."""
+    rules = plan.tensor.rules
+    if rules is None or rules == "auto":
+        return
+    # A plan that carries nothing may be asked for on one rank: it is the plan of all models then.
+    named = {name: rule for name, rule in rules.items() if read_rule(rule).kind != "auto"}
+    _, findings = match_rules(tensor_outline(model), named)
+    refusal = PlanError(*(f"tensor.rules: {finding}" for finding in findings)) if findings else None
+    agree(channel, refusal, purpose="verdict on tensor parallelism")
 
 
 def portion_of(tensor: torch.Tensor, portion: Portion) -> torch.Tensor:

@@ -30,7 +30,8 @@ Movement = Callable[[torch.Tensor], torch.Tensor]
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 
-Kind = Literal["share", "total", "whole", "part", "spread", "settle", "once"]
+Kind = Literal["share", "tail", "total", "whole", "part", "spread", "settle", "once", "apart"]
+"""`tail`: a value of which only the last is shared. `apart`: nothing moves; the value is of this rank's part alone."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -39,25 +40,31 @@ class _Moved(torch.autograd.Function):
     """A movement, with its transpose for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movement) -> torch.Tensor:
+    def forward(
+        ctx: Any, value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movement, module: str
+    ) -> torch.Tensor:
         ctx.kind = kind
+        ctx.module = module
         ctx.movements = (movement, transpose)
         return movement(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         movement, transpose = ctx.movements
-        return _moved(gradients[0], _TRANSPOSES[ctx.kind], transpose, movement), None, None, None
+        moved = _moved(gradients[0], _TRANSPOSES[ctx.kind], transpose, movement, ctx.module)
+        return moved, None, None, None, None
 
 
 _TRANSPOSES: dict[Kind, Kind] = {
     "share": "total",
+    "tail": "total",
     "total": "share",
     "whole": "part",
     "part": "whole",
     "spread": "settle",
     "settle": "spread",
     "once": "once",
+    "apart": "apart",
 }
 
 
@@ -69,9 +76,15 @@ def movement_of(node: object) -> Kind | None:
     return kind
 
 
-def _moved(value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movement) -> torch.Tensor:
+def module_of(node: Any) -> str:
+    """The name of the module whose rule asks for the movement that a node is the backward of."""
+    name: str = node.module
+    return name
+
+
+def _moved(value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movement, module: str) -> torch.Tensor:
     if torch.is_grad_enabled() and value.requires_grad:
-        moved: torch.Tensor = _Moved.apply(value, kind, movement, transpose)  # type: ignore[no-untyped-call]
+        moved: torch.Tensor = _Moved.apply(value, kind, movement, transpose, module)  # type: ignore[no-untyped-call]
         return moved
     return movement(value)
 
@@ -79,12 +92,14 @@ def _moved(value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movem
 class Movements:
     """The movements over one channel, for one purpose."""
 
-    def __init__(self, channel: Channel, purpose: str) -> None:
+    def __init__(self, channel: Channel, purpose: str, *, module: str = "") -> None:
+        """module: the name of the one that they are for."""
         self._channel = channel
         self._purpose = purpose
         self.rank = channel.rank
         self.num_ranks = channel.size
-        self._moved = uncompiled(_moved)
+        self._module = module
+        self._move = uncompiled(_moved)
 
     def share(self, value: torch.Tensor) -> torch.Tensor:
         """The same value, which each rank reads for itself."""
@@ -121,7 +136,13 @@ class Movements:
 
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
-        return self._moved(value, "share", _same, sum_last)
+        return self._moved(value, "tail", _same, sum_last)
+
+    def apart(self, value: torch.Tensor) -> torch.Tensor:
+        """The same value, which each rank has of its own part."""
+        if not (torch.is_grad_enabled() and value.requires_grad):
+            return value
+        return self._moved(value, "apart", torch.clone, _same)
 
     def on_first_rank(self, value: torch.Tensor) -> torch.Tensor:
         """The value on the first rank, zeros on the others; so for the gradient."""
@@ -133,6 +154,9 @@ class Movements:
         if self._travels(value):
             self._channel.all_gather(output.view(-1), _flat(value), purpose=self._purpose).wait()
         return output
+
+    def _moved(self, value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movement) -> torch.Tensor:
+        return self._move(value, kind, movement, transpose, self._module)
 
     def _travels(self, value: torch.Tensor) -> bool:
         """Whether there is anything to move."""

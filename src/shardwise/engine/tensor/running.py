@@ -18,7 +18,7 @@ class TensorParallel:
         shared = SharedInputs()
         for name, styles in plan.styles.items():
             module = model.get_submodule(name)
-            movements = Movements(channel, f"tensor parallelism of {name or 'the model'}")
+            movements = Movements(channel, f"tensor parallelism of {name or 'the model'}", module=name)
             for style in styles:
                 styled = STYLES[style.kind](name, style, movements, shared)
                 wrap(module, styled)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.tensor.movements import Movements, is_fake, uncompiled
 from shardwise.engine.wrapping import Forward
 from shardwise.errors import ModelError
@@ -44,7 +45,7 @@ class SharedInputs:
         reference = self._value = weakref.ref(value, self._forget)
         self._known = (value._version, how, made)
         # What is made may be a view, which keeps the value. Nobody reads it any more once backward has been here.
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             made.register_hook(lambda _: self._forget(reference))
         else:  # of a recomputed forward
             _at_end_of_backward(lambda: self._forget(reference))
@@ -121,6 +122,16 @@ class Styled:
             )
         return change(output)
 
+    def size_along(self, value: torch.Tensor, dim: int, *, has_features: bool = True) -> int:
+        """How many positions a value has; `has_features`: its last dim is none of positions."""
+        if dim < value.dim() - has_features:
+            return value.shape[dim]
+        last = " before the last, which is that of the features" if has_features else ""
+        raise ModelError(
+            f"{self.name!r}: its rule ({self.style.kind}) in tensor.rules speaks of positions along dim {dim}, but the "
+            f"tensor has the shape {tuple(value.shape)}; name a dim{last}"
+        )
+
     def positions(self, size: int, dim: int, *, is_part: bool = False) -> Sequence[tuple[tuple[int, int], ...]]:
         """Which positions each rank has of `size` along `dim`; `is_part`: of those of which this rank has `size`."""
         count = self.movements.num_ranks
@@ -150,7 +161,7 @@ class Column(Styled):
         return output
 
     def _spread(self, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: self.movements.spread(x, dim, self.positions(x.shape[dim], dim, is_part=True))
+        return lambda x: self.movements.spread(x, dim, self.positions(self.size_along(x, dim), dim, is_part=True))
 
 
 class Row(Styled):
@@ -174,7 +185,7 @@ class Row(Styled):
         dim = self.style.scatter
         if dim is None:
             return self.movements.total(output)
-        return self.movements.settle(output, dim, self.positions(output.shape[dim], dim))
+        return self.movements.settle(output, dim, self.positions(self.size_along(output, dim), dim))
 
 
 class Vocabulary(Row):
@@ -280,7 +291,7 @@ class Positions(Styled):
         found: list[Sequence[tuple[tuple[int, int], ...]]] = []
 
         def own(value: torch.Tensor) -> torch.Tensor:
-            found.append(self.positions(value.shape[dim], dim))
+            found.append(self.positions(self.size_along(value, dim, has_features=False), dim))
             return self.movements.part(value, dim, found[0])
 
         args, kwargs = on_input(args, kwargs, own)
@@ -294,8 +305,18 @@ class Split(Styled):
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         dim = self.style.dim
-        args, kwargs = on_input(args, kwargs, lambda x: self.movements.part(x, dim, self.positions(x.shape[dim], dim)))
-        return forward(*args, **kwargs)
+        taken: list[torch.Tensor] = []
+
+        def own(value: torch.Tensor) -> torch.Tensor:
+            size = self.size_along(value, dim, has_features=False)
+            taken.append(value)
+            return self.movements.part(value, dim, self.positions(size, dim))
+
+        args, kwargs = on_input(args, kwargs, own)
+        output = forward(*args, **kwargs)
+        if isinstance(output, torch.Tensor) and not any(value.requires_grad for value in taken):
+            return self.movements.apart(output)  # which the graph does not say otherwise
+        return output
 
 
 class Heads(Styled):

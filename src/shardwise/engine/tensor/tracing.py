@@ -8,7 +8,8 @@ part taken) it is complete again, since the backward of that movement makes it s
       complete          own                          own: summed over ranks          complete
 
 So a parameter whose gradient is `own` is to be summed over the ranks, whatever the rules say of it; one that is reached
-both ways has a gradient that no sum makes right.
+both ways has a gradient that no sum makes right. Nor is one right that comes to a movement as another kind than this
+movement hands on: what a module gives whole is read by all ranks alike, what it leaves cut by each rank for itself.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.engine.tensor.movements import movement_of
+from shardwise.engine.tensor.movements import module_of, movement_of
 from shardwise.engine.tensor.vocabulary import is_cut_loss
 from shardwise.errors import ModelError
 
@@ -29,7 +30,16 @@ Sources = frozenset[str | int]
 marks: `hidden` below a node with a graph of its own, `blurred` below one that mixes what comes from several sides."""
 
 _ENDS_OWN = frozenset({"total", "whole", "spread", "settle"})
-_BEGINS_OWN = frozenset({"share", "part"})
+_BEGINS_OWN = frozenset({"share", "tail", "part"})
+
+_TAKES: Mapping[str, Gradient] = {
+    "total": "complete",
+    "whole": "complete",
+    "settle": "own",
+    "part": "own",
+    "apart": "own",
+}
+"""The gradients that come to movements. Others take what comes: a loss may bring the parts together in its own way."""
 
 _HIDING = "CheckpointFunction"
 """A node (a reentrant activation checkpoint) with a graph that is made in backward."""
@@ -49,8 +59,11 @@ class Traced:
     def __init__(self, roots: Iterable[tuple[Any, str | int]]) -> None:
         """roots: nodes where backward begins; with each "complete", or the number of the crossing that it waits for."""
         self.leaves: dict[torch.Tensor, Sources] = {}
+        self.taken: dict[Any, Sources] = {}
+        """What comes to movements that take one kind only."""
         self.is_hidden = False
         """Whether a part of the graph cannot be seen: leaves may be missing."""
+        self._ends: list[Any] = []
         found: dict[Any, Sources] = {node: frozenset({source}) for node, source in roots}
         num_consumers = self._count_consumers(found)
         ready = [node for node in found if not num_consumers[node]]
@@ -59,6 +72,8 @@ class Traced:
             sources = found.pop(node)
             if (leaf := getattr(node, "variable", None)) is not None:
                 self.leaves[leaf] = sources
+            if movement_of(node) in _TAKES:
+                self.taken[node] = sources
             given = _given(node, sources)
             for producer in _producers(node):
                 found[producer] = found.get(producer, frozenset()) | given
@@ -66,11 +81,27 @@ class Traced:
                 if num_consumers[producer] == 0:
                     ready.append(producer)
 
+    def readers(self, target: Any) -> list[str]:
+        """The modules that bring together what each rank makes of a value; of a parameter, or of a movement's node."""
+        found = set()
+        for node in self._ends:
+            pending, seen = _producers(node), set()
+            while pending:
+                producer = pending.pop()
+                if producer is target or getattr(producer, "variable", None) is target:
+                    found.add(module_of(node))
+                elif producer not in seen and movement_of(producer) not in _BEGINS_OWN | _ENDS_OWN:
+                    pending += _producers(producer)
+                seen.add(producer)
+        return sorted(found)
+
     def _count_consumers(self, roots: Iterable[Any]) -> dict[Any, int]:
         counts: dict[Any, int] = dict.fromkeys(roots, 0)
         pending = list(counts)
         while pending:
             node = pending.pop()
+            if movement_of(node) in _ENDS_OWN:
+                self._ends.append(node)
             self.is_hidden |= type(node).__name__.startswith(_HIDING)
             for producer in _producers(node):
                 if producer not in counts:
@@ -114,6 +145,7 @@ class SummedGradients:
         self.seen: dict[str, Gradient] = {}
         """What graphs have shown so far."""
         self._named = self.names | frozenset(named)
+        self._has_learned = False
         self._unseen = {name: each for name, each in parameters.items() if name not in cut and each.requires_grad}
 
     @property
@@ -122,12 +154,14 @@ class SummedGradients:
         return not self._unseen
 
     def look_at(self, loss: torch.Tensor) -> None:
-        """Learn from the graph of a loss. Raises ModelError for parameters that no sum makes right."""
-        if self._unseen and loss.grad_fn is not None:
+        """Learn from the graph of a loss. Raises ModelError for gradients that no sum makes right."""
+        if (self._unseen or not self._has_learned) and loss.grad_fn is not None:
             self.learn(Traced([(loss.grad_fn, "complete")]), {})
 
     def learn(self, traced: Traced, came: Mapping[int, Gradient | None]) -> None:
         """Learn from a graph, of which `came` says what came back for crossings; raises as `look_at`."""
+        self._has_learned = True
+        _check_movements(traced, came)
         found: dict[str, Gradient] = {}
         for name, each in self._unseen.items():
             gradient = resolve(traced.leaves.get(each, frozenset()), came)
@@ -136,10 +170,10 @@ class SummedGradients:
             if gradient is not None:
                 found[name] = gradient
         if both := [name for name, gradient in found.items() if gradient == "both"]:
+            readers = traced.readers(self._unseen[both[0]])
             raise ModelError(
                 f"tensor.rules: values made with {_shown(both)} are read by all ranks alike and also by each rank for "
-                "its own part (heads, columns), without a rule between; give the rule 'mla_kv_a_proj(size=...)' to the "
-                "module whose last outputs every rank reads, or 'replicate' to the modules that cut what they meet"
+                f"its own part (heads, columns){_before(readers)}, without a rule between; {_REMEDY}"
             )
         if hidden := [name for name, gradient in found.items() if gradient == "hidden" and name not in self._named]:
             raise ModelError(
@@ -157,6 +191,40 @@ class SummedGradients:
         self.names = self.names | {name} if gradient == "own" else self.names - {name}
         self.seen[name] = gradient
         self._unseen.pop(name, None)
+
+
+_REMEDY = (
+    "leave whole what meets them there (the rule 'replicate' for the modules that cut it); where it is the last "
+    "outputs of a linear map that every rank reads beside its heads, 'mla_kv_a_proj(size=...)' for that map"
+)
+
+
+def _check_movements(traced: Traced, came: Mapping[int, Gradient | None]) -> None:
+    """Raise ModelError where what a module gives is read in another way than it gives it."""
+    for node, sources in traced.taken.items():
+        kind = movement_of(node)
+        assert kind is not None
+        gradient = resolve(sources, came)
+        if gradient in (None, "hidden", _TAKES[kind]):
+            continue
+        name = f"what {module_of(node)!r}" if module_of(node) else "what the model itself"
+        if _TAKES[kind] == "complete":
+            also = "also " if gradient == "both" else ""
+            raise ModelError(
+                f"tensor.rules: {name} gives is whole on every rank along tp, and is {also}read by each rank for its "
+                f"own part (heads, columns, positions){_before(traced.readers(node))}, without a rule "
+                f"between; {_REMEDY}"
+            )
+        verb = "leaves" if kind == "settle" else "takes"
+        raise ModelError(
+            f"tensor.rules: {name} {verb} is this rank's part along tp, and is read as if it were whole; give what "
+            "reads it a rule that gathers it (column(gather=1), or 'sequence' in the place of 'split'), or "
+            "leave it whole"
+        )
+
+
+def _before(readers: list[str]) -> str:
+    return f", before {_shown(readers)} brings them together" if readers else ""
 
 
 def _shown(names: list[str]) -> str:

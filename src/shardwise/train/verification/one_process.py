@@ -17,6 +17,7 @@ from torch import nn
 from shardwise.checkpoint import Catalogue, load
 from shardwise.comm import alone
 from shardwise.comm.agreement import digest_of_values
+from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
 from shardwise.engine.tensor.outline import tensor_outline
@@ -25,7 +26,7 @@ from shardwise.plan.tensor import plan_tensor
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program
-from shardwise.train.verification.recording import NotedLoss, Notes, Recorder, in_backward, wide
+from shardwise.train.verification.recording import NotedLoss, Notes, Recorder, wide
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows
 from shardwise.engine.channels import DATA_AXES, data_rank_of
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh
 
@@ -56,7 +56,23 @@ class Program:
         )
 
     def check(self) -> None:
-        """Raise BatchError unless ranks and the one process cut every batch into the same microbatches."""
+        """Raise unless ranks and the one process can begin, and cut every batch into the same microbatches.
+
+        BatchError, ModelError, PlanError or OptimizerError.
+        """
+        if isinstance(self.make_model, nn.Module) or not callable(self.make_model):
+            raise ModelError(
+                f"make_model is a {type(self.make_model).__name__}; give a function that builds the model anew "
+                "each time (its class, say, not an instance)"
+            )
+        if not isinstance(self.plan, Plan):
+            raise PlanError(f"plan is a {type(self.plan).__name__}; give sw.Plan(mesh=sw.Mesh(..))")
+        if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer):
+            raise OptimizerError(
+                f"optimizer is a {type(self.optimizer).__name__}; give a function from parameters to an optimizer"
+            )
+        if not isinstance(self.batches, Sequence) or not all(isinstance(each, Mapping) for each in self.batches):
+            raise BatchError("batches are no list of dicts of tensors; give one dict for each update")
         if not self.batches:
             raise BatchError("there is no batch to verify with; give one for each update")
         for step, batch in enumerate(self.batches):

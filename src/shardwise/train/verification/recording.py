@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.dtypes import dtype_name
+from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.batches import Batch, LossFunction
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.values import StageTensor
@@ -257,11 +258,6 @@ class _Gradient:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._recorder.note_gradient(self._name, gradient)
-
-
-def in_backward() -> bool:
-    """Whether autograd is at work in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-Verdict = Literal["equal", "rounding", "diverges"]
+Verdict = Literal["equal", "rounding", "diverges", "inconclusive"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,10 @@ class VerificationReport:
     """What a verification found."""
 
     verdict: Verdict
-    """equal: every tensor to the bit; rounding: within the error model; diverges: see `divergence`."""
+    """equal: every tensor to the bit; rounding: within the error model; diverges: see `divergence`.
+
+    inconclusive: no update had a finite loss and a finite gradient, so that nothing was compared.
+    """
     title: str
     model: str
     """The error model, in words."""

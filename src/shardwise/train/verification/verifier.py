@@ -1,5 +1,6 @@
 """Verification of a program under a plan: run it, repeat every update in one process, compare."""
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from shardwise.train.verification.layout_notes import LayoutNotes
 from shardwise.train.verification.layout_run import gradients_folder, run_layout, state_folder
 from shardwise.train.verification.one_process import OneProcess
 from shardwise.train.verification.program import Optimizers, Program, Scheduler
-from shardwise.train.verification.report import StepComparison, VerificationReport
+from shardwise.train.verification.report import Divergence, StepComparison, Verdict, VerificationReport
 
 _PROGRESS = "progress of a verification"
 
@@ -135,6 +136,8 @@ def compare_with_one_process(
     divergence = initial_divergence(own.state(), open_checkpoint(str(state_folder(folder, 0))))
     steps: list[StepComparison] = []
     remarks = dict.fromkeys(_about_dropout(program, own.model))
+    unknown: list[int] = []
+    """Updates that say nothing of the numbers that the layout computes."""
     for step, batch in enumerate(program.batches):
         if divergence is not None:
             break
@@ -153,11 +156,19 @@ def compare_with_one_process(
         divergence = comparer.first_divergence()
         steps.append(comparer.summary())
         remarks |= dict.fromkeys(comparer.remarks())
+        if repeated.report.skipped or not math.isfinite(repeated.report.loss):
+            unknown.append(step)
         after_step()
+    if unknown:
+        steps_in_words = f"update{'s' if len(unknown) > 1 else ''} {', '.join(map(str, unknown))}"
+        remarks[
+            f"not compared: {steps_in_words}, whose loss or gradient is not finite, in one process too; mend the data, "
+            "the model or the loss to verify"
+        ] = None
     are_equal = all(each.num_compared == each.num_equal for step in steps for each in step.tallies)
     mesh = program.plan.mesh
     return VerificationReport(
-        verdict="diverges" if divergence is not None else "equal" if are_equal else "rounding",
+        verdict=_verdict(divergence, are_equal=are_equal, is_known=len(unknown) < len(steps)),
         title=title
         or f"{mesh}, {mesh.size} ranks, against one process: {len(program.batches)} updates of "
         f"{program.num_microbatches} microbatches",
@@ -166,6 +177,14 @@ def compare_with_one_process(
         divergence=divergence,
         remarks=tuple(remarks),
     )
+
+
+def _verdict(divergence: Divergence | None, *, are_equal: bool, is_known: bool) -> Verdict:
+    if divergence is not None:
+        return "diverges"
+    if not is_known:
+        return "inconclusive"
+    return "equal" if are_equal else "rounding"
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""Where an error comes from in a model that is cut along `tp`: the module, its rule, and what it works with."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import FrameType, TracebackType
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.engine.wrapping import structures_of
+from shardwise.errors import ShardwiseError
+from shardwise.plan.tensor_plan import Style
+
+
+@contextmanager
+def module_noted(model: nn.Module) -> Iterator[None]:
+    """Errors that come out of a module of `model` have a note about that module, where a plan cuts the model."""
+    try:
+        yield
+    except ShardwiseError:
+        raise  # its words name what they mean
+    except Exception as error:
+        if (note := _note(model, error.__traceback__)) is not None:
+            error.add_note(note)
+        raise
+
+
+def _note(model: nn.Module, traceback: TracebackType | None) -> str | None:
+    names = {module: name for name, module in model.named_modules()}
+    if not any(_rules(module) for module in names):
+        return None
+    innermost: tuple[nn.Module, FrameType] | None = None
+    while traceback is not None:
+        each = traceback.tb_frame.f_locals.get("self")
+        if isinstance(each, nn.Module) and each in names:
+            innermost = each, traceback.tb_frame
+        traceback = traceback.tb_next
+    if innermost is None:
+        return None
+    module, frame = innermost
+    name = repr(names[module]) if names[module] else "the model itself"
+    rules = _rules(module)
+    said = f"with the style {' and '.join(map(repr, rules))}" if rules else "without a rule"
+    given = [str(tuple(value.shape)) for value in _arguments(frame)]
+    held = [f"{key} {tuple(each.shape)}" for key, each in module._parameters.items() if each is not None]
+    return (
+        f"shardwise: in {name} ({type(module).__name__}, {said} in tensor.rules), which was given "
+        f"{', '.join(given) or 'no tensor'} and holds {', '.join(held) or 'no parameter'} on this rank along tp; a "
+        "rule may be missing for it, or be wrong for it or for what comes before it"
+    )
+
+
+def _rules(module: nn.Module) -> list[str]:
+    structures = tree_leaves(structures_of(vars(module).get("forward")))
+    return [style.kind for style in structures if isinstance(style, Style)]
+
+
+def _arguments(frame: FrameType) -> list[torch.Tensor]:
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+    values = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
