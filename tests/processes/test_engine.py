@@ -16,6 +16,7 @@ from shardwise.errors import BatchError, PeerError
 from tests.engine.models import word_batch, word_loss, words, words_with_kept_norm
 from tests.engine.oracle import share_of
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
+from tests.processes.simulated_bits import assert_bits_of_simulated_ranks
 
 IMPATIENT = Transport(timeout_seconds=5.0)
 
@@ -52,16 +53,7 @@ def train(channel: Channel, text: str) -> Outcome:
 @pytest.mark.parametrize("transport", [SHARED_MEMORY, TCP], ids=["shared", "tcp"])
 @pytest.mark.parametrize("name", PLANS)
 def test_processes_train_to_the_bits_of_simulated_ranks(pool: Pool, name: str, transport: Transport) -> None:
-    text, size = PLANS[name].text(), PLANS[name].mesh.size
-    real = pool.run(size, train, text, transport=transport)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the processes have
-    simulated = sw.simulate(size, lambda channel: train(channel, text))
-    torch.set_num_threads(num_threads)
-    for ours, theirs in zip(real, simulated, strict=True):
-        assert ours[:2] == theirs[:2]
-        for parameter, value in theirs[2].items():
-            assert torch.equal(ours[2][parameter], value), parameter
+    assert_bits_of_simulated_ranks(pool, train, PLANS[name], transport)
 
 
 class DiesInForward(nn.Linear):

@@ -10,6 +10,7 @@ from tests.engine.oracle import share_of
 from tests.engine.stages import values_of_all
 from tests.engine.test_stages import Net, adamw
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
+from tests.processes.simulated_bits import assert_bits_of_simulated_ranks
 
 Outcome = tuple[list[sw.StepReport], list[float], dict[str, torch.Tensor]]
 
@@ -52,13 +53,4 @@ def train(channel: Channel, text: str) -> Outcome:
 @pytest.mark.parametrize("transport", [SHARED_MEMORY, TCP], ids=["shared", "tcp"])
 @pytest.mark.parametrize("name", PLANS)
 def test_processes_train_to_the_bits_of_simulated_ranks(pool: Pool, name: str, transport: Transport) -> None:
-    text, size = PLANS[name].text(), PLANS[name].mesh.size
-    real = pool.run(size, train, text, transport=transport)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the processes have
-    simulated = sw.simulate(size, lambda channel: train(channel, text))
-    torch.set_num_threads(num_threads)
-    for ours, theirs in zip(real, simulated, strict=True):
-        assert ours[:2] == theirs[:2]
-        for parameter, value in theirs[2].items():
-            assert torch.equal(ours[2][parameter], value), parameter
+    assert_bits_of_simulated_ranks(pool, train, PLANS[name], transport)

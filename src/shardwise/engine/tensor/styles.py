@@ -1,6 +1,7 @@
 """What is done around the forward of a module, by the style that the plan gives it."""
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -56,7 +57,7 @@ class SharedInputs:
             self._value = self._known = None
 
 
-class Styled:
+class Styled(ABC):
     """A wrapper of a module's forward (see `engine.wrapping`)."""
 
     def __init__(self, name: str, style: Style, movements: Movements, shared: SharedInputs) -> None:
@@ -75,9 +76,9 @@ class Styled:
         with _holding(module, self._own):
             return self.compute(module, forward, args, kwargs)
 
+    @abstractmethod
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`run`, of a module that holds what is its own."""
-        raise NotImplementedError
 
     def run_with(self, module: nn.Module, held: "_Held", run: Callable[[], Any]) -> Any:
         """`run()` while the module holds something else, which it is given again for the backward of the answer.
