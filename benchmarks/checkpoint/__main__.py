@@ -15,7 +15,9 @@ from pathlib import Path
 
 from benchmarks.checkpoint import alone, cells, table
 from benchmarks.checkpoint.outcome import Cell, Outcome
+from benchmarks.checkpoint.states import Kind
 
+KINDS: tuple[Kind, ...] = ("blocks", "large")
 RESULTS = Path(__file__).parent.parent / "results"
 LARGE = 512 << 20
 """From here on, and with more than two ranks, only what was asked for is measured: a side costs seconds a round."""
@@ -27,10 +29,15 @@ def main() -> None:
     whole = not (arguments.mib or arguments.ranks)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=arguments.folder) as name:
-        for cell in plan(arguments.mib or [256, 1024], arguments.ranks or [1, 2, 4], arguments.rounds):
+        cells_of_kinds = [
+            replace(cell, kind=kind)
+            for kind in arguments.tensors
+            for cell in plan(arguments.mib or [256, 1024], arguments.ranks or [1, 2, 4], arguments.rounds)
+        ]
+        for cell in cells_of_kinds:
             begun = time.monotonic()
-            print(f"{cell.work}: {cell.num_bytes >> 20} MiB, {cell.num_ranks} ranks", file=sys.stderr)
-            folder = Path(name) / f"{cell.num_bytes}-{cell.num_savers}"
+            print(f"{cell.work}: {cell.num_bytes >> 20} MiB, {cell.kind}, {cell.num_ranks} ranks", file=sys.stderr)
+            folder = Path(name) / f"{cell.kind}-{cell.num_bytes}-{cell.num_savers}"
             folder.mkdir(exist_ok=True)
             outcomes.append(cells.run(cell, folder))
             print(table.asked_table(outcomes[-1:]), file=sys.stderr)  # a later cell may fail
@@ -72,6 +79,9 @@ def _alone(folder: Path) -> list[Outcome]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description="Checkpoints, against peers.")
     parser.add_argument("--mib", type=_numbers, help="sizes of the state, comma-separated (default 256,1024)")
+    parser.add_argument(
+        "--tensors", type=_kinds, default=KINDS, help=f"of {', '.join(KINDS)}; comma-separated (default all)"
+    )
     parser.add_argument("--ranks", type=_numbers, help="numbers of ranks, comma-separated (default 1,2,4)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of all sides in turns (default 5)")
     parser.add_argument("--alone", action="store_true", help="with --mib or --ranks: planning and tiny tensors as well")
@@ -80,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
         "--write", metavar="NAME", help="write benchmarks/results/NAME.md and .json (a whole run: checkpoint)"
     )
     return parser
+
+
+def _kinds(text: str) -> tuple[Kind, ...]:
+    return tuple(kind for kind in KINDS if kind in text.split(","))
 
 
 def _numbers(text: str) -> list[int]:

@@ -91,7 +91,7 @@ def _pairs(job: str) -> list[tuple[str, str, Bound]]:
             ("ours-slices", "plain", FLOOR),
         ]
     if job == jobs.ROWS:
-        return [("ours", "dcp", SAME)]
+        return [("ours", "dcp", SAME), ("ours-default", "dcp", SAME)]
     if job == jobs.SLICES:
         return [("ours-slices", "dcp-flat", SAME)]
     if job == JOB:
@@ -100,7 +100,7 @@ def _pairs(job: str) -> list[tuple[str, str, Bound]]:
         return [("ours", "copy to new memory", BLOCKING)]
     if job.startswith("load slices"):
         return [("ours-slices", peer, RESHARDED) for peer in ("dcp", "dcp-flat-cut", "dcp-flat")]
-    return [("ours", "dcp", RESHARDED)] if job.startswith("load rows") else []
+    return [(side, "dcp", RESHARDED) for side in ("ours", "ours-default")] if job.startswith("load rows") else []
 
 
 def _reads(outcome: Outcome) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ SLICES = "load slices as slices"
 SLICES_AS_ROWS = "load slices as rows"
 SLICES_AS_COLUMNS = "load slices as columns"
 
-_ANYWHERE = ("ours", "ours-unverified", "dcp", "hf", "hf-consolidated")
+_ANYWHERE = ("ours", "ours-default", "ours-unverified", "dcp", "hf", "hf-consolidated")
 _RANK_BY_RANK = ("plain", "torch.load", "torch_checkpointing")
 _FROM_SLICES = ("ours-slices", "ours-slices-unverified", "dcp-flat-cut")
 

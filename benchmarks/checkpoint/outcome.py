@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.checkpoint.states import Kind
+
 __all__ = ["Cell", "Outcome", "Reads"]
 
 
@@ -20,6 +22,7 @@ class Cell:
     num_rounds: int
     rare: bool
     """Whether sides that are beside the question take part."""
+    kind: Kind = "blocks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,6 +59,10 @@ def _save_ours_default(world: World, path: Path, state: Held) -> None:
     sw.save(path, state)
 
 
+def _load_ours_default(world: World, path: Path | Store, state: Held) -> None:
+    sw.load(path, state)
+
+
 def _file(world: World, path: Path) -> Path:
     return path / f"rank{world.rank}"
 
@@ -141,9 +145,16 @@ _TC_SAVER = Saver(
 _LOADERS = [
     Loader(
         name="ours",
-        about="`sw.load`, every byte verified",
+        about="`sw.load` with one channel for all loads, every byte verified",
         saved_by="ours",
         load=partial(_load_ours, verify=True),
+        reads="store",
+    ),
+    Loader(
+        name="ours-default",
+        about="`sw.load` without a channel: every call connects the ranks anew; verified",
+        saved_by="ours",
+        load=_load_ours_default,
         reads="store",
     ),
     Loader(

@@ -16,6 +16,7 @@ from shardwise.comm import Channel
 from shardwise.space import Piece
 
 __all__ = [
+    "Kind",
     "Spec",
     "Specs",
     "State",
@@ -29,6 +30,10 @@ __all__ = [
     "slices",
 ]
 
+Kind = Literal["blocks", "large"]
+"""Which tensors make up a state: those of transformer blocks, most of them small, or matrices of 8 MiB."""
+LARGE_SHAPE = (1026, 2046)
+"""A matrix of 8 MiB whose sides no power of two divides."""
 NUM_LAYERS = 12
 """Of states from 12 MiB on; smaller ones, for a try, have fewer."""
 GROUPS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
@@ -78,9 +83,15 @@ class Specs:
     groups: tuple[tuple[Spec, ...], ...]
 
     @classmethod
-    def of_bytes(cls, num_bytes: int) -> "Specs":
-        """A state of about this many bytes: blocks of 16 tensors, 10 of them small, and an embedding for the rest."""
+    def of_bytes(cls, num_bytes: int, kind: Kind = "blocks") -> "Specs":
+        """A state of about this many bytes.
+
+        "blocks": blocks of 16 tensors, 10 of them small, and an embedding for the rest. "large": matrices of 8 MiB.
+        """
         budget = num_bytes // 4 // len(GROUPS)
+        if kind == "large":
+            count = max(1, budget // math.prod(LARGE_SHAPE))
+            return cls.of_shapes({f"layers.{layer}.weight": LARGE_SHAPE for layer in range(count)})
         num_layers = max(1, min(NUM_LAYERS, num_bytes >> 20))
         hidden = max(16, int(math.sqrt(0.8 * budget / (12 * num_layers))) // 16 * 16)
         shapes: dict[str, tuple[int, ...]] = {}

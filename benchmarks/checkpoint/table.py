@@ -72,7 +72,7 @@ def _job_rows(outcome: Outcome, job: str) -> Iterable[Row]:
 def _cell(outcome: Outcome) -> tuple[str, str]:
     cell = outcome.cell
     ranks = str(cell.num_ranks) if cell.num_savers == cell.num_ranks else f"{cell.num_savers} to {cell.num_ranks}"
-    return (f"{cell.num_bytes / MEBIBYTE:.0f} MiB" if cell.num_bytes else "10,000 tensors", ranks)
+    return (f"{cell.num_bytes / MEBIBYTE:.0f} MiB, {cell.kind}" if cell.num_bytes else "10,000 tensors", ranks)
 
 
 def _mebibytes(peaks: dict[str, dict[str, int]], job: str, name: str) -> str:
@@ -82,9 +82,10 @@ def _mebibytes(peaks: dict[str, dict[str, int]], job: str, name: str) -> str:
 NOTES = """\
 All sides take turns in every round, each round starting with another one; a time is that of the slowest rank from a
 common start. Ratios are medians over rounds of the ratio within a round. Before a save the folder is emptied and the
-disk has written everything (`sync`). Files to be loaded have been read once before: they lie in the page cache. Every
-loader has been proven once, bit by bit, before it is timed. float32 only; 12 blocks of 16 tensors and an embedding,
-each with two moments.
+disk has written everything (`sync`). Files to be loaded have been read once before: they are in the page cache. Every
+loader has been proven once, bit by bit, before it is timed. Every process has allocated and freed blocks of 28 MiB
+first, as training programs have: glibc then keeps such blocks instead of mapping new ones. float32 only. "blocks": 12
+blocks of 16 tensors and an embedding, each with two moments. "large": matrices of 8 MiB.
 
 Read / needed: bytes read by all ranks by the bytes of their targets, counted at the store for ours (manifest
 included), by the kernel's `rchar` for the others; not known for those that map files. Peak: memory of the process

@@ -16,7 +16,8 @@ from benchmarks.pipeline.models import Shape
 from benchmarks.pipeline.outcome import Cell
 
 RESULTS = Path(__file__).parent.parent / "results"
-NUM_RANKS = {"computing": 2, "sleeping": 4}
+NUM_RANKS = {"computing": 2, "short": 2, "sleeping": 4}
+"""By cell. Stages of "short" take a few milliseconds: there the engine's own work per module shows."""
 CLIPPING_RANKS = (2, 4, 8)
 LAYERS_PER_STAGE = 4
 FORWARD_S = 0.02
@@ -28,7 +29,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     whole = arguments.cells is None and arguments.k is None
     outcomes = []
-    for cell in plan(arguments.cells or ["computing", "sleeping", "clipping"], arguments.k or [4, 8], arguments.rounds):
+    for cell in plan(arguments.cells or [*NUM_RANKS, "clipping"], arguments.k or [4, 8], arguments.rounds):
         begun = time.monotonic()
         print(f"{cell.work}, {cell.kind}: {cell.num_ranks} ranks, k = {cell.num_microbatches}", file=sys.stderr)
         outcomes.append(cells.run(cell))
@@ -42,14 +43,13 @@ def main() -> None:
 
 def plan(names: Sequence[str], microbatches: Sequence[int], num_rounds: int) -> Iterator[Cell]:
     """The cells in order."""
-    if "computing" in names:
-        shape = Shape(num_layers=LAYERS_PER_STAGE * NUM_RANKS["computing"], width=512, num_tokens=128)
-        for k in microbatches:
+    for name, width, num_tokens in (("computing", 512, 128), ("short", 128, 32)):
+        for k in microbatches if name in names else ():
             yield Cell(
                 work="steps",
                 kind="computing",
-                shape=shape,
-                num_ranks=NUM_RANKS["computing"],
+                shape=Shape(num_layers=LAYERS_PER_STAGE * NUM_RANKS[name], width=width, num_tokens=num_tokens),
+                num_ranks=NUM_RANKS[name],
                 num_microbatches=k,
                 num_rounds=num_rounds,
             )
@@ -77,7 +77,9 @@ def plan(names: Sequence[str], microbatches: Sequence[int], num_rounds: int) -> 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description="Pipelines, against a peer.")
-    parser.add_argument("--cells", type=_names, help="of computing, sleeping, clipping; comma-separated (default all)")
+    parser.add_argument(
+        "--cells", type=_names, help="of computing, short, sleeping, clipping; comma-separated (default all)"
+    )
     parser.add_argument("--k", type=_numbers, help="numbers of microbatches, comma-separated (default 4,8)")
     parser.add_argument("--rounds", type=int, default=6, help="rounds of all sides in turns (default 6)")
     parser.add_argument(

@@ -120,7 +120,11 @@ def clipping_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _cell(cell: Cell) -> Row:
-    return (KINDS[cell.kind], str(cell.num_ranks), str(cell.num_microbatches))
+    return (_model(cell), str(cell.num_ranks), str(cell.num_microbatches))
+
+
+def _model(cell: Cell) -> str:
+    return f"{KINDS[cell.kind]}, width {cell.shape.width}" if cell.kind == "computing" else KINDS[cell.kind]
 
 
 def _ms(seconds: Sequence[float]) -> str:
