@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,6 +16,18 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+class _Computed(torch.autograd.Function):
+    """A tensor as if it had been computed: `clone` would give a slice or an expanded tensor other strides."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+        return made.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return None, None
 
 
 class Fakes:
@@ -42,13 +55,16 @@ class Fakes:
 
     def leaf(self, spec: Spec) -> torch.Tensor:
         """A fake parameter or buffer."""
-        made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
-        return made.requires_grad_(spec.requires_grad)
+        return self._plain(spec).requires_grad_(spec.requires_grad)
 
     def input(self, spec: Spec) -> torch.Tensor:
-        """A fake value: it may be written to in place though it requires a gradient."""
-        made = self.leaf(spec)
-        if not spec.requires_grad:
-            return made
+        """A fake value, which may be written to in place where the real one may."""
+        if spec.is_leaf:
+            return self.leaf(spec)
+        anchor = torch.empty(0, device=self._device, requires_grad=True)
         with torch.enable_grad():
-            return made.clone()
+            made: torch.Tensor = _Computed.apply(anchor, [self._plain(spec)])  # type: ignore[no-untyped-call]
+        return made
+
+    def _plain(self, spec: Spec) -> torch.Tensor:
+        return spec.flagged(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device))

@@ -19,7 +19,7 @@ from shardwise.engine.pipeline.nested import packed, unpacked
 from shardwise.engine.pipeline.post import SAME_FORWARD, Key, Kind, Message
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.ties import Chain, StageTies
-from shardwise.engine.pipeline.values import Spec, StageTensor, Value
+from shardwise.engine.pipeline.values import Memory, Spec, StageTensor, Value
 from shardwise.engine.randomness import Stream
 from shardwise.errors import MismatchError, ModelError
 
@@ -173,6 +173,11 @@ class Flow:
         value = tensor.value
         if value.memory.stale:
             raise ModelError(f"{value.memory.stale} ({user_site()})")
+        if value.memory.is_behind:
+            raise ModelError(
+                f"{value.maker!r} gave what it was given from an earlier stage, and that was written to since; what "
+                f"is on stage {value.stage} is as it was before ({user_site()}); write to a copy (clone) instead"
+            )
         if value.stage == stage:
             return value
         family = tensor.family
@@ -204,6 +209,7 @@ class Flow:
             value.spec,
             local,
             value.maker,
+            memory=Memory(origin=value.memory),
             has_known_shape=value.has_known_shape,
             lineage=value.lineage,
             module=value.module,
@@ -367,10 +373,10 @@ class Flow:
             note=code_of(kind),
         )
 
-    def return_nothing(self, *, later_than: int = -1) -> None:
-        """Post that there is no gradient for values that arrived later in the program, and got none."""
+    def return_nothing(self, *, since: int = 0) -> None:
+        """Post that there is no gradient for values that arrived since that crossing, and got none."""
         for crossing in reversed(self._arrivals):
-            if crossing.number > later_than and not crossing.has_returned:
+            if crossing.number >= since and not crossing.has_returned:
                 self.return_gradient(crossing, None)
 
     def take_gradient(self, crossing: Crossing) -> torch.Tensor | None:

@@ -44,6 +44,8 @@ class Output(NamedTuple):
     """The input that it is, as an object."""
     view_of: int | None
     """The input whose memory it shares."""
+    beside: int | None
+    """The output before it whose memory it shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +152,7 @@ class Inputs:
         self.containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
         """Lists, dicts and the like, as the program has them."""
         self._opaque = opaque
+        self._positions: dict[int, int] = {}
         self._tokens: list[Hashable] = []
         self._call = call
         self._adopted = adopted
@@ -158,9 +161,11 @@ class Inputs:
     def _take_apart(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             leaf = self._adopted(leaf)
-            self.tensors.append(leaf)
-            self._tokens.append(_spec_of(leaf))
-            return Slot(len(self.tensors) - 1)
+            at = self._positions.setdefault(id(leaf), len(self.tensors))  # a module may ask whether two inputs are one
+            if at == len(self.tensors):
+                self.tensors.append(leaf)
+            self._tokens += (at, _spec_of(leaf))
+            return Slot(at)
         if isinstance(leaf, Opaque) or id(leaf) in self._opaque:
             self.has_opaque = True
             self._tokens.append("opaque")
@@ -265,14 +270,23 @@ def describe(
 ) -> Entry:
     """The entry of a call that was executed on `tensors` and `objects`."""
     outputs: list[Output] = []
-    places = {_storage(each): at for at, each in reversed(list(enumerate(tensors)))}
+    places = {storage_of(each): at for at, each in reversed(list(enumerate(tensors)))}
+    made: dict[int, int] = {}
     positions = {id(each): at for at, each in reversed(list(enumerate(tensors)))}
     object_positions = {id(each): at for at, each in enumerate(objects)}
 
     def take_apart(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            at = positions.get(id(leaf))
-            outputs.append(Output(Spec.of(leaf), at, places.get(_storage(leaf))))
+            storage = storage_of(leaf)
+            beside = made.setdefault(storage, len(outputs))
+            outputs.append(
+                Output(
+                    spec=Spec.of(leaf),
+                    same_as=positions.get(id(leaf)),
+                    view_of=places.get(storage),
+                    beside=None if beside == len(outputs) else beside,
+                )
+            )
             return Slot(len(outputs) - 1)
         if is_plain(leaf) or type(leaf) is ObjectSlot:
             return leaf
@@ -294,7 +308,8 @@ def _spec_of(tensor: torch.Tensor) -> Spec:
     return tensor.value.spec if isinstance(tensor, StageTensor) else Spec.of(tensor)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share their memory."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     storage = tensor.untyped_storage()._cdata
