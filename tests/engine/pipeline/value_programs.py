@@ -184,7 +184,8 @@ class Program(nn.Module):
 
 
 def _seen(x: torch.Tensor) -> tuple[Any, ...]:
+    strides = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]  # of one element: any
     return (
-        *(tuple(x.shape), x.stride(), x.dtype, x.requires_grad, x.is_leaf, x.is_contiguous(), x.dim_order()),
+        *(tuple(x.shape), strides, x.dtype, x.requires_grad, x.is_leaf, x.is_contiguous()),
         x.storage_offset(),
     )

@@ -13,8 +13,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.pipeline.calls import Call, Unit
+from shardwise.engine.pipeline.fakes import storage_of
 from shardwise.engine.pipeline.flows import Flow
-from shardwise.engine.pipeline.inference import Entry, Inputs, Output, Writes, describe, storage_of
+from shardwise.engine.pipeline.inference import Entry, Inputs, Writes, describe
 from shardwise.engine.pipeline.nested import filled, is_plain, put_into, tensors_in, told_in, transform
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.values import Family, Memory, Spec, StageTensor, Value
@@ -73,7 +74,10 @@ def execute(
         versions = [each._version for each in used]
         result = _run(runner, flow, call, stage, inputs, used, is_described=not is_new)
         if entry is None:
-            fresh = describe(result, used, versions, inputs.objects, has_known_shapes=False)
+            written = [at for at, each in enumerate(used) if each._version != versions[at]]
+            fresh = describe(
+                result, used, inputs.objects, written=written, writes_kept=True, has_known_shapes=False
+            )
             entry = flow.tell(stage, lambda: fresh)
         elif entry.tells:
             flow.tell(stage, lambda: told_in(result))
@@ -90,6 +94,8 @@ def execute(
     if call.draws:
         _draw_alike(runner, flow, call, inputs, is_local=result is not None)
     _write(runner, flow, call, inputs, entry, moved)
+    if entry.writes_kept and isinstance(call, Unit):
+        flow.touch(f"{call.name}.")
     wrapped = _wrap(flow, call, stage, inputs, entry, moved, made)
     if made is not None:
         _note_doubts(call, entry, used, made, moved, wrapped)

@@ -149,6 +149,12 @@ class Flow:
             )
         return leaf
 
+    def touch(self, prefix: str) -> None:
+        """A module wrote to what it keeps: copies on other stages are not what it has now."""
+        for _, made in self._held.values():
+            if made.value.is_kept and made.value.maker.startswith(prefix):
+                made.value.memory.num_writes += 1
+
     def stands_for_value(self, leaf: torch.Tensor) -> bool:
         """Whether `adopted` gives a value of a stage."""
         return (

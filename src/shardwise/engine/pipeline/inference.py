@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.pipeline.calls import Call
-from shardwise.engine.pipeline.fakes import Fakes
+from shardwise.engine.pipeline.fakes import Fakes, storage_of
 from shardwise.engine.pipeline.nested import (
     ObjectSlot,
     Slot,
@@ -58,6 +58,8 @@ class Entry:
     outputs: tuple[Output, ...]
     written: tuple[tuple[int, Spec], ...]
     """Inputs that the call writes to in place, and what they are afterwards."""
+    writes_kept: bool
+    """It may write to parameters or buffers of its own."""
     has_known_shapes: bool
     """False: the shapes are an example, and may be others the next time."""
     tells: bool
@@ -228,17 +230,25 @@ class Inference:
     def _try(self, call: Call, inputs: Inputs) -> Entry | None:
         modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
         try:
-            with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying():
+            with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying() as trial:
                 warnings.simplefilter("ignore")
                 tensors = [self._fakes.input(_spec_of(each)) for each in inputs.tensors]
                 with _CopiesHoldFakes(self._fakes):
                     objects = [copy.deepcopy(each) for each in inputs.objects]
-                versions = [each._version for each in tensors]
+                memories = [storage_of(each) for each in tensors]
                 args, kwargs = inputs.filled(tensors, objects)
                 writes = Writes(call, args, kwargs, objects)
                 answer, records = call.try_on_fakes(self._fakes, args, kwargs)
                 result = (answer, records, writes.found())
-                return describe(result, tensors, versions, objects, has_known_shapes=True)
+                written = [
+                    at
+                    for at, (each, memory) in enumerate(zip(tensors, memories, strict=True))
+                    if memory in trial.written or storage_of(each) != memory
+                ]
+                writes_kept = not trial.kept.isdisjoint(trial.written)
+                return describe(
+                    result, tensors, objects, written=written, writes_kept=writes_kept, has_known_shapes=True
+                )
         except Exception:  # whatever a kernel or a module raises on fake tensors: the owner tells
             return None
         finally:
@@ -256,19 +266,20 @@ class _CopiesHoldFakes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__deepcopy__:
-            return self._fakes.leaf(Spec.of(args[0]))
+            return self._fakes.input(Spec.of(args[0]))
         return func(*args, **(kwargs or {}))
 
 
 def describe(
     result: Any,
     tensors: Sequence[torch.Tensor],
-    versions: Sequence[int],
     objects: Sequence[Any],
     *,
+    written: Sequence[int],
+    writes_kept: bool,
     has_known_shapes: bool,
 ) -> Entry:
-    """The entry of a call that was executed on `tensors` and `objects`."""
+    """The entry of a call that was executed on `tensors` and `objects`, and wrote to those of them in `written`."""
     outputs: list[Output] = []
     places = {storage_of(each): at for at, each in reversed(list(enumerate(tensors)))}
     made: dict[int, int] = {}
@@ -294,11 +305,11 @@ def describe(
         return Opaque(type(leaf).__name__) if at is None else ObjectSlot(at)
 
     skeleton = transform(result, take_apart)
-    written = tuple((at, Spec.of(each)) for at, each in enumerate(tensors) if each._version != versions[at])
     return Entry(
         skeleton=skeleton,
         outputs=tuple(outputs),
-        written=written,
+        written=tuple((at, Spec.of(tensors[at])) for at in written),
+        writes_kept=writes_kept,
         has_known_shapes=has_known_shapes,
         tells=bool(told_in(result)),
     )
@@ -306,15 +317,6 @@ def describe(
 
 def _spec_of(tensor: torch.Tensor) -> Spec:
     return tensor.value.spec if isinstance(tensor, StageTensor) else Spec.of(tensor)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share their memory."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    storage = tensor.untyped_storage()._cdata
-    assert isinstance(storage, int)
-    return storage
 
 
 def _structure(value: Any) -> Hashable:
