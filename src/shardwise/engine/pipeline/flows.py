@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.engine.pipeline.announcements import packed, unpacked
 from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, Link, StageGraph
 from shardwise.engine.pipeline.gradient_kinds import BackwardTrace, code_of, gradient_of
-from shardwise.engine.pipeline.nested import packed, unpacked
 from shardwise.engine.pipeline.post import SAME_FORWARD, Key, Kind, Message
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.ties import Chain, StageTies
@@ -319,7 +319,6 @@ class Flow:
             )
         is_owner = self._runner.is_local(stage)
         told = news() if is_owner else None
-        # Between ranks of one run, which all run the same code: this is no file that anybody could have changed.
         announced = self._announce(stage, packed(told) if is_owner else None)
         return told if is_owner else unpacked(announced)
 

@@ -18,6 +18,7 @@ from shardwise.engine.pipeline.calls import Call
 from shardwise.engine.pipeline.fakes import Fakes, storage_of
 from shardwise.engine.pipeline.nested import (
     ObjectSlot,
+    Opaque,
     Slot,
     containers_in,
     contents_of,
@@ -104,33 +105,6 @@ _NOTHING = object()
 
 def _tensors_of(value: Any) -> dict[str, torch.Tensor]:
     return {key: held for key, held in getattr(value, "__dict__", {}).items() if isinstance(held, torch.Tensor)}
-
-
-class Opaque:
-    """Stands, on other ranks, for an object of a class that shardwise cannot look into."""
-
-    def __init__(self, name: str) -> None:
-        self.__name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # what copying and pickling look for
-            raise AttributeError(attribute)
-        raise self.__refusal(repr(attribute))
-
-    def __iter__(self) -> Any:
-        raise self.__refusal("what is in it")
-
-    def __getitem__(self, key: Any) -> Any:
-        raise self.__refusal(f"item {key!r}")
-
-    def __len__(self) -> int:
-        raise self.__refusal("the length")
-
-    def __refusal(self, what: str) -> ModelError:
-        return ModelError(
-            f"{what} of a {self.__name} that a placed module gave is used outside of it ({user_site()}); only the rank "
-            "of that module's stage has the object; return its tensors in a tuple, list, dict or dataclass"
-        )
 
 
 class Inputs:

@@ -154,6 +154,11 @@ class Post:
             maker,
             *sizes,
         ) = _HEADER.unpack(packed.numpy().tobytes())
+        if kind >= len(Kind) or num_dims > _MAX_DIMS or lead >= _ALIGNMENT_BYTES or min(sizes) < 0:
+            raise MismatchError(
+                f"rank {rank} of the pipeline sent bytes that are no message between stages; every rank has to run the "
+                "same version of shardwise, and nothing else may send to its ranks"
+            )
         key, stages = Key(Kind(kind), microbatch, number), (source, target)
         content = None
         if has_content:
