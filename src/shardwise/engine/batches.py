@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ def _holds_tensor(value: Any) -> bool:
 def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> list[dict[str, Any]]:
     """Cut a batch into microbatches on `device`; entries that are no tensors, and 0-d tensors, go to each of them.
 
+    Rows are not copied: what a forward writes to them is written to the batch, as in a loop over `chunk`.
     Raises BatchError when a microbatch would have no rows.
     """
     if type(num_microbatches) is not int or num_microbatches < 1:
@@ -60,13 +62,54 @@ def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> li
             f"{num_microbatches} rows, or set merge.microbatches to at most {num_rows}"
         )
     moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    return [
+    parts = [
         {
             name: value[rows.start : rows.stop] if isinstance(value, torch.Tensor) and value.ndim else value
             for name, value in moved.items()
         }
         for rows in split_rows(num_rows, num_microbatches)
     ]
+    for names in _sharing(moved):
+        if _are_apart([[part[name] for name in names] for part in parts]):
+            for part in parts:
+                part.update(zip(names, _counted_apart([part[name] for name in names]), strict=True))
+    return parts
+
+
+def _sharing(batch: Batch) -> list[list[str]]:
+    """The entries whose rows a forward may write to, those of one memory and dtype together."""
+    found: dict[int, list[str]] = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.ndim and value.layout is torch.strided:
+            found.setdefault(value.untyped_storage()._cdata, []).append(name)
+    return [
+        names
+        for names in found.values()
+        if not any(batch[name].requires_grad or batch[name].is_inference() for name in names)
+        and len({(batch[name].dtype, type(batch[name])) for name in names}) == 1
+    ]
+
+
+def _are_apart(parts: list[list[torch.Tensor]]) -> bool:
+    """Whether the tensors of each microbatch lie before those of the next, so that no write reaches another."""
+    spans = []
+    for tensors in parts:
+        starts = [each.storage_offset() for each in tensors]
+        steps = [zip(each.shape, each.stride(), strict=True) for each in tensors]
+        stops = [at + sum((size - 1) * step for size, step in each) for at, each in zip(starts, steps, strict=True)]
+        spans.append((min(starts), max(stops)))
+    return all(stop < start for (_, stop), (start, _) in pairwise(spans))
+
+
+def _counted_apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same memory with a count of writes of its own.
+
+    Views of one batch share their count, so that autograd takes a write to one microbatch for a write to what another
+    one saved for its backward. Where forwards and backwards alternate, as in one process, it never sees that.
+    """
+    first, *others = tensors
+    first = first.data
+    return [first, *(first.as_strided(each.shape, each.stride(), each.storage_offset()) for each in others)]
 
 
 class LossOfModel:

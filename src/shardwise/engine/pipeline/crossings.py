@@ -72,8 +72,9 @@ class Departure(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         """Hand on the gradient that comes back, or none."""
         crossing = ctx.crossing
-        # Arrivals of later in the program have had their turn: what has not come by now has no gradient.
-        ctx.flow.return_nothing(later_than=crossing.number)
+        # Arrivals of later in the program have had their turn: what has not come by now has no gradient. So has the
+        # arrival of this very value, where the other stage is on this rank too (and used it under no_grad only).
+        ctx.flow.return_nothing(since=crossing.number)
         return ctx.flow.take_gradient(crossing), None, None
 
 

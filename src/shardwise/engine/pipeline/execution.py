@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.pipeline.calls import Call, Unit
+from shardwise.engine.pipeline.fakes import storage_of
 from shardwise.engine.pipeline.flows import Flow
 from shardwise.engine.pipeline.inference import Entry, Inputs, Writes, describe
 from shardwise.engine.pipeline.nested import filled, is_plain, put_into, tensors_in, told_in, transform
@@ -65,17 +66,27 @@ def execute(
     signature, entry = runner.inference.look_up(call, inputs)
     result: Any = None
     told: list[Any] | None = None
+    used: list[torch.Tensor] = []
+    made: list[torch.Tensor] | None = None
     is_new = entry is None
     if runner.is_local(stage):
-        result, fresh = _run(runner, flow, call, stage, inputs, moved, is_described=not is_new)
+        used = _tensors_here(inputs, moved)
+        versions = [each._version for each in used]
+        result = _run(runner, flow, call, stage, inputs, used, is_described=not is_new)
         if entry is None:
+            written = [at for at, each in enumerate(used) if each._version != versions[at]]
+            fresh = describe(
+                result, used, inputs.objects, written=written, writes_kept=True, has_known_shapes=False
+            )
             entry = flow.tell(stage, lambda: fresh)
-        elif call.is_user_code and entry.tells:
+        elif entry.tells:
             flow.tell(stage, lambda: told_in(result))
-        _check(call, entry, tensors_in(result), flow, is_example=not _all_known(entry, moved))
+        made = tensors_in(result)
+        _check(call, entry, made, flow, is_example=not _all_known(entry, moved))
+        _check_writes(call, entry, used, versions)
     elif entry is None:
         entry = flow.tell(stage, _nothing)
-    elif call.is_user_code and entry.tells:
+    elif entry.tells:
         told = flow.tell(stage, _nothing)
     if is_new:
         runner.inference.learn(signature, entry)
@@ -83,7 +94,11 @@ def execute(
     if call.draws:
         _draw_alike(runner, flow, call, inputs, is_local=result is not None)
     _write(runner, flow, call, inputs, entry, moved)
-    wrapped = _wrap(flow, call, stage, inputs, entry, moved, tensors_in(result) if result is not None else None)
+    if entry.writes_kept and isinstance(call, Unit):
+        flow.touch(f"{call.name}.")
+    wrapped = _wrap(flow, call, stage, inputs, entry, moved, made)
+    if made is not None:
+        _note_doubts(call, entry, used, made, moved, wrapped)
     if result is not None:
         _note_opaque(flow, inputs, result)
     return _deliver(call, inputs, entry if told is None else entry.telling(told), result, wrapped)
@@ -107,33 +122,31 @@ def _run(
     call: Call,
     stage: int,
     inputs: Inputs,
-    moved: Mapping[int, Value],
+    tensors: Sequence[torch.Tensor],
     *,
     is_described: bool,
-) -> tuple[Any, Entry | None]:
-    """Execute a call here; its result, and its entry where none is known."""
-    tensors: list[torch.Tensor] = []
-    for at, each in enumerate(inputs.tensors):
-        local = moved[at].local if at in moved else each
-        assert local is not None
-        tensors.append(local)
-    versions = [each._version for each in tensors]
+) -> Any:
+    """The result of a call that is executed here."""
     args, kwargs = inputs.filled(tensors, inputs.objects)
     writes = Writes(call, args, kwargs, inputs.objects)
     try:
         # Where it could be tried, it was seen that it needs nothing of other stages.
         with runner.glue.aside(), nullcontext() if is_described else _RefuseForeign(call.name):
             answer, records = call.run(args, kwargs)
-            result = (answer, records, writes.found())
+            return answer, records, writes.found()
     except Exception as error:
         error.add_note(
             f"shardwise: in {call.name!r} on stage {stage} (rank {runner.rank} of the pipeline), microbatch "
             f"{flow.number}"
         )
         raise
-    if is_described:
-        return result, None
-    return result, describe(result, tensors, versions, inputs.objects, has_known_shapes=False)
+
+
+def _tensors_here(inputs: Inputs, moved: Mapping[int, Value]) -> list[torch.Tensor]:
+    """The tensors that a call takes where it is executed."""
+    tensors = [moved[at].local if at in moved else each for at, each in enumerate(inputs.tensors)]
+    assert all(each is not None for each in tensors)
+    return tensors  # type: ignore[return-value]
 
 
 def _draw_alike(runner: "PipelineRunner", flow: Flow, call: Call, inputs: Inputs, *, is_local: bool) -> None:
@@ -181,6 +194,16 @@ def _check(call: Call, entry: Entry, made: Sequence[torch.Tensor], flow: Flow, *
         )
 
 
+def _check_writes(call: Call, entry: Entry, used: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """What was written to is what all other ranks take it for; a write that is left out does no harm."""
+    written = [each for each, before in zip(used, versions, strict=True) if each._version != before]
+    if written and not {storage_of(each) for each in written} <= {storage_of(used[at]) for at, _ in entry.written}:
+        raise ModelError(
+            f"{call.name!r} writes in place to a tensor that it was given ({user_site()}), and before, for inputs of "
+            "the same shapes, it did not; other stages rely on it: return the new values instead"
+        )
+
+
 def _described(specs: Sequence[Spec]) -> str:
     each = [
         f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}{' with gradient' if spec.requires_grad else ''}"
@@ -199,21 +222,47 @@ def _write(
             _write_to_plain(runner, flow, call, tensor, moved)
             continue
         value = moved[at]
+        if value.memory.doubt:
+            raise ModelError(
+                f"{user_site()}: {call.name!r} writes in place to what {value.memory.doubt}, and other ranks cannot "
+                "know which of these tensors share their memory; write to a copy (clone), or write inside of a module "
+                "that is placed on a stage"
+            )
         if tensor.value is not value:
+            _refuse_views_left_behind(call, inputs, tensor, moved)
             if tensor.value.is_kept:
                 raise ModelError(
                     f"{user_site()}: {call.name} writes values of stage {value.stage} to {tensor.value.maker!r}, which "
                     f"the model keeps on stage {tensor.value.stage}; place both on one stage"
                 )
-            # The tensor was handed on and written to there: from now on it lives there. Its views stayed behind.
-            tensor.value.memory.stale = (
-                f"a view of what {tensor.value.maker!r} made on stage {tensor.value.stage} is used, after "
-                f"{call.name!r} wrote to it with values of stage {value.stage}; write to a copy (clone) instead"
+            tensor.rebind(value)  # it was handed on and written to there: from now on it lives there
+        if value.memory.plain is not None:
+            flow.shade(value.memory.plain)
+        origin = value.memory.origin
+        while origin is not None:  # views stayed behind
+            origin.stale = (
+                f"a view of what {value.maker!r} made on an earlier stage is used, after {call.name!r} wrote to it with "
+                f"values of stage {value.stage}; write to a copy (clone) instead"
             )
-            tensor.rebind(value)
-        value.memory.version += 1
+            origin = origin.origin
+        value.memory.num_writes += 1
         value.maker, value.spec = call.name, spec
         tensor.family.reset()
+
+
+def _refuse_views_left_behind(
+    call: Call, inputs: Inputs, tensor: StageTensor, moved: Mapping[int, Value]
+) -> None:
+    """A call got copies of two views of one memory, and wrote to one of them: the other copy does not show it."""
+    for at in moved:
+        other = inputs.tensors[at]
+        assert isinstance(other, StageTensor)
+        if other is not tensor and other.value.memory is tensor.value.memory:
+            raise ModelError(
+                f"{call.name!r} writes in place to what {tensor.value.maker!r} made on stage {tensor.value.stage}, and "
+                f"is given another view of it ({user_site()}), which stays as it was on stage {moved[at].stage}; write "
+                "to a copy (clone) instead"
+            )
 
 
 def _write_to_plain(
@@ -255,9 +304,12 @@ def _wrap(
         if output.same_as is not None:
             wrapped.append(_same(flow, inputs.tensors[output.same_as], moved.get(output.same_as), output.spec))
             continue
-        memory = Memory()
         if output.view_of is not None and output.view_of in moved:
             memory = moved[output.view_of].memory
+        elif output.beside is not None and isinstance(beside := wrapped[output.beside], StageTensor):
+            memory = beside.value.memory
+        else:
+            memory = Memory(plain=None if output.view_of is None else inputs.tensors[output.view_of])
         has_known_shape = known or not output.spec.shape
         value = Value(
             stage,
@@ -271,6 +323,42 @@ def _wrap(
         )
         wrapped.append(StageTensor(flow, value))
     return wrapped
+
+
+def _note_doubts(
+    call: Call,
+    entry: Entry,
+    used: Sequence[torch.Tensor],
+    made: Sequence[torch.Tensor],
+    moved: Mapping[int, Value],
+    wrapped: Sequence[torch.Tensor],
+) -> None:
+    """Where a result shares memory with something that all ranks take for apart from it, or the other way round.
+
+    Strides, which decide it, depend on kernels that fake tensors may not know, and on shapes that only the owner knows.
+    Reading is right all the same; only a write in place would be seen elsewhere than in one process.
+    """
+    places = {storage_of(each): at for at, each in reversed(list(enumerate(used)))}
+    earlier: dict[int, int] = {}
+    for at, (output, tensor) in enumerate(zip(entry.outputs, made, strict=True)):
+        storage = storage_of(tensor)
+        shares = (places.get(storage), earlier.get(storage))
+        earlier.setdefault(storage, at)
+        if output.view_of is not None:
+            is_right = storage_of(used[output.view_of]) == storage
+        elif output.beside is not None:
+            is_right = storage_of(made[output.beside]) == storage
+        else:
+            is_right = shares == (None, None)
+        value = wrapped[at]
+        if is_right or not isinstance(value, StageTensor):
+            continue
+        if output.same_as is not None:
+            value.value.local = tensor
+        memories = [value.value.memory]
+        memories += [moved[each].memory for each in (shares[0], output.view_of) if each in moved]
+        for memory in memories:
+            memory.doubt = f"{call.name!r} gave or was given on stage {value.value.stage}"
 
 
 def _origin(inputs: Inputs, stage: int) -> str:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.engine.pipeline.announcements import packed, unpacked
 from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, Link, StageGraph
 from shardwise.engine.pipeline.gradient_kinds import BackwardTrace, code_of, gradient_of
-from shardwise.engine.pipeline.nested import packed, unpacked
 from shardwise.engine.pipeline.post import SAME_FORWARD, Key, Kind, Message
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.ties import Chain, StageTies
-from shardwise.engine.pipeline.values import Spec, StageTensor, Value
+from shardwise.engine.pipeline.values import Memory, Spec, StageTensor, Value
 from shardwise.engine.randomness import Stream
 from shardwise.errors import MismatchError, ModelError
 
@@ -149,6 +149,12 @@ class Flow:
             )
         return leaf
 
+    def touch(self, prefix: str) -> None:
+        """A module wrote to what it keeps: copies on other stages are not what it has now."""
+        for _, made in self._held.values():
+            if made.value.is_kept and made.value.maker.startswith(prefix):
+                made.value.memory.num_writes += 1
+
     def stands_for_value(self, leaf: torch.Tensor) -> bool:
         """Whether `adopted` gives a value of a stage."""
         return (
@@ -173,6 +179,11 @@ class Flow:
         value = tensor.value
         if value.memory.stale:
             raise ModelError(f"{value.memory.stale} ({user_site()})")
+        if value.memory.is_behind:
+            raise ModelError(
+                f"{value.maker!r} gave what it was given from an earlier stage, and that was written to since; what "
+                f"is on stage {value.stage} is as it was before ({user_site()}); write to a copy (clone) instead"
+            )
         if value.stage == stage:
             return value
         family = tensor.family
@@ -204,6 +215,7 @@ class Flow:
             value.spec,
             local,
             value.maker,
+            memory=Memory(origin=value.memory),
             has_known_shape=value.has_known_shape,
             lineage=value.lineage,
             module=value.module,
@@ -307,7 +319,6 @@ class Flow:
             )
         is_owner = self._runner.is_local(stage)
         told = news() if is_owner else None
-        # Between ranks of one run, which all run the same code: this is no file that anybody could have changed.
         announced = self._announce(stage, packed(told) if is_owner else None)
         return told if is_owner else unpacked(announced)
 
@@ -367,10 +378,10 @@ class Flow:
             note=code_of(kind),
         )
 
-    def return_nothing(self, *, later_than: int = -1) -> None:
-        """Post that there is no gradient for values that arrived later in the program, and got none."""
+    def return_nothing(self, *, since: int = 0) -> None:
+        """Post that there is no gradient for values that arrived since that crossing, and got none."""
         for crossing in reversed(self._arrivals):
-            if crossing.number > later_than and not crossing.has_returned:
+            if crossing.number >= since and not crossing.has_returned:
                 self.return_gradient(crossing, None)
 
     def take_gradient(self, crossing: Crossing) -> torch.Tensor | None:

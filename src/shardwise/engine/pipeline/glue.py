@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.engine.pipeline.calls import Operation
 from shardwise.engine.pipeline.execution import execute
 from shardwise.engine.pipeline.sites import user_site
-from shardwise.engine.pipeline.values import StageTensor, Value
+from shardwise.engine.pipeline.values import Spec, StageTensor, Value
 from shardwise.errors import ModelError
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def _getters(*names: str) -> set[Any]:
     return found
 
 
-_SHAPES = _getters("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous", "nbytes", "dim_order")
+_STRIDES = _getters("stride", "is_contiguous", "dim_order")
+_SHAPES = _STRIDES | _getters("shape", "size", "numel", "nelement", "__len__", "nbytes")
 _KINDS = _getters(
     *("dtype", "ndim", "dim", "ndimension", "layout", "is_floating_point", "is_complex", "is_signed", "element_size"),
     *("itemsize", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_conj", "is_neg", "is_inference"),
@@ -134,10 +135,18 @@ class Glue(TorchFunctionMode):
         if func == _REQUIRES_GRAD:
             return spec.requires_grad
         if func == _IS_LEAF:
-            return not spec.requires_grad
+            return spec.is_leaf
         if func in _DEVICES:
             return func(torch.empty(0, dtype=spec.dtype, device=flow.device), *args, **kwargs)
-        return func(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"), *args, **kwargs)
+        local = tensor.value.local
+        if func in _STRIDES and local is not None and not spec.lies_as(Spec.of(local)):
+            raise ModelError(
+                f"{user_site()}: this asks for the strides of a value {_provenance(tensor.value)} on stage "
+                f"{tensor.value.stage}; they are {local.stride()}, and other stages take them for {spec.stride}; do it "
+                "inside a module that is placed on a stage"
+            )
+        made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        return func(spec.flagged(made), *args, **kwargs)
 
     def _concerns(self, nested: Any) -> bool:
         flow = self._runner.flow

@@ -15,9 +15,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.pipeline.calls import Call
-from shardwise.engine.pipeline.fakes import Fakes
+from shardwise.engine.pipeline.fakes import Fakes, storage_of
 from shardwise.engine.pipeline.nested import (
     ObjectSlot,
+    Opaque,
     Slot,
     containers_in,
     contents_of,
@@ -44,6 +45,8 @@ class Output(NamedTuple):
     """The input that it is, as an object."""
     view_of: int | None
     """The input whose memory it shares."""
+    beside: int | None
+    """The output before it whose memory it shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +59,8 @@ class Entry:
     outputs: tuple[Output, ...]
     written: tuple[tuple[int, Spec], ...]
     """Inputs that the call writes to in place, and what they are afterwards."""
+    writes_kept: bool
+    """It may write to parameters or buffers of its own."""
     has_known_shapes: bool
     """False: the shapes are an example, and may be others the next time."""
     tells: bool
@@ -102,33 +107,6 @@ def _tensors_of(value: Any) -> dict[str, torch.Tensor]:
     return {key: held for key, held in getattr(value, "__dict__", {}).items() if isinstance(held, torch.Tensor)}
 
 
-class Opaque:
-    """Stands, on other ranks, for an object of a class that shardwise cannot look into."""
-
-    def __init__(self, name: str) -> None:
-        self.__name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # what copying and pickling look for
-            raise AttributeError(attribute)
-        raise self.__refusal(repr(attribute))
-
-    def __iter__(self) -> Any:
-        raise self.__refusal("what is in it")
-
-    def __getitem__(self, key: Any) -> Any:
-        raise self.__refusal(f"item {key!r}")
-
-    def __len__(self) -> int:
-        raise self.__refusal("the length")
-
-    def __refusal(self, what: str) -> ModelError:
-        return ModelError(
-            f"{what} of a {self.__name} that a placed module gave is used outside of it ({user_site()}); only the rank "
-            "of that module's stage has the object; return its tensors in a tuple, list, dict or dataclass"
-        )
-
-
 class Inputs:
     """The arguments of a call, taken apart: tensors and objects by number, and all else."""
 
@@ -150,6 +128,7 @@ class Inputs:
         self.containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
         """Lists, dicts and the like, as the program has them."""
         self._opaque = opaque
+        self._positions: dict[int, int] = {}
         self._tokens: list[Hashable] = []
         self._call = call
         self._adopted = adopted
@@ -158,9 +137,11 @@ class Inputs:
     def _take_apart(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             leaf = self._adopted(leaf)
-            self.tensors.append(leaf)
-            self._tokens.append(_spec_of(leaf))
-            return Slot(len(self.tensors) - 1)
+            at = self._positions.setdefault(id(leaf), len(self.tensors))  # a module may ask whether two inputs are one
+            if at == len(self.tensors):
+                self.tensors.append(leaf)
+            self._tokens += (at, _spec_of(leaf))
+            return Slot(at)
         if isinstance(leaf, Opaque) or id(leaf) in self._opaque:
             self.has_opaque = True
             self._tokens.append("opaque")
@@ -223,17 +204,25 @@ class Inference:
     def _try(self, call: Call, inputs: Inputs) -> Entry | None:
         modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
         try:
-            with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying():
+            with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying() as trial:
                 warnings.simplefilter("ignore")
                 tensors = [self._fakes.input(_spec_of(each)) for each in inputs.tensors]
                 with _CopiesHoldFakes(self._fakes):
                     objects = [copy.deepcopy(each) for each in inputs.objects]
-                versions = [each._version for each in tensors]
+                memories = [storage_of(each) for each in tensors]
                 args, kwargs = inputs.filled(tensors, objects)
                 writes = Writes(call, args, kwargs, objects)
                 answer, records = call.try_on_fakes(self._fakes, args, kwargs)
                 result = (answer, records, writes.found())
-                return describe(result, tensors, versions, objects, has_known_shapes=True)
+                written = [
+                    at
+                    for at, (each, memory) in enumerate(zip(tensors, memories, strict=True))
+                    if memory in trial.written or storage_of(each) != memory
+                ]
+                writes_kept = not trial.kept.isdisjoint(trial.written)
+                return describe(
+                    result, tensors, objects, written=written, writes_kept=writes_kept, has_known_shapes=True
+                )
         except Exception:  # whatever a kernel or a module raises on fake tensors: the owner tells
             return None
         finally:
@@ -251,28 +240,38 @@ class _CopiesHoldFakes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__deepcopy__:
-            return self._fakes.leaf(Spec.of(args[0]))
+            return self._fakes.input(Spec.of(args[0]))
         return func(*args, **(kwargs or {}))
 
 
 def describe(
     result: Any,
     tensors: Sequence[torch.Tensor],
-    versions: Sequence[int],
     objects: Sequence[Any],
     *,
+    written: Sequence[int],
+    writes_kept: bool,
     has_known_shapes: bool,
 ) -> Entry:
-    """The entry of a call that was executed on `tensors` and `objects`."""
+    """The entry of a call that was executed on `tensors` and `objects`, and wrote to those of them in `written`."""
     outputs: list[Output] = []
-    places = {_storage(each): at for at, each in reversed(list(enumerate(tensors)))}
+    places = {storage_of(each): at for at, each in reversed(list(enumerate(tensors)))}
+    made: dict[int, int] = {}
     positions = {id(each): at for at, each in reversed(list(enumerate(tensors)))}
     object_positions = {id(each): at for at, each in enumerate(objects)}
 
     def take_apart(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            at = positions.get(id(leaf))
-            outputs.append(Output(Spec.of(leaf), at, places.get(_storage(leaf))))
+            storage = storage_of(leaf)
+            beside = made.setdefault(storage, len(outputs))
+            outputs.append(
+                Output(
+                    spec=Spec.of(leaf),
+                    same_as=positions.get(id(leaf)),
+                    view_of=places.get(storage),
+                    beside=None if beside == len(outputs) else beside,
+                )
+            )
             return Slot(len(outputs) - 1)
         if is_plain(leaf) or type(leaf) is ObjectSlot:
             return leaf
@@ -280,11 +279,11 @@ def describe(
         return Opaque(type(leaf).__name__) if at is None else ObjectSlot(at)
 
     skeleton = transform(result, take_apart)
-    written = tuple((at, Spec.of(each)) for at, each in enumerate(tensors) if each._version != versions[at])
     return Entry(
         skeleton=skeleton,
         outputs=tuple(outputs),
-        written=written,
+        written=tuple((at, Spec.of(tensors[at])) for at in written),
+        writes_kept=writes_kept,
         has_known_shapes=has_known_shapes,
         tells=bool(told_in(result)),
     )
@@ -292,14 +291,6 @@ def describe(
 
 def _spec_of(tensor: torch.Tensor) -> Spec:
     return tensor.value.spec if isinstance(tensor, StageTensor) else Spec.of(tensor)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    storage = tensor.untyped_storage()._cdata
-    assert isinstance(storage, int)
-    return storage
 
 
 def _structure(value: Any) -> Hashable:

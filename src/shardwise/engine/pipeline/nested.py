@@ -3,12 +3,13 @@
 import copy
 import dataclasses
 import enum
-import io
-import pickle
 from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
+
+from shardwise.engine.pipeline.sites import user_site
+from shardwise.errors import ModelError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +24,33 @@ class ObjectSlot:
     """Stands for the object with this number: what is no tensor, no container and no plain value (a cache, say)."""
 
     number: int
+
+
+class Opaque:
+    """Stands, on other ranks, for an object of a class that shardwise cannot look into."""
+
+    def __init__(self, class_name: str) -> None:
+        self.__class_name__ = class_name  # under no name that an object of the user has
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # what copying looks for
+            raise AttributeError(attribute)
+        raise self.__refusal(repr(attribute))
+
+    def __iter__(self) -> Any:
+        raise self.__refusal("what is in it")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self.__refusal(f"item {key!r}")
+
+    def __len__(self) -> int:
+        raise self.__refusal("the length")
+
+    def __refusal(self, what: str) -> ModelError:
+        return ModelError(
+            f"{what} of a {self.__class_name__} that a placed module gave is used outside of it ({user_site()}); only "
+            "the rank of that module's stage has the object; return its tensors in a tuple, list, dict or dataclass"
+        )
 
 
 _PLAIN = (
@@ -149,26 +177,6 @@ def token_of(leaf: Any) -> Hashable:
     if callable(leaf):
         return (type(leaf), id(leaf))
     return (type(leaf),)
-
-
-def packed(value: Any) -> torch.Tensor:
-    """A nested value as bytes, for `unpacked` on a rank of the same run, which has the same classes."""
-    stream = io.BytesIO()
-    _Packer(stream).dump(value)
-    return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
-
-
-def unpacked(content: torch.Tensor) -> Any:
-    """The nested value of which these are the bytes."""
-    return pickle.loads(content.numpy().tobytes())
-
-
-class _Packer(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        """A named tuple may look at its items when it is made anew, and they may be slots."""
-        if isinstance(obj, tuple) and hasattr(obj, "_fields"):
-            return tuple.__new__, (type(obj), tuple(obj))
-        return NotImplemented
 
 
 def _is_dataclass(value: Any) -> bool:

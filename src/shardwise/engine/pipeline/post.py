@@ -20,12 +20,9 @@ from shardwise.comm.dtypes import dtype_name, torch_dtype
 from shardwise.errors import MismatchError, PeerError
 
 _MAX_DIMS = 16
-_HEADER = struct.Struct(f"<BBBBBHIIHHI24s48s{2 * _MAX_DIMS}q")
+_HEADER = struct.Struct(f"<BBBBBBHIIHHI24s48s{2 * _MAX_DIMS}q")
 _ALIGNMENT_BYTES = 64
 """At multiples of this torch allocates, on every device."""
-
-_HOLES_BYTES = 1 << 16
-"""Tensors of up to this extent keep holes between their elements."""
 
 SAME_FORWARD = "every rank has to run the same forward (no branch on the rank, the time or unseeded random numbers)"
 """What to do where ranks ran different ones."""
@@ -96,10 +93,10 @@ class Post:
         self.num_gradients += key.kind is Kind.GRADIENT
         purpose = f"{_PURPOSES[key.kind]} of stage {stages[0]} for stage {stages[1]}"
         if rank == self._channel.rank:
-            content = None if kept is None else _copied(kept)
+            content = None if kept is None else _flagged(_copied(_bare(kept)), _flags(kept))
             self._box[rank, key] = _message(key, stages, progress, maker, content, note)
             return
-        flat = None if kept is None else _flat(_compact(kept))
+        flat = None if kept is None else _flat(_compact(_bare(kept)))
         if flat is not None and key.kind is Kind.VALUE and flat.data_ptr() == kept.data_ptr():  # type: ignore[union-attr]
             flat = flat.clone()  # the sender's forward may write to it before it has been read
         header = torch.frombuffer(_packed(key, stages, progress, maker, kept, note), dtype=torch.uint8)
@@ -145,6 +142,7 @@ class Post:
             note,
             has_content,
             on_host,
+            flags,
             lead,
             num_dims,
             microbatch,
@@ -156,6 +154,11 @@ class Post:
             maker,
             *sizes,
         ) = _HEADER.unpack(packed.numpy().tobytes())
+        if kind >= len(Kind) or num_dims > _MAX_DIMS or lead >= _ALIGNMENT_BYTES or min(sizes) < 0:
+            raise MismatchError(
+                f"rank {rank} of the pipeline sent bytes that are no message between stages; every rank has to run the "
+                "same version of shardwise, and nothing else may send to its ranks"
+            )
         key, stages = Key(Kind(kind), microbatch, number), (source, target)
         content = None
         if has_content:
@@ -165,7 +168,7 @@ class Post:
             if flat.numel():
                 purpose = f"{_PURPOSES[key.kind]} of stage {source} for stage {target}"
                 self._channel.receive(flat, rank, purpose=purpose).wait()
-            content = _filled(content, flat)
+            content = _flagged(_filled(content, flat), flags)
         return _message(key, stages, progress, _text(maker), content, note)
 
 
@@ -176,14 +179,18 @@ def _room(
 
     It begins `lead` elements behind an aligned address, as the one that was sent.
     """
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-    memory = torch.empty(lead + extent, dtype=dtype, device=device)
+    memory = torch.empty(lead + _extent(shape, stride), dtype=dtype, device=device)
     room = torch.empty(0, dtype=dtype, device=device)
     room.set_(memory.untyped_storage(), lead, tuple(shape), tuple(stride))  # no view of `memory`, so it can be written
     compact = _compact(room)
-    if _is_dense(compact):
+    if _is_one_piece(compact):
         return room, _flat(compact)
     return room, torch.empty(compact.numel(), dtype=dtype, device=device)
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory from the first to the last one."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _copied(kept: torch.Tensor) -> torch.Tensor:
@@ -195,7 +202,7 @@ def _copied(kept: torch.Tensor) -> torch.Tensor:
 def _filled(room: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """The tensor once its flat memory has been written."""
     compact = _compact(room)
-    if not _is_dense(compact):
+    if not _is_one_piece(compact):
         compact.copy_(flat.view(compact.shape))
     return room
 
@@ -230,6 +237,7 @@ def _packed(
         note,
         content is not None,
         on_host,
+        0 if content is None else _flags(content),
         0 if content is None else _lead(content),
         num_dims,
         key.microbatch,
@@ -247,21 +255,35 @@ def _text(packed: bytes) -> str:
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in a form that can be sent with its strides, else a contiguous copy.
+    """The tensor in a form that can be sent.
 
-    Strides and alignment matter to the last bit: kernels for matrices round differently by them. Holes between
-    elements (a slice of a larger tensor) take memory where they arrive, and are kept where that is little.
+    It arrives with its strides and its alignment: kernels for matrices round differently by them, and they decide
+    whether a module that asks for a contiguous tensor gets a copy. Holes between elements (a slice of a larger tensor)
+    take memory where they arrive, as they do where it comes from, and are not sent.
     """
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    compact = _compact(tensor)
-    if _is_dense(compact):
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _flags(tensor: torch.Tensor) -> int:
+    """Whether the elements are read conjugated (1), or negated (2)."""
+    return int(tensor.is_conj()) + 2 * int(tensor.is_neg())
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as they lie in memory."""
+    if not _flags(tensor):
         return tensor
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(compact.shape, compact.stride(), strict=True))
-    is_little = extent <= 2 * compact.numel() or extent * tensor.element_size() <= _HOLES_BYTES
-    return tensor if is_little and _is_apart(compact) else tensor.contiguous()
+    bare = tensor.detach()
+    torch._C._set_conj(bare, False)
+    torch._C._set_neg(bare, False)
+    return bare
+
+
+def _flagged(bare: torch.Tensor, flags: int) -> torch.Tensor:
+    if flags:
+        torch._C._set_conj(bare, bool(flags & 1))
+        torch._C._set_neg(bare, bool(flags & 2))
+    return bare
 
 
 def _lead(tensor: torch.Tensor) -> int:
@@ -299,8 +321,13 @@ def _is_apart(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _is_one_piece(compact: torch.Tensor) -> bool:
+    """Whether the memory is sent as it is: it has no holes, or its elements share places (windows of `unfold`)."""
+    return _is_dense(compact) or not _is_apart(compact)
+
+
 def _flat(compact: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order in which they lie, as a view; of another one a copy."""
-    if _is_dense(compact):
-        return compact.as_strided((compact.numel(),), (1,))
+    """What is sent of a tensor: its memory as a view, or a copy of its elements without the holes between them."""
+    if _is_one_piece(compact):
+        return compact.as_strided((_extent(compact.shape, compact.stride()),), (1,))
     return compact.contiguous().view(-1)

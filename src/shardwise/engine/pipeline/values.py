@@ -21,23 +21,60 @@ class Spec(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    is_leaf: bool
+    is_conj: bool
+    is_neg: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Spec":
         """The description of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+        return cls(
+            *(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_leaf),
+            *(tensor.is_conj(), tensor.is_neg()),
+        )
+
+    def lies_as(self, other: "Spec") -> bool:
+        """Whether the elements of two tensors of one shape lie alike; dims of one element say nothing of that."""
+        steps = zip(self.shape, self.stride, other.stride, strict=True)
+        return 0 in self.shape or all(one == two for size, one, two in steps if size > 1)
+
+    def flagged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fresh tensor, marked as one whose elements are read conjugated or negated where this one's are."""
+        if self.is_conj:
+            torch._C._set_conj(tensor, True)
+        if self.is_neg:
+            torch._C._set_neg(tensor, True)
+        return tensor
 
 
 class Memory:
     """What a tensor and its views have in common."""
 
-    __slots__ = ("stale", "version")
+    __slots__ = ("doubt", "num_writes", "origin", "origin_version", "plain", "stale")
 
-    def __init__(self) -> None:
-        self.version = 0
-        """Writes in place so far; counted alike on all ranks."""
+    def __init__(self, *, plain: torch.Tensor | None = None, origin: "Memory | None" = None) -> None:
+        self.num_writes = 0
+        """Writes in place through values of a stage; counted alike on all ranks."""
+        self.plain = plain
+        """The tensor of all ranks whose memory it is, where there is one."""
+        self.origin = origin
+        """Of a copy on another stage: what it was copied from, which is one with it in the program."""
+        self.origin_version = 0 if origin is None else origin.version
         self.stale = ""
         """Why these elements may not be read any more; empty: they may."""
+        self.doubt = ""
+        """Why they may not be written to in place, where this rank knows that the others are mistaken about them."""
+
+    @property
+    def version(self) -> int:
+        """Another number after every write."""
+        return self.num_writes if self.plain is None else self.num_writes + self.plain._version
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether what it was copied from was written to since."""
+        origin = self.origin
+        return origin is not None and (origin.version != self.origin_version or origin.is_behind)
 
 
 class Value:
