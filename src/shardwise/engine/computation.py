@@ -165,7 +165,9 @@ class Computation:
             watch(loss)
         if before_last_backward is not None:
             before_last_backward()
-        (loss if factor == 1.0 else loss * factor).backward()
+        root = loss if factor == 1.0 else loss * factor
+        with self.random.in_backward_of([root]):
+            root.backward()
         return loss.detach()
 
     def _streams(self, step: int, count: int, count_of_all: int) -> list[Stream]:
