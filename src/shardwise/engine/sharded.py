@@ -13,6 +13,7 @@ from shardwise.engine.gathering_calls import GatheringCalls
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.outside_reads import OutsideReads
 from shardwise.engine.pipeline.outline import outline_of
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_parameters import StageParameters
@@ -151,6 +152,7 @@ def attend(
     for module, units in needed.items():
         if (place := _place_in(module, units)) is not None:
             wrap(module, GatheringCalls(gathering, units, place))
+    OutsideReads(gathering, buffers)
     return gathering
 
 
