@@ -70,7 +70,7 @@ class GatheredUnit:
 class UnitCall:
     """One call of a module whose backward needs its units again."""
 
-    __slots__ = ("_gathering", "_has_begun", "_has_ended", "entered", "left", "microbatch", "starts_graph", "units")
+    __slots__ = ("_gathering", "_has_ended", "entered", "has_begun", "left", "microbatch", "starts_graph", "units")
 
     def __init__(self, gathering: "Gathering", units: Sequence[GatheredUnit], microbatch: int, entered: int) -> None:
         self.units = units
@@ -81,27 +81,27 @@ class UnitCall:
         self.starts_graph = False
         """Whether the graph of the backward begins with an input of the call."""
         self._gathering = gathering
-        self._has_begun = False
+        self.has_begun = False
         self._has_ended = False
 
     def begin(self, _: object = None) -> None:
         """The backward of the call begins."""
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
             self._gathering.begin_backward(self)
             if self.starts_graph:
                 at_end_of_backward(self.end)
 
     def end(self, _: object = None) -> None:
         """Everything in the call has its gradient, if it gets one."""
-        if self._has_begun and not self._has_ended:
+        if self.has_begun and not self._has_ended:
             self._has_ended = True
             self._gathering.end_backward(self)
 
     def close(self) -> list[GatheredUnit]:
         """The backward around it has ended; what it did not let go itself."""
-        held = [] if self._has_ended or not self._has_begun else list(self.units)
-        self._has_begun = self._has_ended = True
+        held = [] if self._has_ended or not self.has_begun else list(self.units)
+        self.has_begun = self._has_ended = True
         return held
 
 
@@ -162,11 +162,11 @@ class Gathering:
         self._open: list[UnitCall] = []
         """The calls whose backward goes on."""
         self._num_calls = 0
-        self.order: list[Use] = []
-        """The uses in the forward of the last microbatch that was trained on."""
+        self._order: list[tuple[int, bool, UnitCall | None]] = []
+        """Unit, begins and call of the uses in the forward of the last microbatch that was trained on."""
         self.differentiated: set[int] = set()
         """The units that had a backward in this step, or in the last one."""
-        self._uses: dict[int, list[Use]] = {}
+        self._uses: dict[int, list[tuple[int, bool, UnitCall | None]]] = {}
         """The same of microbatches that are on their way."""
         self._announces = False
         """Whether other ranks follow what this one does, in a microbatch that they do not compute."""
@@ -254,7 +254,7 @@ class Gathering:
             if stage is None or unit.stage == stage:
                 calls.pop(unit.number, None)
         if self._trains:
-            self.order = self._uses.pop(self.microbatch(), self.order)
+            self._order = self._uses.pop(self.microbatch(), self._order)
         if self._announces:
             self._exchange(_END)
             self._announces = False
@@ -303,6 +303,11 @@ class Gathering:
         what, phase, number = json.loads(told)
         return f"{what} unit {self.units[number].plan.name!r} in {phase}"
 
+    @property
+    def order(self) -> list[Use]:
+        """The uses in the forward of the last microbatch that was trained on."""
+        return [Use(unit, begins, call is not None and call.has_begun) for unit, begins, call in self._order]
+
     # Calls ------------------------------------------------------------------------------------------------------------
 
     def call(self, units: Sequence[GatheredUnit]) -> UnitCall:
@@ -312,8 +317,15 @@ class Gathering:
 
     def expect_backward(self, call: UnitCall) -> None:
         """The backward of a call will begin if what it gave is used."""
-        calls = self._outstanding.setdefault(call.microbatch, {})
-        for unit in call.units:
+        self._count(call.units, call.microbatch)
+
+    def reduce_at_end(self, units: Sequence[GatheredUnit]) -> None:
+        """Gradients of the units may come from what is no call: wait for the end of the microbatch's backward."""
+        self._count(units, self.microbatch())
+
+    def _count(self, units: Sequence[GatheredUnit], microbatch: int) -> None:
+        calls = self._outstanding.setdefault(microbatch, {})
+        for unit in units:
             calls[unit.number] = calls.get(unit.number, 0) + 1
 
     def begin_backward(self, call: UnitCall) -> None:
@@ -383,17 +395,17 @@ class Gathering:
     # Units ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def using(self, units: Sequence[GatheredUnit], phase: str) -> Iterator[None]:
-        """The units are gathered inside."""
+    def using(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> Iterator[None]:
+        """The units are gathered inside. `call`: None where no backward can follow."""
         uses = self._uses.setdefault(self.microbatch(), []) if self._trains and phase == FORWARD else []
         for unit in units:
-            uses.append(Use(unit.number, begins=True))
+            uses.append((unit.number, True, call))
             self.use(unit, phase)
         try:
             yield
         finally:
             for unit in units:
-                uses.append(Use(unit.number, begins=False))
+                uses.append((unit.number, False, call))
                 self.drop(unit, phase)
 
     def use(self, unit: GatheredUnit, phase: str) -> None:

@@ -61,7 +61,7 @@ def run_gathered(
                 call.starts_graph = True
             else:
                 each.register_hook(call.end)
-    with gathering.using(units, FORWARD), gathering.saving(call):
+    with gathering.using(units, FORWARD, call), gathering.saving(call):
         output = _without_memory_of_units(gathering, units, forward(*args, **kwargs))
     outputs = [each for each in tensors_in(output) if each.requires_grad and each.grad_fn is not None]
     for each in outputs:

@@ -42,6 +42,8 @@ class OutsideReads:
         if in_backward() and not torch.is_grad_enabled() and all(unit.num_uses for unit in units):
             with self._gathering.using(units, RECOMPUTATION):  # the backward of a function that saved the parameter
                 return function(*args, **kwargs)
+        if not torch.is_grad_enabled():  # perhaps the forward of such a function, or of a reentrant checkpoint
+            self._gathering.reduce_at_end(units)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             versions = [each._version for each in taken]
