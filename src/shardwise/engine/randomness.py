@@ -28,6 +28,7 @@ import xxhash
 from torch import nn
 
 from shardwise.engine.autograd_state import in_backward
+from shardwise.errors import ModelError
 
 EVALUATION = -1
 """The step under which evaluations draw: each draws the same, whenever it is run."""
@@ -138,7 +139,7 @@ class KeyedRandom:
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
         stream = self._active
-        if stream is not None and not self._is_suspended and self._is_called(module):
+        if stream is not None and not self._is_suspended and self._is_called(module, refuses=True):
             stream.frames.append((module, self._split()))
 
     def leave(self, module: nn.Module) -> None:
@@ -149,18 +150,30 @@ class KeyedRandom:
         if stream.frames and stream.frames[-1][0] is module:
             self._install(stream.frames.pop()[1])
 
-    def _is_called(self, module: nn.Module) -> bool:
+    def _is_called(self, module: nn.Module, *, refuses: bool = False) -> bool:
         """Whether a call of the module is this engine's.
 
         On an accelerator, autograd runs backwards in a thread of its own, and a forward there is a recomputation. It
-        belongs to the stream that is active, unless another engine has the module too: then the thread decides.
+        belongs to the stream that is active, unless other engines have the module too: then the thread decides.
+        `refuses`: raise ModelError where that is not known.
         """
-        if threading.get_ident() in self._threads:
+        thread = threading.get_ident()
+        if thread in self._threads:
             return True
-        return in_backward() and not any(
-            isinstance(hook, _Split) and hook.random() not in (self, None)
-            for hook in module._forward_pre_hooks.values()
+        if not in_backward():
+            return False
+        engines = [hook.random() for hook in module._forward_pre_hooks.values() if isinstance(hook, _Split)]
+        others = [each for each in engines if each is not None and each is not self]
+        is_unclear = any(each._active is not None for each in others) and all(
+            thread not in each._threads for each in others
         )
+        if is_unclear and refuses:
+            raise ModelError(
+                f"a {type(module).__name__} that several engines of this process share is recomputed in a backward that "
+                "no engine began, in a thread of autograd's own: whose random numbers it draws is not known; give each "
+                "model a layer of its own"
+            )
+        return not others
 
     def _split(self) -> _States:
         """Go over to a child stream; the states to come back to."""
