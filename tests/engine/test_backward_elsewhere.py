@@ -123,13 +123,18 @@ class Hooked(Net):
     def __init__(self, way: str) -> None:
         super().__init__(way)
         self.head.weight.register_hook(lambda gradient: gradient * 2)
-        self.layers[1].draws.up.register_full_backward_hook(lambda _, gradients, __: tuple(each * 0.5 for each in gradients))
+        self.get_submodule("layers.1.draws.up").register_full_backward_hook(halved)
+
+
+def halved(module: nn.Module, gradients: Any, _: Any) -> Any:
+    return tuple(each * 0.5 for each in gradients)
 
 
 def penalised(output: torch.Tensor, batch: Any) -> torch.Tensor:
     """Runs a backward of its own inside of the loss."""
     (slope,) = torch.autograd.grad(output.square().sum(), batch["x"], create_graph=True)
-    return square_loss(output, batch) + 0.1 * slope.square().mean()
+    loss: torch.Tensor = square_loss(output, batch) + 0.1 * slope.square().mean()
+    return loss
 
 
 Trained = tuple[list[float], list[float], dict[str, torch.Tensor]]
@@ -145,9 +150,7 @@ def trained(
         engine = sw.parallelize(make(way), plan, optimizer=sgd, loss=loss, channel=channel, seed=3)
         ranks = plan.mesh.dp_shard
         rows = slice(*(8 * (plan.mesh.coordinates(channel.rank)["dp_shard"] + at) // ranks for at in (0, 1)))
-        reports = [
-            engine.step({name: value[rows] for name, value in points(step, 8).items()}) for step in range(3)
-        ]
+        reports = [engine.step({name: value[rows] for name, value in points(step, 8).items()}) for step in range(3)]
         values = dict(sw.full(engine, channel=channel))
         return [each.loss for each in reports], [each.grad_norm for each in reports], values
 

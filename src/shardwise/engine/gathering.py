@@ -329,7 +329,7 @@ class Gathering:
             calls[unit.number] = calls.get(unit.number, 0) + 1
 
     def begin_backward(self, call: UnitCall) -> None:
-        """See `UnitCall`. Calls of which the forward began later have had their backward: autograd goes back in time."""
+        """See `UnitCall`. Calls whose forward began later have had their backward: autograd goes back in time."""
         for later in [each for each in self._open if each.entered > call.left]:
             later.end()
         self._open.append(call)

@@ -169,9 +169,9 @@ class KeyedRandom:
         )
         if is_unclear and refuses:
             raise ModelError(
-                f"a {type(module).__name__} that several engines of this process share is recomputed in a backward that "
-                "no engine began, in a thread of autograd's own: whose random numbers it draws is not known; give each "
-                "model a layer of its own"
+                f"a {type(module).__name__} that several engines of this process share is recomputed in a backward "
+                "that no engine began, in a thread of autograd's own: whose random numbers it draws is not known; give "
+                "each model a layer of its own"
             )
         return not others
 

@@ -45,7 +45,7 @@ def units_of(model: nn.Module, inventory: Inventory, plan: Plan, placement: Plac
         return Units()
     first_names = {name: spec.name for spec in inventory.specs for name in (spec.name, *spec.aliases)}
     return plan_units(
-        outline_of(model),
+        outline_of(model, asks="stage 3, which gathers the parameters of one block at a time,"),
         first_names=first_names,
         patterns=plan.sharding.units,
         placed=placement.modules if placement.num_stages > 1 else None,

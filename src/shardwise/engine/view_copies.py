@@ -28,14 +28,16 @@ class Copy:
 def refusal_of_write(name: str) -> ModelError:
     """What to say of a write to a parameter that is gathered for a forward only."""
     return ModelError(
-        f"parameter {name!r} was written to in a forward, where it is a copy for the time of that forward (stage 3), so "
-        "that the values are lost; keep what forwards write in buffers, or use stage 2"
+        f"parameter {name!r} was written to in a forward, where it is a copy for the time of that forward (stage 3), "
+        "so that the values are lost; keep what forwards write in buffers, or use stage 2"
     )
 
 
 def copy_of_view(view: torch.Tensor) -> torch.Tensor:
     """The values of a view in memory of their own, with its strides and alignment, by which kernels round."""
-    copy: torch.Tensor = _CopyOfView.apply(view) if view.requires_grad else _copied(view.detach())  # type: ignore[no-untyped-call]
+    if not view.requires_grad:
+        return _copied(view.detach())
+    copy: torch.Tensor = _CopyOfView.apply(view)  # type: ignore[no-untyped-call]
     return copy
 
 
@@ -43,11 +45,11 @@ class _CopyOfView(torch.autograd.Function):
     """Passes the gradient on as it is."""
 
     @staticmethod
-    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
         return _copied(view)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -57,7 +59,7 @@ def _copied(view: torch.Tensor) -> torch.Tensor:
     extent = sum(steps) + 1 if view.numel() else 0
     room = torch.empty(lead + extent, dtype=view.dtype, device=view.device)
     copy = torch.empty(0, dtype=view.dtype, device=view.device)
-    copy.set_(room.untyped_storage(), lead, view.shape, view.stride())  # type: ignore[call-overload]
+    copy.set_(room.untyped_storage(), lead, view.shape, view.stride())
     target, source = copy, view
     for dim, stride in enumerate(view.stride()):
         if stride == 0 and view.shape[dim] > 1:  # expanded: one value for all places
