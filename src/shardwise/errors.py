@@ -90,6 +90,10 @@ class DivergedError(ShardwiseError):
     """Training whose gradient has not been finite for many updates in a row: nothing is learnt any more."""
 
 
+class UnderflowWarning(UserWarning):
+    """Gradients that float16 may round to zero, at parallelize; at a step, gradients that are all zero."""
+
+
 class MismatchError(ShardwiseError):
     """Ranks were given different models, plans, calls or tensors. Names the ranks and the first difference."""
 

@@ -1,5 +1,6 @@
 """Parameters that are not gathered: what they tell, what they refuse, and who is told what to do about it."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -60,7 +61,7 @@ def test_what_is_not_gathered_tells_what_it_is_and_refuses_the_rest() -> None:
     sw.simulate(2, run)
 
 
-def test_a_parameter_that_is_read_past_its_unit_is_named() -> None:
+def test_a_parameter_may_be_read_past_its_unit() -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -76,12 +77,26 @@ def test_a_parameter_that_is_read_past_its_unit_is_named() -> None:
         engine = sw.parallelize(model, plan_of(3, units=units), optimizer=adamw, loss=word_loss, channel=channel)
         engine.step(share_of(BATCHES[0], channel.rank, channel.size))
 
-    with pytest.raises(ModelError, match=r"'0.embedding.weight' of unit '0.embedding'"):
-        sw.simulate(2, lambda channel: run(channel, None))
-    for units in (("0",), (".",)):
+    for units in (None, ("0",), (".",), (".", "0.embedding")):
         sw.simulate(2, partial(run, units=units))
-    with pytest.raises(ModelError, match=r"'\.' is the model itself"):
-        sw.simulate(2, partial(run, units=(".", "0.embedding")))
+
+
+@pytest.mark.parametrize(
+    "compiled", [lambda model: model.compile(backend="eager"), partial(torch.compile, backend="eager")]
+)
+def test_a_model_that_is_compiled_as_a_whole_is_refused_in_words_of_stage_3(
+    compiled: Callable[[nn.Module], nn.Module | None],
+) -> None:
+    def run(channel: sw.Channel) -> None:
+        model = net()()
+        given = compiled(model)
+        model = model if given is None else given
+        sw.parallelize(model, plan_of(3), optimizer=adamw, loss=word_loss, channel=channel)
+
+    with pytest.raises(
+        ModelError, match=r"compiled as a whole, and stage 3, which .* cannot look inside; compile the modul"
+    ):
+        sw.simulate(2, run)
 
 
 def test_a_write_in_forward_is_refused() -> None:

@@ -234,6 +234,70 @@ def test_what_a_model_does_changes_no_bit(kind: str) -> None:
     assert_stages_agree(net(kind))
 
 
+class Crossing(nn.Module):
+    """Uses one value several times in each of several blocks, as cross attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value, self.mix = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(self.key(memory)) * self.value(memory) * memory
+        out: torch.Tensor = x + self.mix(sum(others) * memory)
+        return out
+
+
+class Translation(nn.Module):
+    """`kind`: whether blocks are computed again."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.encoder = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Crossing() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        memory = torch.tanh(self.encoder(self.embedding(words)))
+        x = self.embedding(words.flip(1))
+        passed = [x]
+        for block in self.blocks:
+            if self.kind == "plain":
+                x = block(x, memory, *passed)
+            else:
+                x = checkpoint(block, x, memory, *passed, use_reentrant=self.kind == "reentrant")
+            passed = [*passed, x * memory]
+        out: torch.Tensor = self.head(x + sum(passed))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp"), [("plain", 1), ("checkpointed", 1), ("reentrant", 1), ("plain", 2), ("checkpointed", 2)]
+)
+def test_a_value_that_several_units_use_several_times_gets_its_gradients_in_one_order(kind: str, pp: int) -> None:
+    def run(channel: sw.Channel, stage: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = Translation(kind)
+        plan = sw.Plan(
+            mesh=sw.Mesh(pp=pp, dp_shard=2),
+            sharding=sw.Sharding(stage=stage, bucket_bytes=600),
+            pipeline=sw.Pipeline(stages={"embedding": 0, "encoder": 0, "blocks.*": 1, "head": 1} if pp > 1 else None),
+        )
+        engine = sw.parallelize(
+            model, plan, optimizer=lambda each: torch.optim.SGD(each, lr=1.0), loss=word_loss, channel=channel
+        )
+        for batch in BATCHES:
+            engine.step(share_of(batch, plan.mesh.coordinates(channel.rank)["dp_shard"], 2))
+        return dict(sw.full(engine, channel=channel))
+
+    expected = sw.simulate(2 * pp, lambda channel: run(channel, 1))[0]
+    for stage in (2, 3):
+        got = sw.simulate(2 * pp, partial(run, stage=stage))[0]
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), (stage, name)
+
+
 @pytest.mark.parametrize(("ranks", "partition"), [(3, "slice"), (5, "whole")])
 def test_ranks_that_own_nothing_take_part(ranks: int, partition: str) -> None:
     """Of some units: a norm of 6 elements, a scale."""

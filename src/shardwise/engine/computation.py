@@ -8,11 +8,13 @@ from torch import nn
 
 from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.pipeline.runner import PipelineRunner
+from shardwise.engine.precision import dtypes_explained
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
 from shardwise.engine.rounds import Joint, Rounds, Sharded
 from shardwise.engine.tensor.notes import module_noted
 from shardwise.engine.weights import Weighting
 from shardwise.errors import BatchError, ModelError
+from shardwise.plan import Precision
 
 
 class Computation:
@@ -32,6 +34,7 @@ class Computation:
         device: torch.device,
         rank: int,
         data_rank: int,
+        precision: Precision,
         sharded: Sharded | None = None,
         on_loss: Sequence[Callable[[torch.Tensor], None]] = (),
     ) -> None:
@@ -47,6 +50,7 @@ class Computation:
         self._device = device
         self._rank = rank
         self._data_rank = data_rank
+        self._precision = precision
         self._sharded = sharded
         self._on_loss = on_loss
 
@@ -80,7 +84,7 @@ class Computation:
         self.step += 1
         counted = [at for at, factor in enumerate(factors) if factor]
         losses = [torch.zeros((), device=self._device) for _ in parts]
-        with Rounds(self._sharded, counted, joint) as rounds, module_noted(self._model):
+        with Rounds(self._sharded, counted, joint) as rounds, self._explained():
             self._train_counted(parts, factors, streams, counted, losses, rounds, before_last_backward)
         return losses
 
@@ -127,7 +131,7 @@ class Computation:
             torch.no_grad(),
             _evaluating(self._model),
             Rounds(self._sharded, counted, joint, trains=False) as rounds,
-            module_noted(self._model),
+            self._explained(),
         ):
             if self.runner is not None:
                 computed = self.runner.evaluate(
@@ -150,7 +154,7 @@ class Computation:
             torch.no_grad(),
             _evaluating(self._model),
             Rounds(self._sharded, [], [], trains=False, is_agreed=False),
-            module_noted(self._model),
+            self._explained(),
         ):
             if self.runner is not None:
                 return self.runner.predict(inputs, output_of, stream=stream)
@@ -165,8 +169,16 @@ class Computation:
             watch(loss)
         if before_last_backward is not None:
             before_last_backward()
-        (loss if factor == 1.0 else loss * factor).backward()
+        root = loss if factor == 1.0 else loss * factor
+        with self.random.in_backward_of([root]):
+            root.backward()
         return loss.detach()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of forwards say what the plan has to do with them."""
+        with dtypes_explained(self._model, self._precision), module_noted(self._model):
+            yield
 
     def _streams(self, step: int, count: int, count_of_all: int) -> list[Stream]:
         first = self._data_rank * count_of_all

@@ -44,6 +44,7 @@ from shardwise.engine.norm import (
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.ties import StageTies
+from shardwise.engine.precision import computes_in_float16, warn_of_underflow
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
@@ -145,6 +146,8 @@ class Engine:
             self._has_gradients = True
             closing, grad_norm = self._close(losses, weighting, gradients)
             skipped = not math.isfinite(grad_norm)
+            if not grad_norm and self.channel.rank == 0 and computes_in_float16(self._names.specs):
+                warn_of_underflow("all gradients of a step are zero")
             if skipped:
                 self.counters.skipped += 1
             else:

@@ -24,9 +24,11 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
+from shardwise.engine.autograd_state import at_end_of_backward
 from shardwise.engine.counters import Counters
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.resting import RestingBuffers, resting_class
+from shardwise.engine.view_copies import Copy
 from shardwise.errors import MismatchError, ModelError
 from shardwise.plan.gathers import Use
 from shardwise.plan.units import Unit
@@ -50,38 +52,56 @@ class GatheredUnit:
     stage: int
     num_uses: int = 0
     """Forwards and backwards that need it now."""
+    num_forwards: int = 0
+    """The forwards among them: only in these its parameters can be read as those of any module."""
     is_resident: bool = False
     works: list[Work] = field(default_factory=list)
+
+    def name_at(self, view: torch.Tensor) -> str:
+        """The parameter of which `view` shows a part, while the unit is gathered."""
+        place = view.untyped_storage()._cdata, view.storage_offset()
+        for name, (parameter, _, _) in zip(self.plan.parameters, self.parameters, strict=True):
+            start = parameter.storage_offset()
+            if parameter.untyped_storage()._cdata == place[0] and start <= place[1] < start + parameter.numel():
+                return name
+        return self.plan.name
 
 
 class UnitCall:
     """One call of a module whose backward needs its units again."""
 
-    __slots__ = ("_gathering", "_has_begun", "_has_ended", "microbatch", "units")
+    __slots__ = ("_gathering", "_has_ended", "entered", "has_begun", "left", "microbatch", "starts_graph", "units")
 
-    def __init__(self, gathering: "Gathering", units: Sequence[GatheredUnit], microbatch: int) -> None:
+    def __init__(self, gathering: "Gathering", units: Sequence[GatheredUnit], microbatch: int, entered: int) -> None:
         self.units = units
         self.microbatch = microbatch
+        self.entered = entered
+        """When its forward began, and ended, in the count of all calls."""
+        self.left = entered
+        self.starts_graph = False
+        """Whether the graph of the backward begins with an input of the call."""
         self._gathering = gathering
-        self._has_begun = False
+        self.has_begun = False
         self._has_ended = False
 
     def begin(self, _: object = None) -> None:
         """The backward of the call begins."""
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
             self._gathering.begin_backward(self)
+            if self.starts_graph:
+                at_end_of_backward(self.end)
 
     def end(self, _: object = None) -> None:
         """Everything in the call has its gradient, if it gets one."""
-        if self._has_begun and not self._has_ended:
+        if self.has_begun and not self._has_ended:
             self._has_ended = True
             self._gathering.end_backward(self)
 
     def close(self) -> list[GatheredUnit]:
         """The backward around it has ended; what it did not let go itself."""
-        held = [] if self._has_ended or not self._has_begun else list(self.units)
-        self._has_begun = self._has_ended = True
+        held = [] if self._has_ended or not self.has_begun else list(self.units)
+        self.has_begun = self._has_ended = True
         return held
 
 
@@ -128,8 +148,11 @@ class Gathering:
         self._resident: list[GatheredUnit] = []
         self._calls: list[UnitCall] = []
         """The calls whose forward runs now, from the outside in."""
+        self._copy: Copy | None = None
+        """The last copy of a parameter that a forward got instead of a view."""
         self._eager_pack: Callable[[torch.Tensor], object] | None = None
-        self._is_in_pass = False
+        self.is_in_pass = False
+        """Whether all data ranks run the model: a step, an evaluation or a prediction goes on."""
         self._trains = False
         self._next: dict[tuple[str, int], GatheredUnit] = {}
         """(phase, unit) -> the unit that was used after it."""
@@ -137,11 +160,13 @@ class Gathering:
         self._outstanding: dict[int, dict[int, int]] = {}
         """Microbatch -> unit -> calls whose backward has not ended."""
         self._open: list[UnitCall] = []
-        self.order: list[Use] = []
-        """The uses in the forward of the last microbatch that was trained on."""
+        """The calls whose backward goes on."""
+        self._num_calls = 0
+        self._order: list[tuple[int, bool, UnitCall | None]] = []
+        """Unit, begins and call of the uses in the forward of the last microbatch that was trained on."""
         self.differentiated: set[int] = set()
         """The units that had a backward in this step, or in the last one."""
-        self._uses: dict[int, list[Use]] = {}
+        self._uses: dict[int, list[tuple[int, bool, UnitCall | None]]] = {}
         """The same of microbatches that are on their way."""
         self._announces = False
         """Whether other ranks follow what this one does, in a microbatch that they do not compute."""
@@ -184,7 +209,7 @@ class Gathering:
             self._counters.exchanges += 1
             self._owners.exchange(b"", purpose="parameters are written")
         self.release()
-        self._is_in_pass = True
+        self.is_in_pass = True
         self._trains = trains
         if trains:
             self.differentiated.clear()
@@ -192,7 +217,7 @@ class Gathering:
 
     def end_pass(self, *, has_failed: bool = False) -> None:
         """See `Sharded`."""
-        self._is_in_pass = False
+        self.is_in_pass = False
         self._gradients.end_pass()
         if has_failed:
             for unit in [each for each in self._resident if each.works]:
@@ -203,9 +228,11 @@ class Gathering:
 
     def release(self) -> None:
         """Let go of everything, whatever state it is in."""
+        self._copy = None
         for unit in self.units:
-            if unit.num_uses:
-                unit.num_uses = 0
+            unit.num_uses = 0
+            if unit.num_forwards:
+                unit.num_forwards = 0
                 _close(unit)
         for unit in list(self._resident):
             self._free(unit)
@@ -216,7 +243,8 @@ class Gathering:
         self._last_use = None
 
     def microbatch_done(self, stage: int | None = None) -> None:
-        """See `Sharded`."""
+        """See `Sharded`. Raises ModelError where a forward wrote to what it got as a copy of a parameter."""
+        self.watch(None)
         for call in self._open:
             for unit in call.close():
                 self.drop(unit, BACKWARD)
@@ -226,7 +254,7 @@ class Gathering:
             if stage is None or unit.stage == stage:
                 calls.pop(unit.number, None)
         if self._trains:
-            self.order = self._uses.pop(self.microbatch(), self.order)
+            self._order = self._uses.pop(self.microbatch(), self._order)
         if self._announces:
             self._exchange(_END)
             self._announces = False
@@ -275,20 +303,35 @@ class Gathering:
         what, phase, number = json.loads(told)
         return f"{what} unit {self.units[number].plan.name!r} in {phase}"
 
+    @property
+    def order(self) -> list[Use]:
+        """The uses in the forward of the last microbatch that was trained on."""
+        return [Use(unit, begins, call is not None and call.has_begun) for unit, begins, call in self._order]
+
     # Calls ------------------------------------------------------------------------------------------------------------
 
     def call(self, units: Sequence[GatheredUnit]) -> UnitCall:
         """A call that has begun, and whose backward may follow."""
-        return UnitCall(self, units, self.microbatch())
+        self._num_calls += 1
+        return UnitCall(self, units, self.microbatch(), self._num_calls)
 
     def expect_backward(self, call: UnitCall) -> None:
         """The backward of a call will begin if what it gave is used."""
-        calls = self._outstanding.setdefault(call.microbatch, {})
-        for unit in call.units:
+        self._count(call.units, call.microbatch)
+
+    def reduce_at_end(self, units: Sequence[GatheredUnit]) -> None:
+        """Gradients of the units may come from what is no call: wait for the end of the microbatch's backward."""
+        self._count(units, self.microbatch())
+
+    def _count(self, units: Sequence[GatheredUnit], microbatch: int) -> None:
+        calls = self._outstanding.setdefault(microbatch, {})
+        for unit in units:
             calls[unit.number] = calls.get(unit.number, 0) + 1
 
     def begin_backward(self, call: UnitCall) -> None:
-        """See `UnitCall`."""
+        """See `UnitCall`. Calls whose forward began later have had their backward: autograd goes back in time."""
+        for later in [each for each in self._open if each.entered > call.left]:
+            later.end()
         self._open.append(call)
         self.differentiated.update(unit.number for unit in call.units)
         for unit in call.units:
@@ -304,6 +347,12 @@ class Gathering:
             if not left and self._trains:
                 self._reduce(unit)
 
+    def watch(self, copy: Copy | None) -> None:
+        """A forward got a copy of a parameter; whether it wrote to the last one is known now. Raises ModelError."""
+        before, self._copy = self._copy, copy
+        if before is not None:
+            before.check()
+
     def _reduce(self, unit: GatheredUnit) -> None:
         self._announce("reduce", BACKWARD, unit)
         self._gradients.finish(unit.reductions)
@@ -311,7 +360,7 @@ class Gathering:
     def check_in_pass(self, units: Sequence[GatheredUnit]) -> None:
         """Raise ModelError for a call of the model that no step, evaluation or prediction makes: the other ranks may be
         writing their parts, and would not gather with this one."""
-        if not self._is_in_pass:
+        if not self.is_in_pass:
             raise ModelError(
                 f"the model is called outside of step, evaluate and predict, and unit {units[0].plan.name!r} of its "
                 "parameters is cut over the ranks (stage 3); call engine.predict(inputs, output_of) on all ranks, or "
@@ -334,6 +383,7 @@ class Gathering:
                 yield
         finally:
             self._calls.pop()
+            call.left = self._num_calls
 
     def _pack(self, tensor: torch.Tensor) -> object:
         storage = tensor.untyped_storage()._cdata
@@ -345,41 +395,44 @@ class Gathering:
     # Units ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def using(self, units: Sequence[GatheredUnit], phase: str) -> Iterator[None]:
-        """The units are gathered inside."""
+    def using(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> Iterator[None]:
+        """The units are gathered inside. `call`: None where no backward can follow."""
         uses = self._uses.setdefault(self.microbatch(), []) if self._trains and phase == FORWARD else []
         for unit in units:
-            uses.append(Use(unit.number, begins=True))
+            uses.append((unit.number, True, call))
             self.use(unit, phase)
         try:
             yield
         finally:
             for unit in units:
-                uses.append(Use(unit.number, begins=False))
+                uses.append((unit.number, False, call))
                 self.drop(unit, phase)
 
     def use(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs the unit from now on."""
         unit.num_uses += 1
         self._announce("use", phase, unit)
-        if unit.num_uses > 1:
-            return
-        if not unit.is_resident:
-            self._make_room(unit)
-            self._fill(unit)
-        if unit.works:
-            self._wait(unit)
-        for parameter, kind, _ in unit.parameters:
-            parameter.__class__ = kind
-        if self._owners.progresses_alone:
+        if unit.num_uses == 1:
+            if not unit.is_resident:
+                self._make_room(unit)
+                self._fill(unit)
+            if unit.works:
+                self._wait(unit)
+        if phase != BACKWARD:  # there autograd has what it saved, and a forward that it runs again is one of its own
+            unit.num_forwards += 1
+            if unit.num_forwards == 1:
+                _open(unit)
+        if unit.num_uses == 1 and self._owners.progresses_alone:
             self._look_ahead(unit, phase)
 
     def drop(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs it no more. It stays until there is need for room."""
         unit.num_uses -= 1
         self._announce("drop", phase, unit)
-        if not unit.num_uses:
-            _close(unit)
+        if phase != BACKWARD:
+            unit.num_forwards -= 1
+            if not unit.num_forwards:
+                _close(unit)
 
     def _look_ahead(self, unit: GatheredUnit, phase: str) -> None:
         """Begin to gather what was used next in the last pass."""
@@ -426,6 +479,11 @@ def words_on_units(error: BaseException) -> str:
         "choose which modules run (experts, layers that are skipped), name one module around all of them in "
         "sharding.units"
     )
+
+
+def _open(unit: GatheredUnit) -> None:
+    for parameter, kind, _ in unit.parameters:
+        parameter.__class__ = kind
 
 
 def _close(unit: GatheredUnit) -> None:

@@ -27,7 +27,7 @@ from shardwise.engine.pipeline.placing import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_parameters import StageParameters, assign_parameters, drop_foreign, move_to
 from shardwise.engine.pipeline.ties import StageTies, chains_of
-from shardwise.engine.precision import let_inputs_follow
+from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.sharded import (
     attend,
@@ -185,6 +185,7 @@ def parallelize_with(
             device=channel.device,
             rank=channel.rank,
             data_rank=data_rank_of(plan, channel.rank),
+            precision=plan.precision,
             sharded=sharded,
             on_loss=watchers,
         ),
@@ -268,6 +269,8 @@ def _inspect(
         subject="values",
         hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
     )
+    if channel.rank == 0 and computes_in_float16(inventory.specs):
+        warn_of_underflow("the model trains in float16")
     return inventory, optimizers, portions, seeds[0][1] if seed is None else seed
 
 

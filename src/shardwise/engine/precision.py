@@ -4,13 +4,24 @@ A module whose own parameters have one dtype is given its floating-point inputs 
 in master precision gives its outputs back in the compute dtype. Activations are cast, parameters never.
 """
 
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.plan import Precision
+from shardwise.engine.pipeline.nested import transform
+from shardwise.engine.tensor.notes import innermost_module
+from shardwise.errors import ModelError, ShardwiseError, UnderflowWarning
+from shardwise.plan import Parameter, Precision
+
+_DTYPES_DIFFER = re.compile(r"(same|expected) (scalar )?(d?type)|types? .* should be the same", re.IGNORECASE)
+"""What torch says where an operation takes tensors of one dtype only."""
 
 
 def let_inputs_follow(model: nn.Module, precision: Precision) -> None:
@@ -30,9 +41,61 @@ def let_inputs_follow(model: nn.Module, precision: Precision) -> None:
     if compute == torch_dtype(precision.master) and floating <= {compute}:
         return
     for module in model.modules():
-        own = {p.dtype for p in module.parameters(recurse=False) if p.dtype.is_floating_point}
+        own = _dtypes(module, recurse=False)
+        if not own:
+            own = {dtype for child in _containers(module) for dtype in _dtypes(child, recurse=True)}
         if len(own) == 1:
             _InputsFollow(module, own.pop(), compute)
+
+
+def computes_in_float16(specs: Sequence[Parameter]) -> bool:
+    """Whether gradients come in float16."""
+    return any(spec.trainable and spec.working == "float16" for spec in specs)
+
+
+def warn_of_underflow(what: str) -> None:
+    """Say that gradients in float16 may be, or (`what`) are, zero where they should be small."""
+    warnings.warn(
+        f"{what}: float16 rounds gradients below 6e-8 to zero, and shardwise does not scale losses; compute in "
+        "bfloat16, which has the range of float32",
+        UnderflowWarning,
+        stacklevel=2,
+    )
+
+
+@contextmanager
+def dtypes_explained(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Raise ModelError, which says what to do, where a module of the model mixes dtypes that the plan made differ."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except RuntimeError as error:
+        if precision.compute is None or not _DTYPES_DIFFER.search(str(error)):
+            raise
+        found = innermost_module(model, error.__traceback__)
+        name, kind = ("", type(model)) if found is None else (found[0], type(found[1]))
+        where = repr(name) if name else "the model itself"
+        raise ModelError(
+            f"{where} ({kind.__name__}) mixes dtypes under precision.compute={precision.compute!r}: {error}. Inputs are "
+            "cast for the parameters that a module holds; where it reads those of another module (child.weight), or of "
+            "several dtypes, cast there (x.to(weight.dtype)), name them in precision.keep, or call engine.step under "
+            "torch.autocast"
+        ) from error
+
+
+def _dtypes(module: nn.Module, *, recurse: bool) -> set[torch.dtype]:
+    return {each.dtype for each in module.parameters(recurse) if each.dtype.is_floating_point}
+
+
+def _containers(module: nn.Module) -> Iterator[nn.Module]:
+    """Children that hold parameters for the forward of the module, and have none of their own."""
+    if is_parametrized(module):
+        assert isinstance(module.parametrizations, nn.Module)
+        yield module.parametrizations
+    for child in module.children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            yield child
 
 
 class _InputsFollow:
@@ -62,11 +125,10 @@ class _InputsFollow:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its real floating tensors in `dtype`, through tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
-    if type(value) in (tuple, list):
-        return type(value)(_cast(each, dtype) for each in value)
-    if type(value) is dict:
-        return {key: _cast(each, dtype) for key, each in value.items()}
-    return value
+    """`value` with its real floating tensors in `dtype`, through containers; the same object where nothing changes."""
+
+    def cast(leaf: Any) -> Any:
+        is_other = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+        return leaf.to(dtype) if is_other else leaf
+
+    return cast(value) if isinstance(value, torch.Tensor) else transform(value, cast)

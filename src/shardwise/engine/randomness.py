@@ -19,13 +19,16 @@ On the CPU torch seeds a generator with the lower 32 bits of a seed: streams may
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
+
+from shardwise.engine.autograd_state import in_backward
+from shardwise.errors import ModelError
 
 EVALUATION = -1
 """The step under which evaluations draw: each draws the same, whenever it is run."""
@@ -109,28 +112,68 @@ class KeyedRandom:
     @contextmanager
     def in_this_thread(self) -> Iterator[None]:
         """Calls of this thread are this engine's."""
-        thread = threading.get_ident()
-        is_new = thread not in self._threads
-        self._threads.add(thread)
+        added = self._add_thread()
         try:
             yield
         finally:
-            if is_new:
-                self._threads.discard(thread)
+            self._threads -= added
+
+    @contextmanager
+    def in_backward_of(self, roots: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Calls of the thread in which autograd begins with these roots are this engine's: they recompute forwards."""
+        added: set[int] = set()
+        handles = [root.register_hook(lambda _: added.update(self._add_thread())) for root in roots]
+        try:
+            yield
+        finally:
+            self._threads -= added
+            for handle in handles:
+                handle.remove()
+
+    def _add_thread(self) -> set[int]:
+        """Take this thread for one of the engine's; empty where it was one."""
+        added = {threading.get_ident()} - self._threads
+        self._threads |= added
+        return added
 
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
         stream = self._active
-        if stream is not None and not self._is_suspended and threading.get_ident() in self._threads:
+        if stream is not None and not self._is_suspended and self._is_called(module, refuses=True):
             stream.frames.append((module, self._split()))
 
     def leave(self, module: nn.Module) -> None:
         """The call of a module ends, by whatever way."""
         stream = self._active
-        if stream is None or self._is_suspended or threading.get_ident() not in self._threads:
+        if stream is None or self._is_suspended or not self._is_called(module):
             return
         if stream.frames and stream.frames[-1][0] is module:
             self._install(stream.frames.pop()[1])
+
+    def _is_called(self, module: nn.Module, *, refuses: bool = False) -> bool:
+        """Whether a call of the module is this engine's.
+
+        On an accelerator, autograd runs backwards in a thread of its own, and a forward there is a recomputation. It
+        belongs to the stream that is active, unless other engines have the module too: then the thread decides.
+        `refuses`: raise ModelError where that is not known.
+        """
+        thread = threading.get_ident()
+        if thread in self._threads:
+            return True
+        if not in_backward():
+            return False
+        engines = [hook.random() for hook in module._forward_pre_hooks.values() if isinstance(hook, _Split)]
+        others = [each for each in engines if each is not None and each is not self]
+        is_unclear = any(each._active is not None for each in others) and all(
+            thread not in each._threads for each in others
+        )
+        if is_unclear and refuses:
+            raise ModelError(
+                f"a {type(module).__name__} that several engines of this process share is recomputed in a backward "
+                "that no engine began, in a thread of autograd's own: whose random numbers it draws is not known; give "
+                "each model a layer of its own"
+            )
+        return not others
 
     def _split(self) -> _States:
         """Go over to a child stream; the states to come back to."""
@@ -194,7 +237,7 @@ class _Split:
     def __init__(
         self, module: nn.Module, reference: "weakref.ref[KeyedRandom]", root: "weakref.ref[nn.Module]"
     ) -> None:
-        self._random: Callable[[], KeyedRandom | None] = reference
+        self.random: Callable[[], KeyedRandom | None] = reference
         self.root: Callable[[], nn.Module | None] = root
         """The model that it was put on for."""
         self._in_training_only = type(module) in _DRAW_IN_TRAINING and "forward" not in vars(module)
@@ -206,11 +249,11 @@ class _Split:
     def __call__(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or (self._in_training_only and not module.training):
             return
-        if (random := self._random()) is not None:
+        if (random := self.random()) is not None:
             random.enter(module)
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        if not torch.compiler.is_compiling() and (random := self._random()) is not None:
+        if not torch.compiler.is_compiling() and (random := self.random()) is not None:
             random.leave(module)
 
     def remove(self) -> None:
@@ -219,7 +262,7 @@ class _Split:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "_random": _nothing,
+            "random": _nothing,
             "root": _nothing,
             "_in_training_only": self._in_training_only,
             "_handles": self._handles,

@@ -5,11 +5,12 @@
                      |
                      +--> whole bucket 0, on every rank, from `fill` to `free`; the parameters are views of it
 
-A parameter that is not gathered says what it is (shape, dtype, gradient) and refuses everything else.
+A parameter that is not gathered says what it is (shape, dtype, gradient). Operations that need its values go to the
+reader of the buffers; where nobody can gather, they are refused.
 """
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -20,10 +21,12 @@ from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.view_copies import refusal_of_write
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Segment, Slot
 
-_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_base", "__cuda_array_interface__", "__dict__"})
+_MEMORY = frozenset({"data", "_base", "__cuda_array_interface__"})
+_VALUES = _MEMORY | {"T", "mT", "H", "mH", "real", "imag", "__dict__"}
 
 _ASKED = (
     *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "data_ptr", "storage_offset"),
@@ -49,6 +52,14 @@ def _metadata() -> frozenset[Any]:
 
 
 @functools.cache
+def _unfollowed() -> frozenset[Any]:
+    """The functions that give the memory of a parameter, or change it, in ways that nobody sees."""
+    names = ("numpy", "__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__", "storage", "set_", "share_memory_")
+    found: set[Any] = {getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)}
+    return frozenset(found | {getattr(torch.Tensor, name).__get__ for name in _MEMORY if hasattr(torch.Tensor, name)})
+
+
+@functools.cache
 def resting_class(kind: type) -> type:
     """The class of parameters of class `kind` while they are not gathered."""
 
@@ -56,7 +67,14 @@ def resting_class(kind: type) -> type:
         if func in _metadata():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise _refusal(getattr(func, "__name__", str(func)), (*args, *(kwargs or {}).values()))
+        given = (*args, *(kwargs or {}).values())
+        taken = [each for each in _flattened(given) if hasattr(type(each), "_is_resting")]
+        is_followed = func not in _unfollowed() and getattr(func, "__name__", "") not in ("__set__", "__delete__")
+        if taken and is_followed and (read := getattr(taken[0], "_reader", None)) is not None:
+            output = read(func, args, kwargs or {}, taken)
+            if output is not NotImplemented:
+                return output
+        raise _refusal(getattr(func, "__name__", str(func)), given)
 
     def described(self: Any) -> str:
         name, unit = self._rests_in
@@ -76,9 +94,9 @@ def _refusal(what: str, args: Iterable[Any]) -> ModelError:
     within = f"of unit {unit!r}" if unit else "of the model itself"
     return ModelError(
         f"{what} needs the values of parameter {name!r} {within}, which is cut over ranks (stage 3) and gathered only "
-        f"while that module runs; if a module around it reads it, name that one in sharding.units ('.' is the model "
-        f"itself, ('.', 'layers.*') that one and blocks apart from it); to read values outside of forwards use "
-        f"engine.state() or sw.full(engine), to write them sw.load"
+        f"for forwards of engine.step, evaluate and predict; to read values outside of them use engine.state() or "
+        f"sw.full(engine), to write them sw.load. In a forward, operations on it give new tensors: read its memory "
+        f"(data, numpy) after detach(), or name the module that reads it in sharding.units ('.' is the model itself)"
     )
 
 
@@ -153,6 +171,11 @@ class RestingBuffers(FlatBuffers):
         """The class of a parameter while it is gathered; None for one that is held whole."""
         return self._kinds.get(name)
 
+    def read_by(self, reader: Callable[..., Any]) -> None:
+        """Let `reader` carry out operations on parameters at rest; see `OutsideReads`."""
+        for name in self._kinds:
+            self._parameters[name].__dict__["_reader"] = reader
+
     @torch.no_grad()
     def fill(self, index: int, counters: Counters, *, unit: str) -> Work | None:
         """Begin to gather a bucket; None where it is gathered already."""
@@ -189,10 +212,7 @@ class RestingBuffers(FlatBuffers):
         with torch._C.DisableTorchFunctionSubclass():
             for name in self._kinds:
                 if self._parameters[name]._version != self._placed[name][1]:
-                    raise ModelError(
-                        f"parameter {name!r} was written to in a forward, where it is a copy for the time of that "
-                        "forward (stage 3), so that the values are lost; keep what forwards write in buffers"
-                    )
+                    raise refusal_of_write(name)
             super().adopt_writes()
 
     def _place_of(self, name: str) -> int:

@@ -13,6 +13,7 @@ from shardwise.engine.gathering_calls import GatheringCalls
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.outside_reads import OutsideReads
 from shardwise.engine.pipeline.outline import outline_of
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_parameters import StageParameters
@@ -44,7 +45,7 @@ def units_of(model: nn.Module, inventory: Inventory, plan: Plan, placement: Plac
         return Units()
     first_names = {name: spec.name for spec in inventory.specs for name in (spec.name, *spec.aliases)}
     return plan_units(
-        outline_of(model),
+        outline_of(model, asks="stage 3, which gathers the parameters of one block at a time,"),
         first_names=first_names,
         patterns=plan.sharding.units,
         placed=placement.modules if placement.num_stages > 1 else None,
@@ -151,6 +152,7 @@ def attend(
     for module, units in needed.items():
         if (place := _place_in(module, units)) is not None:
             wrap(module, GatheringCalls(gathering, units, place))
+    OutsideReads(gathering, buffers)
     return gathering
 
 

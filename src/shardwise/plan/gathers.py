@@ -17,6 +17,8 @@ class Use:
 
     unit: int
     begins: bool
+    returns: bool = True
+    """Whether a backward of it follows."""
 
 
 def one_by_one(num_units: int) -> list[Use]:
@@ -43,7 +45,11 @@ def count_gathers(
     for kind, stage in actions:
         uses = forward.get(stage, ())
         if kind == "B":
-            uses = [Use(use.unit, not use.begins) for use in reversed(uses) if backward is None or use.unit in backward]
+            uses = [
+                Use(use.unit, not use.begins)
+                for use in reversed(uses)
+                if use.returns and (backward is None or use.unit in backward)
+            ]
         for use in uses:
             num_uses[use.unit] += 1 if use.begins else -1
             if use.begins and use.unit not in resident:

@@ -18,14 +18,15 @@ from shardwise.plan import Outline
 _NUM_TIMED_RUNS = 3
 
 
-def outline_of(model: nn.Module) -> Outline:
+def outline_of(model: nn.Module, *, asks: str = "a pipeline") -> Outline:
     """The tree of the modules of `model`; a module that is reached by several names is listed where it is met first.
 
     A compiled module has no modules inside: it can be placed only whole. Raises ModelError where the model is one.
+    `asks`: who looks at its modules, in that error.
     """
     if _is_closed(model):
         raise ModelError(
-            f"the {type(model).__name__} given is compiled as a whole, and a pipeline cannot look inside; compile the "
+            f"the {type(model).__name__} given is compiled as a whole, and {asks} cannot look inside; compile the "
             "modules in it (for layer in model.layers: layer.compile()), and leave the model itself as it is"
         )
     names: dict[nn.Module, list[str]] = {}

@@ -72,7 +72,8 @@ class TrainingStep:
         with runner.noting("B", number, stage), runner.current(flow):
             if roots:
                 try:
-                    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+                    with runner.random.in_backward_of(roots):
+                        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
                 except Exception as error:
                     error.add_note(
                         f"shardwise: in the backward of microbatch {number} of {len(self._parts)} on stage {stage} "

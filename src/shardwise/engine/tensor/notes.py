@@ -27,20 +27,25 @@ def module_noted(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _note(model: nn.Module, traceback: TracebackType | None) -> str | None:
+def innermost_module(model: nn.Module, traceback: TracebackType | None) -> tuple[str, nn.Module, FrameType] | None:
+    """The module of `model` in whose code an error was raised, by name, with its frame."""
     names = {module: name for name, module in model.named_modules()}
-    if not any(_rules(module) for module in names):
-        return None
-    innermost: tuple[nn.Module, FrameType] | None = None
+    innermost = None
     while traceback is not None:
         each = traceback.tb_frame.f_locals.get("self")
         if isinstance(each, nn.Module) and each in names:
-            innermost = each, traceback.tb_frame
+            innermost = names[each], each, traceback.tb_frame
         traceback = traceback.tb_next
-    if innermost is None:
+    return innermost
+
+
+def _note(model: nn.Module, traceback: TracebackType | None) -> str | None:
+    if not any(map(_rules, model.modules())):
         return None
-    module, frame = innermost
-    name = repr(names[module]) if names[module] else "the model itself"
+    if (innermost := innermost_module(model, traceback)) is None:
+        return None
+    path, module, frame = innermost
+    name = repr(path) if path else "the model itself"
     rules = _rules(module)
     said = f"with the style {' and '.join(map(repr, rules))}" if rules else "without a rule"
     given = [str(tuple(value.shape)) for value in _arguments(frame)]

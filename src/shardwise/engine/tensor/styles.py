@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.autograd_state import in_backward
+from shardwise.engine.autograd_state import at_end_of_backward, in_backward
 from shardwise.engine.tensor.movements import Movements, is_fake, uncompiled
 from shardwise.engine.wrapping import Forward
 from shardwise.errors import ModelError
@@ -49,7 +49,7 @@ class SharedInputs:
         if not in_backward():
             made.register_hook(lambda _: self._forget(reference))
         else:  # of a recomputed forward
-            _at_end_of_backward(lambda: self._forget(reference))
+            at_end_of_backward(lambda: self._forget(reference))
         return made
 
     def _forget(self, value: "weakref.ref[torch.Tensor]") -> None:
@@ -104,7 +104,7 @@ class Styled(ABC):
             )
             given = _holding(module, held)
             given.__enter__()
-            _at_end_of_backward(lambda: end(given))
+            at_end_of_backward(lambda: end(given))
 
         def end(given: AbstractContextManager[None]) -> None:
             self._own = None
@@ -390,8 +390,3 @@ def _holding(module: nn.Module, held: _Held) -> Iterator[None]:
     attributes, parameters = held
     with attributes_set(module, attributes), parameters_set(module, parameters):
         yield
-
-
-def _at_end_of_backward(do: Callable[[], None]) -> None:
-    """Call it when the backward ends that goes on in this thread."""
-    torch.autograd.Variable._execution_engine.queue_callback(do)
