@@ -6,8 +6,10 @@ in the end.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from shardwise.rewrite.deeds import Deed, Task
+from shardwise.rewrite.degrees import Degrees, Fusings, Laid
 from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.expansion import Expanded, expand
 from shardwise.rewrite.findings import SHOWN, Finding
@@ -51,15 +53,20 @@ def evaluate(
     nodes: Mapping[str, Node],
     wanted: Mapping[str, TensorMeta] | None = None,
     added: Iterable[str] = (),
+    *,
+    laid: Laid = MappingProxyType({}),
+    fusings: Fusings | None = None,
 ) -> Evaluation:
     """Carry tasks out on variables that stand for `nodes`.
 
     `wanted` are the tensors of the target, None where it is not known. They say what stars and placeholders on the
-    right stand for, for which degree a target is fused, and which variables come out although they were read. Whether
-    the outputs are what the target wants is another question. `added` are variables without elements.
+    right stand for, and which variables come out although they were read. Whether the outputs are what the target wants
+    is another question. `added` are variables without elements. `laid` are the degrees that layouts tell; `fusings`
+    notes all that have degrees.
     """
-    evaluator = _Evaluator(Environment(nodes.items(), added), wanted)
-    for task in tasks:
+    evaluator = _Evaluator(Environment(nodes.items(), added), wanted, laid, fusings)
+    for number, task in enumerate(tasks):
+        evaluator.task = number
         evaluator.carry_out(task)
     return evaluator.result()
 
@@ -67,8 +74,18 @@ def evaluate(
 class _Evaluator:
     """Carries tasks out, one after the other."""
 
-    def __init__(self, environment: Environment, wanted: Mapping[str, TensorMeta] | None) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        wanted: Mapping[str, TensorMeta] | None,
+        laid: Laid,
+        fusings: Fusings | None,
+    ) -> None:
         self.environment = environment
+        self.laid = laid
+        self.fusings = fusings
+        self.task = 0
+        """The number of the one that is being carried out."""
         self.wanted: Mapping[str, TensorMeta] = wanted or {}
         self.wanted_keys = keys_by_parameter(self.wanted)
         self.findings: list[Finding] = []
@@ -141,7 +158,7 @@ class _Evaluator:
         transposed: tuple[bool, ...] | None,
         metas: tuple[TensorMeta, ...],
         num_results: int,
-        degrees: tuple[int, int],
+        degrees: Degrees,
     ) -> Kernel | Refusal:
         """What operations do to tensors of these metas: worked out once."""
         key = (id(operations), transposed, metas, num_results, degrees)

@@ -71,6 +71,11 @@ class Kernel:
         """Whether it was shown that `undo` leads back."""
         self._undoing: dict[Kernel, bool] = {}
 
+    @property
+    def does_nothing(self) -> bool:
+        """Whether there is nothing to undo either: what is laid out as it was may be laid out anew on the way back."""
+        return not self.steps and self.inverse.joint is None
+
     def undone_by(self, other: "Kernel") -> bool:
         """Whether another kernel, on what this made, does nothing but lead back; casts that lost something do not."""
         found = self._undoing.get(other)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+from shardwise.rewrite.degrees import Degrees
 from shardwise.rewrite.fusing import fuse, heads_of_fused, heads_of_three, part
 from shardwise.rewrite.kernels import Inverse, Kernel, Refusal, tensor
 from shardwise.rewrite.metas import TensorMeta
@@ -34,12 +35,12 @@ def work_out(
     transposed: Sequence[bool],
     metas: Sequence[TensorMeta],
     num_results: int,
-    degrees: tuple[int, int],
+    degrees: Degrees,
 ) -> Kernel | Refusal:
     """Return what operations do to tensors with these metas, or why they do not fit.
 
-    `transposed` tells of each tensor whether all its dims are reversed first; `degrees` are the tensor-parallel degrees
-    of a fused left and of a fused right tensor, for the operations that need them.
+    `transposed` tells of each tensor whether all its dims are reversed first; `degrees` are for how many ranks a fused
+    left and a fused right tensor are laid out. A degree that is not known (None) is 1, and stays open on the way back.
     """
     try:
         return _Working(metas, num_results, degrees).through(operations, transposed)
@@ -50,7 +51,7 @@ def work_out(
 class _Working:
     """Shapes and dtypes while operations are gone through from left to right."""
 
-    def __init__(self, metas: Sequence[TensorMeta], num_results: int, degrees: tuple[int, int]) -> None:
+    def __init__(self, metas: Sequence[TensorMeta], num_results: int, degrees: Degrees) -> None:
         self.shapes = [meta.shape for meta in metas]
         self.dtypes = [meta.dtype for meta in metas]
         self.num_results = num_results
@@ -330,12 +331,12 @@ class _Working:
             ("left", "src_tp", operation.sources, self.source_degree),
             ("right", "dst_tp", operation.targets, self.target_degree),
         ):
-            if count != 1:
+            if count != 1 or degree is None:
                 continue
             if not degree:
                 raise Refusal(
-                    f"the {side} tensor is cut along dim {axis} by its layout, and it is not known whether by tensor "
-                    f"parallelism: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
+                    f"the {side} tensor is cut along dim {axis} by layouts, and they do not tell for how many ranks it "
+                    f"is fused: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
                     "parallelism that cuts it"
                 )
             yield side, degree
@@ -365,11 +366,13 @@ class _Working:
         sources, targets = operation.sources, operation.targets
         left = self.source_degree if sources == 1 else None
         right = self.target_degree if targets == 1 else None
-        if left == right:
-            return
-        steps = [part(axis, sizes, left)] if left is not None else []
-        steps += [fuse(axis, sizes, right)] if right is not None else []
         back = replace(operation, axis=axis, sources=targets, targets=sources, source_degree=right, target_degree=left)
+        if sources == targets and (left or 1) == (right or 1):
+            if left is None or right is None:
+                self._join([], back)
+            return
+        steps = [part(axis, sizes, left or 1)] if sources == 1 else []
+        steps += [fuse(axis, sizes, right or 1)] if targets == 1 else []
         self._arrange(steps, back)
 
 
