@@ -43,8 +43,8 @@ _COUNTS = ("num_heads", "num_key_value_groups", "src_tp", "dst_tp")
 _LISTS = ("sizes", "permute", "reshape")
 _RECORDABLE = ("sizes", "reshape", "dtype", "dst_dtype")
 _PAIRED = ("src_dtype", "dst_dtype")
-_REPEATABLE = ("permute", "reshape", "dtype")
-"""Operations of their own: each may come again once another has been carried out."""
+_REPEATABLE = ("permute", "reshape")
+"""Operations that may come as often as one likes; a cast again once another operation has been carried out."""
 
 _DETAILS = ("sizes", "num_heads", "num_key_value_groups", "src_tp", "dst_tp", "optional")
 """What is said about a statement or about its joint."""
@@ -106,7 +106,7 @@ def _find_repeated(given: Sequence[Given], faults: Faults) -> None:
     operation = ""
     for each in given:
         first = before.get(each.word)
-        again = each.word in _PAIRED or (each.word in _REPEATABLE and each.word != operation)
+        again = each.word in (*_PAIRED, *_REPEATABLE) or (each.word == "dtype" and operation != "dtype")
         if first is not None and not again:
             faults.append(
                 (each.place, f"{each.word} is given twice, as {first.shown} and as {each.shown}; give it once")

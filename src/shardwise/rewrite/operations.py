@@ -287,21 +287,31 @@ class _Working:
         self.shapes = [part] * self.num_results
         self.dtypes = self.dtypes * self.num_results
 
-    def _heads(self, axis: int, num_heads: int, num_groups: int) -> tuple[int, ...]:
+    def _heads(self, axis: int, qkv: Qkv | QkvPerRank) -> tuple[int, ...]:
         """Sizes of query, key and value along the axis, whether they are fused or not."""
-        if len(self.shapes) == 1:
-            size = self.shapes[0][axis]
-            sizes = heads_of_fused(size, num_heads, num_groups)
-            if sizes is None:
+        num_heads, num_groups = qkv.num_heads, qkv.num_groups
+        there = self._sizes(axis)
+        by_size = heads_of_fused(sum(there), num_heads, num_groups)
+        if len(there) == 1 and qkv.sizes is None:
+            if by_size is None:
                 raise Refusal(
-                    f"{self._named(0)} has size {size} along dim {axis}, which its {num_heads} query heads and twice "
-                    f"{num_groups} key-value heads do not divide: check axis=, num_heads= and num_key_value_groups="
+                    f"{self._named(0)} has size {there[0]} along dim {axis}, which its {num_heads} query heads and "
+                    f"twice {num_groups} key-value heads do not divide: check axis=, num_heads= and "
+                    f"num_key_value_groups=, or say what query, key and value have by sizes='[..]'"
                 )
-            return sizes
-        wrong = heads_of_three(self._sizes(axis), num_heads, num_groups)
+            return by_size
+        sizes = there if qkv.sizes is None else qkv.sizes
+        if sizes != there and (sum(sizes),) != there:
+            raise Refusal(f"sizes says {list(sizes)} along dim {axis}, but there is {' and '.join(map(str, there))}")
+        wrong = heads_of_three(sizes, num_heads, num_groups)
         if wrong is not None:
             raise Refusal(f"along dim {axis}, {wrong}")
-        return self._sizes(axis)
+        if qkv.sizes is None and by_size not in (None, sizes):
+            raise Refusal(
+                f"along dim {axis}, value heads have another size than key heads, and the fused tensor could also "
+                f"consist of heads of one size: say sizes='{list(sizes)}', so that it can be parted again"
+            )
+        return sizes
 
     def _joined_axis(self, axis: int | None) -> int:
         found = self._axis(0, axis)
@@ -310,20 +320,25 @@ class _Working:
 
     def _qkv(self, qkv: Qkv) -> None:
         axis = self._joined_axis(qkv.axis)
-        sizes = self._heads(axis, qkv.num_heads, qkv.num_groups)
+        sizes = self._heads(axis, qkv)
         made = fuse if qkv.joins else part
-        self._arrange([made(axis, sizes, qkv.num_groups)], replace(qkv, axis=axis, joins=not qkv.joins))
+        back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=self._unlike(sizes, qkv))
+        self._arrange([made(axis, sizes, qkv.num_groups)], back)
+
+    def _unlike(self, sizes: tuple[int, ...], qkv: Qkv | QkvPerRank) -> tuple[int, ...] | None:
+        """The sizes of query, key and value, where they are not those of heads of one size."""
+        return None if heads_of_fused(sum(sizes), qkv.num_heads, qkv.num_groups) == sizes else sizes
 
     def _qkv_per_rank(self, qkv: QkvPerRank) -> None:
         axis = self._joined_axis(qkv.axis)
-        sizes = self._heads(axis, qkv.num_heads, qkv.num_groups)
+        sizes = self._heads(axis, qkv)
         for side, degree in self._degrees(qkv, axis):
             if qkv.num_heads % degree or qkv.num_groups % degree:
                 raise Refusal(
                     f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide num_heads="
                     f"{qkv.num_heads} and num_key_value_groups={qkv.num_groups}"
                 )
-        self._lay(qkv, axis, sizes)
+        self._lay(replace(qkv, sizes=self._unlike(sizes, qkv)), axis, sizes)
 
     def _degrees(self, operation: Ffn | QkvPerRank, axis: int) -> Iterator[tuple[str, int]]:
         """The degrees of what is fused, with the side on which it is."""

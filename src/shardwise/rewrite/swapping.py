@@ -192,9 +192,9 @@ def _undo(operation: Operation) -> Operation:
             return Unstack(axis)
         case Unstack(axis):
             return Stack(axis)
-        case Qkv(heads, groups, axis, joins):
-            return Qkv(heads, groups, axis, not joins)
-        case QkvPerRank(heads, groups, axis, sources, targets, source, target):
-            return QkvPerRank(heads, groups, axis, targets, sources, target, source)
+        case Qkv(joins=joins):
+            return replace(operation, joins=not joins)
+        case QkvPerRank(sources=sources, targets=targets, source_degree=source, target_degree=target):
+            return replace(operation, sources=targets, targets=sources, source_degree=target, target_degree=source)
         case Ffn(axis, sources, targets, source, target):
             return Ffn(axis, targets, sources, target, source)

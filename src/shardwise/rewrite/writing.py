@@ -79,6 +79,8 @@ def _fused(operation: Qkv | QkvPerRank | Ffn) -> Iterator[str]:
     if not isinstance(operation, Qkv):
         values |= {"src_tp": operation.source_degree, "dst_tp": operation.target_degree}
     yield from (f"{word}={value}" for word, value in values.items() if value is not None)
+    if not isinstance(operation, Ffn) and operation.sizes is not None:
+        yield f"sizes={_list(operation.sizes)}"
 
 
 def _word(dtype: str | None) -> str:
