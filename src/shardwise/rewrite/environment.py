@@ -5,6 +5,7 @@ from difflib import get_close_matches
 
 from shardwise.plan.state_names import is_state_name, split_state_name
 from shardwise.rewrite.nodes import Node
+from shardwise.rewrite.operations import num_indices
 from shardwise.rewrite.patterns import NameIndex, NamePattern
 from shardwise.rewrite.statements import Statement
 
@@ -92,17 +93,32 @@ class Environment:
         variable = self.variables.get(name)
         return variable is not None and variable.dropped is None
 
+    @property
+    def index(self) -> NameIndex:
+        """The names that there are."""
+        if self._index is None:
+            self._index = NameIndex(name for name, each in self.variables.items() if each.dropped is None)
+        return self._index
+
     def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
         """Return what a pattern stands for: variables that nobody read; where there are none, those that were read.
 
         So a statement does not see what an earlier one used up, and yet two statements can read the same tensors.
         """
-        if self._index is None:
-            self._index = NameIndex(name for name, each in self.variables.items() if each.dropped is None)
         variables = self.variables
-        found = [match for match in self._index.find(pattern) if not variables[match[0]].added]
+        found = [match for match in self.index.find(pattern) if not variables[match[0]].added]
         live = [match for match in found if variables[match[0]].live]
         return live or found
+
+    def nearest(self, pattern: NamePattern) -> str:
+        """Say which variables were perhaps meant by a pattern that stands for none; empty where none were."""
+        self._suggested += 1
+        return self.index.nearest(pattern) if self._suggested <= _SUGGESTED else ""
+
+    def count(self, name: str, statement: Statement) -> int | None:
+        """How many tensors a statement makes of a variable, one for each index of a dim; None: not known."""
+        node = self.variables[name].node
+        return None if node is None else num_indices(statement.operations, statement.left[0].transposed, node.meta)
 
     def absence(self, name: str) -> str:
         """Say that there is no variable of this name, and which was perhaps meant."""

@@ -39,6 +39,8 @@ class Evaluation:
     agree: list[tuple[Node, ...]]
     """Tensors without dims of which the first stands for all."""
     findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What may be wrong, and what was counted."""
     leaning: list[tuple[str, bool, Finding]] = field(default_factory=list)
     """Optimizer state whose kind only parameters with dims tell: key, kind, and what to say if none come out."""
 
@@ -89,6 +91,7 @@ class _Evaluator:
         self.wanted: Mapping[str, TensorMeta] = wanted or {}
         self.wanted_keys = keys_by_parameter(self.wanted)
         self.findings: list[Finding] = []
+        self.notes: list[str] = []
         self.agree: list[tuple[Node, ...]] = []
         self.trace: list[list[Deed]] = []
         self._wanted_index = None if wanted is None else NameIndex(wanted)
@@ -110,7 +113,7 @@ class _Evaluator:
         findings: list[Finding] = []
         for part in task.parts:
             if part.instances is None:
-                made, wrong = expand(statement, self.environment, self._wanted_index)
+                made, wrong = expand(statement, self.environment, self._wanted_index, self.notes)
                 todo.append((part.operations, made))
             else:
                 there, wrong = self._there(statement, part.instances)
@@ -182,5 +185,12 @@ class _Evaluator:
             elif variable.node is not None and (variable.live or name in wanted):
                 outputs[name] = variable.node
         return Evaluation(
-            self.environment, outputs, frozenset(added), self.trace, self.agree, self.findings, self.leaning
+            self.environment,
+            outputs,
+            frozenset(added),
+            self.trace,
+            self.agree,
+            self.findings,
+            self.notes,
+            self.leaning,
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from shardwise.rewrite.degrees import Degrees
+from shardwise.rewrite.degrees import OPEN, Degrees
 from shardwise.rewrite.fusing import fuse, heads_of_fused, heads_of_three, part
 from shardwise.rewrite.kernels import Inverse, Kernel, Refusal, tensor
 from shardwise.rewrite.metas import TensorMeta
@@ -27,7 +27,7 @@ from shardwise.rewrite.statements import (
 )
 from shardwise.rewrite.steps import Arrange, Casts, Permutes, Reshapes, Stacks, Step, Unstacks, inverted
 
-__all__ = ["work_out"]
+__all__ = ["num_indices", "work_out"]
 
 
 def work_out(
@@ -46,6 +46,19 @@ def work_out(
         return _Working(metas, num_results, degrees).through(operations, transposed)
     except Refusal as refusal:
         return refusal.with_traceback(None)
+
+
+def num_indices(operations: Sequence[Operation], transposed: bool, meta: TensorMeta) -> int | None:
+    """Return how many indices the dim has that operations take apart, a tensor each; None where they do not."""
+    at = next((at for at, each in enumerate(operations) if isinstance(each, Unstack)), None)
+    if at is None:
+        return None
+    before = tuple([each for each in operations[:at] if not isinstance(each, Cast)])
+    unstack, kernel = operations[at], work_out(before, (transposed,), (meta,), 1, OPEN)
+    if isinstance(kernel, Refusal) or not isinstance(unstack, Unstack):
+        return None
+    ((shape, *_),) = kernel.results
+    return shape[unstack.axis] if -len(shape) <= unstack.axis < len(shape) else None
 
 
 class _Working:
@@ -350,8 +363,8 @@ class _Working:
                 continue
             if not degree:
                 raise Refusal(
-                    f"the {side} tensor is cut along dim {axis} by layouts, and they do not tell for how many ranks it "
-                    f"is fused: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
+                    f"the {side} tensor is cut along dim {axis} by its layout, and that does not tell for how many "
+                    f"ranks it is fused: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
                     "parallelism that cuts it"
                 )
             yield side, degree

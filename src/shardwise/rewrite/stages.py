@@ -145,10 +145,15 @@ def _known(stages: Sequence[Stage], last: Metas | None) -> list[Metas | None]:
         start = last if stage.inverted else None
         last = None
         if start is not None and place:
-            forward = evaluate([Task.of(each) for each in stage.statements], nodes_of(start))
+            forward = evaluate(_forward(stage), nodes_of(start))
             if not forward.findings:
                 last = {name: node.meta for name, node in forward.outputs.items()}
     return known[::-1]
+
+
+def _forward(stage: Stage) -> list[Task]:
+    """What an inverted stage undoes. Where the names are known to which it leads they tell numbers with gaps too."""
+    return [Task.of(replace(each, gaps=True)) for each in stage.statements]
 
 
 def _tasks(stage: Stage, known: Metas | None, sources: Metas) -> tuple[list[Task], tuple[Finding, ...]]:
@@ -157,7 +162,7 @@ def _tasks(stage: Stage, known: Metas | None, sources: Metas) -> tuple[list[Task
         return [Task.of(each) for each in stage.statements], ()
     unfit: tuple[Finding, ...] = ()
     if known is not None:
-        forward_tasks = [Task.of(each) for each in stage.statements]
+        forward_tasks = _forward(stage)
         forward = Done(forward_tasks, {}, evaluate(forward_tasks, nodes_of(known), sources), ())
         if not forward.evaluation.findings:
             undoing = forward.undoing({})

@@ -207,3 +207,5 @@ class Statement:
     place: Place
     text: str
     """As it was written, for messages; of statements that were derived: as it would be written."""
+    gaps: bool = False
+    """Whether the numbers of a star that stacks may be others than 0, 1, 2 and so on (`gaps=1`)."""

@@ -37,6 +37,8 @@ def text_of(statement: Statement) -> str:
     arguments = [each for operation in operations for each in _arguments(operation)]
     if statement.optional:
         arguments.append("optional=1")
+    if statement.gaps:
+        arguments.append("gaps=1")
     return ", ".join([f"{left} -> {right}", *arguments])
 
 
