@@ -11,18 +11,14 @@ from typing import NamedTuple, TypeAlias
 
 from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.fragments import Shapes, fragments_of, turned
+from shardwise.rewrite.kernels import OPEN, Degrees
 from shardwise.rewrite.layouts import Cut, cuts_along, degree_along
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
 from shardwise.rewrite.statements import Ffn, Operation, QkvPerRank
 from shardwise.rewrite.tiles import Tile, Value
 
-__all__ = ["OPEN", "Degrees", "Fusings", "Laid", "Where", "apart", "said"]
-
-Degrees: TypeAlias = tuple[int | None, int | None]
-"""Of the fused tensor on the left, and of that on the right. None: no layout tells, so 1; 0: layouts do not agree."""
-
-OPEN: Degrees = (None, None)
+__all__ = ["Fusings", "Laid", "Where", "apart", "said"]
 
 Where: TypeAlias = tuple[int, Expanded]
 """Which task of a stage, and which instance."""

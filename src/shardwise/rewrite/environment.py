@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from shardwise.plan.state_names import is_state_name, split_state_name
+from shardwise.rewrite.kernels import OPEN, Refusal
 from shardwise.rewrite.nodes import Node
-from shardwise.rewrite.operations import num_indices
+from shardwise.rewrite.operations import work_out
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Statement
+from shardwise.rewrite.statements import Cast, Statement, Unstack
 
 __all__ = ["Environment", "Variable", "note_key"]
 
@@ -117,8 +118,16 @@ class Environment:
 
     def count(self, name: str, statement: Statement) -> int | None:
         """How many tensors a statement makes of a variable, one for each index of a dim; None: not known."""
-        node = self.variables[name].node
-        return None if node is None else num_indices(statement.operations, statement.left[0].transposed, node.meta)
+        node, operations = self.variables[name].node, statement.operations
+        at = next((at for at, each in enumerate(operations) if isinstance(each, Unstack)), None)
+        if node is None or at is None:
+            return None
+        before = tuple([each for each in operations[:at] if not isinstance(each, Cast)])
+        unstack, kernel = operations[at], work_out(before, (statement.left[0].transposed,), (node.meta,), 1, OPEN)
+        if isinstance(kernel, Refusal) or not isinstance(unstack, Unstack):
+            return None
+        shape = kernel.results[0].shape
+        return shape[unstack.axis] if -len(shape) <= unstack.axis < len(shape) else None
 
     def absence(self, name: str) -> str:
         """Say that there is no variable of this name, and which was perhaps meant."""

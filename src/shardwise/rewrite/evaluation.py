@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardwise.rewrite.deeds import Deed, Task
-from shardwise.rewrite.degrees import Degrees, Fusings, Laid
+from shardwise.rewrite.degrees import Fusings, Laid
 from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.expansion import Expanded, expand
 from shardwise.rewrite.findings import SHOWN, Finding
 from shardwise.rewrite.instances import Carrying
-from shardwise.rewrite.kernels import Kernel, Refusal
+from shardwise.rewrite.kernels import Degrees, Kernel, Refusal
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.operations import work_out

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from shardwise.rewrite.steps import Arrange, Stretch, undone
 
-__all__ = ["fuse", "heads_of_fused", "heads_of_three", "interleaved", "part"]
+__all__ = ["fuse", "heads_of_fused", "heads_of_three", "interleaved", "part", "unlike"]
 
 
 def interleaved(sizes: Sequence[int], parts: int) -> tuple[Stretch, ...]:
@@ -62,3 +62,8 @@ def heads_of_fused(size: int, num_heads: int, num_groups: int) -> tuple[int, int
         return None
     head = size // heads
     return num_heads * head, num_groups * head, num_groups * head
+
+
+def unlike(sizes: tuple[int, ...], num_heads: int, num_groups: int) -> tuple[int, ...] | None:
+    """Return the sizes of query, key and value; None where they are those of heads of one size."""
+    return None if heads_of_fused(sum(sizes), num_heads, num_groups) == sizes else sizes

@@ -6,11 +6,11 @@ from typing import Protocol
 
 from shardwise.plan.state_names import is_state_name, state_name
 from shardwise.rewrite.deeds import Deed
-from shardwise.rewrite.degrees import OPEN, Degrees, Fusings, Laid, Where, apart, said
+from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.findings import SHOWN, Finding
-from shardwise.rewrite.kernels import Kernel, Refusal
+from shardwise.rewrite.kernels import OPEN, Degrees, Kernel, Refusal
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node, apply_kernel
 from shardwise.rewrite.planes import follow, plane_of, undecided, without_casts

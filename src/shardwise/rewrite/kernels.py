@@ -3,13 +3,23 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from shardwise.rewrite.casts import keeps_values
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.statements import Operation
 from shardwise.rewrite.steps import Casts, Step, undone
 
-__all__ = ["Inverse", "Kernel", "Refusal", "tensor"]
+__all__ = ["OPEN", "Degrees", "Inverse", "Kernel", "Refusal", "tensor"]
+
+
+Degrees: TypeAlias = tuple[int | None, int | None]
+"""For how many ranks along `tp` the fused tensor on the left is laid out, and that on the right.
+
+None: no layout tells, so 1. 0: there is a layout, and it does not tell.
+"""
+
+OPEN: Degrees = (None, None)
 
 
 class Refusal(Exception):  # noqa: N818 - it is a verdict that travels upwards, no user sees it

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from shardwise.rewrite.degrees import OPEN, Degrees
-from shardwise.rewrite.fusing import fuse, heads_of_fused, heads_of_three, part
-from shardwise.rewrite.kernels import Inverse, Kernel, Refusal, tensor
+from shardwise.rewrite.fusing import fuse, heads_of_fused, heads_of_three, part, unlike
+from shardwise.rewrite.kernels import Degrees, Inverse, Kernel, Refusal, tensor
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.statements import (
     Cast,
@@ -27,7 +26,7 @@ from shardwise.rewrite.statements import (
 )
 from shardwise.rewrite.steps import Arrange, Casts, Permutes, Reshapes, Stacks, Step, Unstacks, inverted
 
-__all__ = ["num_indices", "work_out"]
+__all__ = ["work_out"]
 
 
 def work_out(
@@ -46,19 +45,6 @@ def work_out(
         return _Working(metas, num_results, degrees).through(operations, transposed)
     except Refusal as refusal:
         return refusal.with_traceback(None)
-
-
-def num_indices(operations: Sequence[Operation], transposed: bool, meta: TensorMeta) -> int | None:
-    """Return how many indices the dim has that operations take apart, a tensor each; None where they do not."""
-    at = next((at for at, each in enumerate(operations) if isinstance(each, Unstack)), None)
-    if at is None:
-        return None
-    before = tuple([each for each in operations[:at] if not isinstance(each, Cast)])
-    unstack, kernel = operations[at], work_out(before, (transposed,), (meta,), 1, OPEN)
-    if isinstance(kernel, Refusal) or not isinstance(unstack, Unstack):
-        return None
-    ((shape, *_),) = kernel.results
-    return shape[unstack.axis] if -len(shape) <= unstack.axis < len(shape) else None
 
 
 class _Working:
@@ -335,12 +321,8 @@ class _Working:
         axis = self._joined_axis(qkv.axis)
         sizes = self._heads(axis, qkv)
         made = fuse if qkv.joins else part
-        back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=self._unlike(sizes, qkv))
+        back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=unlike(sizes, qkv.num_heads, qkv.num_groups))
         self._arrange([made(axis, sizes, qkv.num_groups)], back)
-
-    def _unlike(self, sizes: tuple[int, ...], qkv: Qkv | QkvPerRank) -> tuple[int, ...] | None:
-        """The sizes of query, key and value, where they are not those of heads of one size."""
-        return None if heads_of_fused(sum(sizes), qkv.num_heads, qkv.num_groups) == sizes else sizes
 
     def _qkv_per_rank(self, qkv: QkvPerRank) -> None:
         axis = self._joined_axis(qkv.axis)
@@ -351,7 +333,7 @@ class _Working:
                     f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide num_heads="
                     f"{qkv.num_heads} and num_key_value_groups={qkv.num_groups}"
                 )
-        self._lay(replace(qkv, sizes=self._unlike(sizes, qkv)), axis, sizes)
+        self._lay(replace(qkv, sizes=unlike(sizes, qkv.num_heads, qkv.num_groups)), axis, sizes)
 
     def _degrees(self, operation: Ffn | QkvPerRank, axis: int) -> Iterator[tuple[str, int]]:
         """The degrees of what is fused, with the side on which it is."""
@@ -363,8 +345,8 @@ class _Working:
                 continue
             if not degree:
                 raise Refusal(
-                    f"the {side} tensor is cut along dim {axis} by its layout, and that does not tell for how many "
-                    f"ranks it is fused: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
+                    f"the {side} tensor is cut along dim {axis} by its layout, which does not tell for how many ranks "
+                    f"it is fused: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
                     "parallelism that cuts it"
                 )
             yield side, degree
