@@ -82,7 +82,7 @@ CASES: Mapping[str, Case] = {
         plain=_apart,
     ),
     "experts": Case(
-        text="e.*.w^T -> experts, stack=0",
+        text="e.*.w^T -> experts, stack=0, gaps=1",
         sources={f"e.{number}.w": (4, 6) for number in (0, 1, 2, 10)},
         plain=lambda w: {"experts": torch.stack([w[f"e.{number}.w"].T for number in (0, 1, 2, 10)])},
     ),

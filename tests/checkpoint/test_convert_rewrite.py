@@ -151,7 +151,9 @@ def test_what_is_only_renamed_or_cast_keeps_its_pieces_and_files(tmp_path: Path)
 
 
 def test_the_inverse_finds_in_the_save_what_its_text_does_not_say(tmp_path: Path) -> None:
-    text = "x, y -> xy, axis=0; half -> half, dtype='float32'; e.*.w -> e, stack=0; flat -> flat, reshape='[2,-1]'"
+    text = (
+        "x, y -> xy, axis=0; half -> half, dtype='float32'; e.*.w -> e, stack=0, gaps=1; flat -> flat, reshape='[2,-1]'"
+    )
     before = {
         "x": torch.randn(3, 2),
         "y": torch.randn(4, 2),

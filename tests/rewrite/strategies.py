@@ -256,7 +256,7 @@ def placeholders(writer: Writer) -> None:
         case "pair":
             writer.write(f"{a}, {b}{'^T' * square} -> {g}.$L.$E, axis={writer.number(0, 1)}")
         case "star":
-            writer.write(f"{family}.$L.*.a -> {g}.$L.a, {writer.chosen('axis=0', 'axis=1', 'stack=0')}")
+            writer.write(f"{family}.$L.*.a -> {g}.$L.a, {writer.chosen('axis=0', 'axis=1', 'stack=0, gaps=1')}")
         case _:
             writer.write(f"{a} -> {g}.$L+1.$E.a")
 

@@ -72,7 +72,7 @@ INVERSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"l.0.q": A, "l.1.q": A, "m.7": A},
         ["m.0 -> l.0.q", "m.1 -> l.1.q"],
     ),
-    "star": ("e.*.w -> b, stack=0", {"e.2.w": A, "e.10.w": A}, ["b -> e.2.w, e.10.w, stack=0"]),
+    "star": ("e.*.w -> b, stack=0, gaps=1", {"e.2.w": A, "e.10.w": A}, ["b -> e.2.w, e.10.w, stack=0"]),
     "offset": (
         "m.$LAYER_ID_OFFSET -> m.$LAYER_ID_OFFSET",
         {"m.1": A, "m.2": (3,)},
@@ -84,7 +84,7 @@ INVERSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"q": (8, 2), "k": (4, 2), "v": (4, 2)},
         ["f -> q, k, v, fused_qkv, num_heads=4, num_key_value_groups=2, axis=1, permute='[1,0]'"],
     ),
-    "ffn again": ("x -> x, fused_ffn, src_tp=2", {"x": (1, 8)}, ["x -> x, fused_ffn, axis=1, src_tp=1, dst_tp=2"]),
+    "ffn again": ("x -> x, fused_ffn, src_tp=2", {"x": (1, 8)}, ["x -> x, fused_ffn, axis=1, dst_tp=2"]),
     "drop": ("a -> _", {"a": A, "b": A}, ["_ -> a"]),
     "a part dropped": ("a -> b, c, axis=0; c -> _", {"a": A}, ["b -> _", "_ -> a"]),
     "copies": ("a -> b; a -> c", {"a": A}, ["c -> _", "b -> a"]),
@@ -228,11 +228,7 @@ def test_what_the_text_does_not_tell_comes_from_the_target() -> None:
     with pytest.raises(RewriteError) as refused:
         inverse.check(sources)
     assert "what sizes the 2 parts of c had along dim 0 is not known" in refused.value.problems[0]
-    assert refused.value.problems[1] == (
-        "line 1, column 20: what * stands for is not on the left, and no target is known whose names say it\n"
-        "    f -> e.*, dtype=recorded, stack=0\n"
-        "    ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^"
-    )
+    assert "what dtype f had before it was cast is not known" in refused.value.problems[1]
 
 
 def test_a_target_that_the_rewrite_does_not_fit_is_told_beside_what_the_text_lacks() -> None:

@@ -144,7 +144,7 @@ FORMS: dict[str, tuple[str, dict[str, Shape]]] = {
         {"l.0.e.0.a": (1,), "l.0.e.0.b": (2,), "l.1.e.5.a": (3,), "l.1.e.5.b": (1,)},
     ),
     "star beside a placeholder": (
-        "l.$L.e.*.w -> l.$L.w, stack=0",
+        "l.$L.e.*.w -> l.$L.w, stack=0, gaps=1",
         {"l.0.e.10.w": (2,), "l.0.e.9.w": (2,), "l.1.e.0.w": (3,)},
     ),
     "shift": ("l.$L.w -> l.$L+1.w", {"l.0.w": (1,), "l.1.w": (2,), "l.5.w": (3,)}),

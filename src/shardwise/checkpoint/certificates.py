@@ -1,11 +1,15 @@
-"""Certificates: what was converted comes back, tensor by tensor, to the bit. Or it is said why not."""
+"""Certificates: what was converted comes back, tensor by tensor, to the bit. Or it is said why not.
+
+That proves that a conversion can be undone. What a save was once made of it cannot know: where that is given, as the
+original, what was written is compared with it too.
+"""
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -21,7 +25,7 @@ from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked
 from shardwise.rewrite.casts import holds_nans, keeps_values
 
-__all__ = ["Certificate", "CertifiedTensor", "certify_return"]
+__all__ = ["Certificate", "CertifiedTensor", "ComparedTensor", "certify_return"]
 
 _FORMAT = "shardwise round trip 1"
 
@@ -49,8 +53,21 @@ class CertifiedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedTensor:
+    """A tensor that was written, beside that of this name in the original."""
+
+    name: str
+    sha256: str | None
+    """Of its elements as they were written; None where no tensor of this name was."""
+    original_sha256: str | None
+    """None where the original has no such tensor."""
+    verdict: Literal["equal", "differs", "not written", "not in the original"]
+    """Equal are dtype, shape and every bit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What came back of a conversion."""
+    """What came back of a conversion: the proof that it can be undone. With an original, also how it compares."""
 
     source: str
     """Path or address of what was converted."""
@@ -58,6 +75,16 @@ class Certificate:
     rewrite: str
     """Its statements; empty where there was none."""
     tensors: tuple[CertifiedTensor, ...]
+    is_of_save: bool = False
+    """Whether the source is a save: then what comes back is what it held, whatever that was made of."""
+    original: str = ""
+    """What was compared with what was written; empty where nothing was given."""
+    compared: tuple[ComparedTensor, ...] = ()
+
+    @property
+    def differing(self) -> tuple[ComparedTensor, ...]:
+        """What was written and is not in the original as it is, or the other way round."""
+        return tuple(each for each in self.compared if each.verdict != "equal")
 
     @property
     def lossy(self) -> tuple[CertifiedTensor, ...]:
@@ -67,13 +94,34 @@ class Certificate:
     def __str__(self) -> str:
         lossy = self.lossy
         equal = len(self.tensors) - len(lossy)
-        if not lossy:
-            return f"round trip: all {equal} tensors come back to the bit"
+        if lossy:
+            text = f"{equal} of {len(self.tensors)} tensors come back to the bit; lossy: " + _listed(
+                [f"{each.name} ({each.why})" for each in lossy]
+            )
+        else:
+            text = f"all {equal} tensors come back to the bit"
+        return f"round trip: {text}{self._comparison}"
+
+    @property
+    def _comparison(self) -> str:
+        """What is known of an original, to be appended."""
+        if not self.original:
+            return "; compared with no original" if self.is_of_save else ""
+        differing = self.differing
+        if not differing:
+            return f"; all {len(self.compared)} are as in {self.original}"
+        listed = _listed([f"{each.name} ({each.verdict})" for each in differing])
         return (
-            f"round trip: {equal} of {len(self.tensors)} tensors come back to the bit; lossy: "
-            + "; ".join(f"{each.name} ({each.why})" for each in lossy[:5])
-            + (f" and {len(lossy) - 5} more" if len(lossy) > 5 else "")
+            f"; {len(self.compared) - len(differing)} of {len(self.compared)} are as in {self.original}; not: {listed}"
         )
+
+    @property
+    def proves(self) -> str:
+        """What this proves, in a sentence."""
+        back = "of what was written every tensor of the source can be made again, to the bit where its verdict is equal"
+        if self.original:
+            return f"{back}; what was written is as in the original where its verdict in the comparison is equal"
+        return f"{back}; what the source was made of is not known here" if self.is_of_save else back
 
     def pack(self) -> bytes:
         """As JSON, a line for each tensor."""
@@ -82,6 +130,7 @@ class Certificate:
             "source": self.source,
             "destination": self.destination,
             "rewrite": self.rewrite.splitlines(),
+            "proves": self.proves,
         }
         rows = [
             {
@@ -95,16 +144,38 @@ class Certificate:
             }
             for each in self.tensors
         ]
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-        return f'{json.dumps(head, indent=1)[:-2]},\n "tensors": [\n{lines}\n ]\n}}\n'.encode()
+        tables = {"tensors": rows}
+        if self.original:
+            head["original"] = self.original
+            tables["compared"] = [asdict(each) for each in self.compared]
+        parts = ",\n".join(f' "{key}": [\n{_lines(each)}\n ]' for key, each in tables.items())
+        return f"{json.dumps(head, indent=1)[:-2]},\n{parts}\n}}\n".encode()
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """The first of many, and how many more there are."""
+    return "; ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A line of JSON for each row."""
+    return ",\n".join(f"  {json.dumps(row)}" for row in rows)
 
 
 def certify_return(
-    source: Store, contents: Contents, applied: Applied | None, store: Store, written: Contents, *, location: str
+    source: Store,
+    contents: Contents,
+    applied: Applied | None,
+    store: Store,
+    written: Contents,
+    *,
+    location: str,
+    original: tuple[Store, Contents] | None = None,
 ) -> Certificate:
     """Read both sides, and compare the digests of their tensors.
 
     contents: what was converted, of `source`. written: what `store` holds of it now, and `location` what to call that.
+    original: what the source was once made of, which is compared with what was written.
     Raises CheckpointError, naming them, for tensors that do not come back though the rewrite loses nothing of them.
     """
     trip = _RoundTrip(
@@ -141,7 +212,33 @@ def certify_return(
         for name, digest in digests.items()
     ]
     text = "" if applied is None else str(applied.rewrite)
-    return Certificate(source=contents.location, destination=location, rewrite=text, tensors=tuple(rows))
+    return Certificate(
+        source=contents.location,
+        destination=location,
+        rewrite=text,
+        tensors=tuple(rows),
+        is_of_save=contents.format == "shardwise",
+        original="" if original is None else original[1].location,
+        compared=() if original is None else _compared(store, written, *original),
+    )
+
+
+def _compared(store: Store, written: Contents, source: Store, original: Contents) -> tuple[ComparedTensor, ...]:
+    """What was written beside what the original has, by name."""
+    made, there = _digests(store, as_they_are(written)), _digests(source, as_they_are(original))
+
+    def verdict(name: str) -> Literal["equal", "differs", "not written", "not in the original"]:
+        if name not in made:
+            return "not written"
+        if name not in there:
+            return "not in the original"
+        same = made[name] == there[name] and _kind(written.tensors[name]) == _kind(original.tensors[name])
+        return "equal" if same else "differs"
+
+    return tuple(
+        ComparedTensor(name=name, sha256=made.get(name), original_sha256=there.get(name), verdict=verdict(name))
+        for name in dict.fromkeys([*there, *made])
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

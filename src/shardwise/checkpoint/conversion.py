@@ -42,7 +42,7 @@ from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite
 
-__all__ = ["MAX_SHARD_BYTES", "Conversion", "ConvertReport", "Progress", "Target", "convert", "preview"]
+__all__ = ["MAX_SHARD_BYTES", "Conversion", "ConvertReport", "Progress", "Target", "convert", "original_at", "preview"]
 
 Target = Literal["pieces", "whole", "hf"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of Hugging Face files."""
@@ -92,6 +92,7 @@ def convert(
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     certify: bool = False,
+    original: Address | None = None,
     progress: Progress = lambda done, total: None,
 ) -> ConvertReport:
     """Write the checkpoint at `source`, of any format that `open` reads, to `destination` in another form.
@@ -107,6 +108,8 @@ def convert(
     certify: read everything again afterwards, back through the inverse, and write `round-trip.json` beside the tensors;
         see `Certificate`. What does not come back, though the rewrite loses nothing of it, is an error, and leaves
         neither a save nor a folder.
+    original: what the source was once made of, such as the files of a hub: the certificate says which tensors that are
+        written are the same there.
 
     A save of ours is made by the same rules as `save`: it is the newest of its folder, and older ones stay. It keeps
     step, extra, settings, ties and the words on the layout; what other formats say beside their tensors is its extra.
@@ -120,7 +123,13 @@ def convert(
     _check_target(to)
     check_arguments(rewrite=rewrite, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify})
     store = store_of(source)
-    conversion = Conversion.of(store, read_contents(store, step=step), rewrite, model_only=to == "hf")
+    conversion = Conversion.of(
+        store,
+        read_contents(store, step=step),
+        rewrite,
+        model_only=to == "hf",
+        original=original_at(original, certify=certify),
+    )
     if to == "hf":
         return conversion.to_folder(
             destination, max_shard_bytes=max_shard_bytes, config=None, certify=certify, progress=progress
@@ -155,6 +164,16 @@ def preview(
     return conversion.applied.checked.explain()
 
 
+def original_at(original: Address | None, *, certify: bool) -> tuple[Store, Contents] | None:
+    """The checkpoint with which what is written is compared; None: there is none. Raises CheckpointError."""
+    if original is None:
+        return None
+    if not certify:
+        raise CheckpointError("original= is compared in the certificate, which certify=False leaves out")
+    store = store_of(original)
+    return store, read_contents(store)
+
+
 def _check_target(to: object) -> None:
     """Raise CheckpointError for what nothing can be converted to."""
     if to not in get_args(Target):
@@ -175,10 +194,19 @@ class Conversion:
     """The rewrite, and what it is put to; None without one."""
     outputs: Outputs
     """What is written."""
+    original: tuple[Store, Contents] | None = None
+    """What the source was once made of, where that was given."""
 
     @classmethod
     def of(
-        cls, store: Store, contents: Contents, rewrite: Rewrite | None, *, model_only: bool, config: Any = None
+        cls,
+        store: Store,
+        contents: Contents,
+        rewrite: Rewrite | None,
+        *,
+        model_only: bool,
+        config: Any = None,
+        original: tuple[Store, Contents] | None = None,
     ) -> Self:
         """Prepare it; `config` stands for the source's own configuration of the model.
 
@@ -187,10 +215,10 @@ class Conversion:
         files = model_files(store, contents)
         if rewrite is None:
             outputs = as_they_are(model_of(contents) if model_only else contents)
-            return cls(store=store, contents=contents, files=files, applied=None, outputs=outputs)
+            return cls(store=store, contents=contents, files=files, applied=None, outputs=outputs, original=original)
         applied = Applied.to(contents, rewrite, files.get(CONFIG) if config is None else config, model_only=model_only)
         outputs = rewritten(applied.contents, applied.checked, applied.settings, model_only=model_only)
-        return cls(store=store, contents=contents, files=files, applied=applied, outputs=outputs)
+        return cls(store=store, contents=contents, files=files, applied=applied, outputs=outputs, original=original)
 
     def to_save(
         self,
@@ -259,7 +287,15 @@ class Conversion:
         return self._report(made, files=tuple(added), certificate=certificates[0] if certificates else None)
 
     def _certify(self, store: Store, written: Contents, location: str) -> Certificate:
-        return certify_return(self.store, self.outputs.contents, self.applied, store, written, location=location)
+        return certify_return(
+            self.store,
+            self.outputs.contents,
+            self.applied,
+            store,
+            written,
+            location=location,
+            original=self.original,
+        )
 
     def _report(self, made: Made, *, files: tuple[str, ...], certificate: Certificate | None) -> ConvertReport:
         outputs = self.outputs

@@ -4,7 +4,7 @@ import os
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.arguments import check_arguments
-from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport
+from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport, original_at
 from shardwise.checkpoint.copying import Progress
 from shardwise.checkpoint.foreign import recognise
 from shardwise.checkpoint.model_config import config_at
@@ -54,6 +54,7 @@ def export_hf(
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     certify: bool = True,
+    original: Address | None = None,
     progress: Progress = lambda done, total: None,
 ) -> ConvertReport:
     """Make a folder `out` of Hugging Face files of the model in the checkpoint at `path`, for `from_pretrained`.
@@ -62,7 +63,7 @@ def export_hf(
         the save. Parameters that it was not given come from `config.json`.
     config: what else belongs there: a folder, of which `config.json` and the files of the tokenizer are copied, or a
         configuration file. The default is what `import_hf` has kept.
-    step, max_shard_bytes: see `convert`. certify: see `import_hf`; `round-trip.json` lies beside the files.
+    step, max_shard_bytes, original: see `convert`. certify: see `import_hf`; `round-trip.json` lies beside the files.
 
     The model's tensors are written in the dtype in which they are stored, a tied one once, under its own name. The
     folder must not exist or be empty; it is made whole or not at all, in bounded memory.
@@ -74,5 +75,6 @@ def export_hf(
     store = store_of(path)
     contents = read_contents(store, step=step)
     given = None if config is None else config_at(config)
-    conversion = Conversion.of(store, contents, rewrite, model_only=True, config=given)
+    compared = original_at(original, certify=certify)
+    conversion = Conversion.of(store, contents, rewrite, model_only=True, config=given, original=compared)
     return conversion.to_folder(out, max_shard_bytes=max_shard_bytes, config=config, certify=certify, progress=progress)

@@ -33,6 +33,7 @@ _EXAMPLES: Final[Mapping[str, str]] = {
     "src_dtype": "src_dtype='float16'",
     "dst_dtype": "dst_dtype='float32'",
     "optional": "optional=1",
+    "gaps": "gaps=1",
 }
 
 WORDS: Final = frozenset(_EXAMPLES)
@@ -43,11 +44,13 @@ _COUNTS = ("num_heads", "num_key_value_groups", "src_tp", "dst_tp")
 _LISTS = ("sizes", "permute", "reshape")
 _RECORDABLE = ("sizes", "reshape", "dtype", "dst_dtype")
 _PAIRED = ("src_dtype", "dst_dtype")
-_REPEATABLE = ("permute", "reshape", "dtype")
-"""Operations of their own: each may come again once another has been carried out."""
+_REPEATABLE = ("permute", "reshape")
+"""Operations that may come as often as one likes; a cast again once another operation has been carried out."""
 
-_DETAILS = ("sizes", "num_heads", "num_key_value_groups", "src_tp", "dst_tp", "optional")
+_DETAILS = ("sizes", "num_heads", "num_key_value_groups", "src_tp", "dst_tp", "optional", "gaps")
 """What is said about a statement or about its joint."""
+
+_SWITCHES = {"optional": "a statement that may match nothing", "gaps": "a star whose numbers may have gaps"}
 
 _DTYPES = ", ".join(ITEMSIZE_BYTES)
 _LIST = re.compile(r"\[\s*(?:-?[0-9]{1,18}\s*(?:,\s*-?[0-9]{1,18}\s*)*,?\s*)?\]")
@@ -68,8 +71,8 @@ class Argument:
 
 def operations_of(
     arguments: Sequence[Argument], names: Names, place: Place, parameters: Parameters, faults: Faults
-) -> tuple[tuple[Operation, ...], bool]:
-    """Return the operations of a statement in their order, and whether it is optional."""
+) -> tuple[tuple[Operation, ...], bool, bool]:
+    """Return the operations of a statement in their order, whether it is optional, and whether it allows gaps."""
     given = [each for argument in arguments if (each := _given(argument, parameters, faults)) is not None]
     _find_repeated(given, faults)
     joint_word, joint = joint_of(given, names, place, faults)
@@ -91,14 +94,17 @@ def operations_of(
                 operations.append(joint)
     if cast is not None:
         faults.append((cast.place, _unpaired(cast)))
-    optional = any(each.word == "optional" and each.value == 1 for each in given)
-    of_tensors = [each for each in given if each.word != "optional"]
+    flags = {each.word: each for each in given if each.word in _SWITCHES}
+    optional, gaps = [word in flags and flags[word].value == 1 for word in _SWITCHES]
+    if gaps and not names.stars:
+        faults.append((flags["gaps"].place, f"{flags['gaps'].shown} is about the numbers of a star, and there is none"))
+    of_tensors = [each for each in given if each.word not in _SWITCHES]
     if of_tensors and not (names.left and names.right):
         what = "dropped: '_' takes nothing" if names.left else "added: it keeps the value that it has"
         faults.append(
             (of_tensors[0].place, f"{of_tensors[0].shown} does nothing to a tensor that is {what}; leave it out")
         )
-    return tuple(operations), optional
+    return tuple(operations), optional, gaps
 
 
 def _find_repeated(given: Sequence[Given], faults: Faults) -> None:
@@ -106,7 +112,7 @@ def _find_repeated(given: Sequence[Given], faults: Faults) -> None:
     operation = ""
     for each in given:
         first = before.get(each.word)
-        again = each.word in _PAIRED or (each.word in _REPEATABLE and each.word != operation)
+        again = each.word in (*_PAIRED, *_REPEATABLE) or (each.word == "dtype" and operation != "dtype")
         if first is not None and not again:
             faults.append(
                 (each.place, f"{each.word} is given twice, as {first.shown} and as {each.shown}; give it once")
@@ -205,8 +211,8 @@ def _value(word: str, text: str) -> tuple[int | str | tuple[int, ...] | None, st
     number = int(text)
     if word in _COUNTS and number < 1:
         return None, f"{word} is at least 1"
-    if word == "optional" and number not in (0, 1):
-        return None, "optional is 1 for a statement that may match nothing, else 0"
+    if word in _SWITCHES and number not in (0, 1):
+        return None, f"{word} is 1 for {_SWITCHES[word]}, else 0"
     return number, None
 
 

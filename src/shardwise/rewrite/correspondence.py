@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from operator import mul
 
-from shardwise.rewrite.fragments import Fragment, Shapes, fragments_of
+from shardwise.rewrite.fragments import Fragment, Shapes, fragments_of, turned
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node
-from shardwise.rewrite.tiles import Tile, Value
+from shardwise.rewrite.tiles import Value
 from shardwise.space import Box
-from shardwise.space.boxes import row_major_strides
 
 __all__ = ["Correspondence", "Values"]
 
@@ -117,12 +115,7 @@ class Correspondence:
         found: dict[str, list[Value]] = {}
         for target, node in self._nodes.items():
             shape = node.meta.shape
-            strides = row_major_strides(shape)
-            tiles: dict[str, list[Tile]] = {}
-            for each in self.resolve(target, Box((0,) * len(shape), shape)):
-                base = sum(map(mul, each.first, strides))
-                tile = Tile(each.offset, each.shape, target, base, each.view_strides(strides), each.dtypes)
-                tiles.setdefault(each.other, []).append(tile)
+            tiles = turned(self.resolve(target, Box((0,) * len(shape), shape)), shape, target)
             for source, parts in tiles.items():
                 value = Value(self.sources[source].shape, node.meta.dtype, tuple(parts))
                 found.setdefault(source, []).append(value)

@@ -4,9 +4,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from shardwise.plan.state_names import is_state_name, split_state_name
+from shardwise.rewrite.kernels import OPEN, Refusal
 from shardwise.rewrite.nodes import Node
+from shardwise.rewrite.operations import work_out
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Statement
+from shardwise.rewrite.statements import Cast, Statement, Unstack
 
 __all__ = ["Environment", "Variable", "note_key"]
 
@@ -92,17 +94,40 @@ class Environment:
         variable = self.variables.get(name)
         return variable is not None and variable.dropped is None
 
+    @property
+    def index(self) -> NameIndex:
+        """The names that there are."""
+        if self._index is None:
+            self._index = NameIndex(name for name, each in self.variables.items() if each.dropped is None)
+        return self._index
+
     def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
         """Return what a pattern stands for: variables that nobody read; where there are none, those that were read.
 
         So a statement does not see what an earlier one used up, and yet two statements can read the same tensors.
         """
-        if self._index is None:
-            self._index = NameIndex(name for name, each in self.variables.items() if each.dropped is None)
         variables = self.variables
-        found = [match for match in self._index.find(pattern) if not variables[match[0]].added]
+        found = [match for match in self.index.find(pattern) if not variables[match[0]].added]
         live = [match for match in found if variables[match[0]].live]
         return live or found
+
+    def nearest(self, pattern: NamePattern) -> str:
+        """Say which variables were perhaps meant by a pattern that stands for none; empty where none were."""
+        self._suggested += 1
+        return self.index.nearest(pattern) if self._suggested <= _SUGGESTED else ""
+
+    def count(self, name: str, statement: Statement) -> int | None:
+        """How many tensors a statement makes of a variable, one for each index of a dim; None: not known."""
+        node, operations = self.variables[name].node, statement.operations
+        at = next((at for at, each in enumerate(operations) if isinstance(each, Unstack)), None)
+        if node is None or at is None:
+            return None
+        before = tuple([each for each in operations[:at] if not isinstance(each, Cast)])
+        unstack, kernel = operations[at], work_out(before, (statement.left[0].transposed,), (node.meta,), 1, OPEN)
+        if isinstance(kernel, Refusal) or not isinstance(unstack, Unstack):
+            return None
+        shape = kernel.results[0].shape
+        return shape[unstack.axis] if -len(shape) <= unstack.axis < len(shape) else None
 
     def absence(self, name: str) -> str:
         """Say that there is no variable of this name, and which was perhaps meant."""

@@ -6,13 +6,15 @@ in the end.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from shardwise.rewrite.deeds import Deed, Task
+from shardwise.rewrite.degrees import Fusings, Laid
 from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.expansion import Expanded, expand
 from shardwise.rewrite.findings import SHOWN, Finding
 from shardwise.rewrite.instances import Carrying
-from shardwise.rewrite.kernels import Kernel, Refusal
+from shardwise.rewrite.kernels import Degrees, Kernel, Refusal
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.operations import work_out
@@ -37,6 +39,8 @@ class Evaluation:
     agree: list[tuple[Node, ...]]
     """Tensors without dims of which the first stands for all."""
     findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What may be wrong, and what was counted."""
     leaning: list[tuple[str, bool, Finding]] = field(default_factory=list)
     """Optimizer state whose kind only parameters with dims tell: key, kind, and what to say if none come out."""
 
@@ -51,15 +55,20 @@ def evaluate(
     nodes: Mapping[str, Node],
     wanted: Mapping[str, TensorMeta] | None = None,
     added: Iterable[str] = (),
+    *,
+    laid: Laid = MappingProxyType({}),
+    fusings: Fusings | None = None,
 ) -> Evaluation:
     """Carry tasks out on variables that stand for `nodes`.
 
     `wanted` are the tensors of the target, None where it is not known. They say what stars and placeholders on the
-    right stand for, for which degree a target is fused, and which variables come out although they were read. Whether
-    the outputs are what the target wants is another question. `added` are variables without elements.
+    right stand for, and which variables come out although they were read. Whether the outputs are what the target wants
+    is another question. `added` are variables without elements. `laid` are the degrees that layouts tell; `fusings`
+    notes all that have degrees.
     """
-    evaluator = _Evaluator(Environment(nodes.items(), added), wanted)
-    for task in tasks:
+    evaluator = _Evaluator(Environment(nodes.items(), added), wanted, laid, fusings)
+    for number, task in enumerate(tasks):
+        evaluator.task = number
         evaluator.carry_out(task)
     return evaluator.result()
 
@@ -67,11 +76,22 @@ def evaluate(
 class _Evaluator:
     """Carries tasks out, one after the other."""
 
-    def __init__(self, environment: Environment, wanted: Mapping[str, TensorMeta] | None) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        wanted: Mapping[str, TensorMeta] | None,
+        laid: Laid,
+        fusings: Fusings | None,
+    ) -> None:
         self.environment = environment
+        self.laid = laid
+        self.fusings = fusings
+        self.task = 0
+        """The number of the one that is being carried out."""
         self.wanted: Mapping[str, TensorMeta] = wanted or {}
         self.wanted_keys = keys_by_parameter(self.wanted)
         self.findings: list[Finding] = []
+        self.notes: list[str] = []
         self.agree: list[tuple[Node, ...]] = []
         self.trace: list[list[Deed]] = []
         self._wanted_index = None if wanted is None else NameIndex(wanted)
@@ -93,7 +113,7 @@ class _Evaluator:
         findings: list[Finding] = []
         for part in task.parts:
             if part.instances is None:
-                made, wrong = expand(statement, self.environment, self._wanted_index)
+                made, wrong = expand(statement, self.environment, self._wanted_index, self.notes)
                 todo.append((part.operations, made))
             else:
                 there, wrong = self._there(statement, part.instances)
@@ -141,7 +161,7 @@ class _Evaluator:
         transposed: tuple[bool, ...] | None,
         metas: tuple[TensorMeta, ...],
         num_results: int,
-        degrees: tuple[int, int],
+        degrees: Degrees,
     ) -> Kernel | Refusal:
         """What operations do to tensors of these metas: worked out once."""
         key = (id(operations), transposed, metas, num_results, degrees)
@@ -165,5 +185,12 @@ class _Evaluator:
             elif variable.node is not None and (variable.live or name in wanted):
                 outputs[name] = variable.node
         return Evaluation(
-            self.environment, outputs, frozenset(added), self.trace, self.agree, self.findings, self.leaning
+            self.environment,
+            outputs,
+            frozenset(added),
+            self.trace,
+            self.agree,
+            self.findings,
+            self.notes,
+            self.leaning,
         )

@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 
 from shardwise.rewrite.findings import SHOWN, Finding
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Name, Statement
+from shardwise.rewrite.stars import counted, gap_of
+from shardwise.rewrite.statements import Name, Stack, Statement
 from shardwise.rewrite.steps import inverted
 
 __all__ = ["Expanded", "Names", "expand"]
@@ -41,6 +42,12 @@ class Names(Protocol):
     def absence(self, name: str) -> str:
         """Say in a sentence that no tensor has this name, and what was perhaps meant."""
 
+    def nearest(self, pattern: NamePattern) -> str:
+        """Say which names were perhaps meant by a pattern that stands for none; empty where none were."""
+
+    def count(self, name: str, statement: Statement) -> int | None:
+        """How many tensors a statement makes of one, one for each index of a dim; None: not known."""
+
 
 _Row = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
 """Digits of the placeholders that are bound; then, for each side name that is done, what it stands for."""
@@ -49,14 +56,16 @@ _Groups = dict[tuple[str, ...], tuple[str, ...]]
 """Digits of a pattern's variables -> the names it stands for, several for a star."""
 
 
-def expand(statement: Statement, names: Names, wanted: NameIndex | None) -> tuple[list[Expanded], list[Finding]]:
+def expand(
+    statement: Statement, names: Names, wanted: NameIndex | None, notes: list[str] | None = None
+) -> tuple[list[Expanded], list[Finding]]:
     """Return the instances of a statement, in the order of the names, and what is wrong.
 
-    `wanted` are the target's names, None where no target is known.
+    `wanted` are the target's names, None where no target is known. To `notes` is added what may be wrong.
     """
     if all(name.plain is not None for name in (*statement.left, *statement.right)):
         return _expand_plain(statement, names)
-    expansion = _Expansion(statement, names, wanted)
+    expansion = _Expansion(statement, names, wanted, [] if notes is None else notes)
     return expansion.instances(), expansion.findings
 
 
@@ -75,9 +84,10 @@ def _expand_plain(statement: Statement, names: Names) -> tuple[list[Expanded], l
 class _Expansion:
     """The expansion of one statement with patterns."""
 
-    def __init__(self, statement: Statement, names: Names, wanted: NameIndex | None) -> None:
+    def __init__(self, statement: Statement, names: Names, wanted: NameIndex | None, notes: list[str]) -> None:
         self.statement = statement
         self.names = names
+        self.notes = notes
         self.wanted = wanted
         self.findings: list[Finding] = []
         self.left = [NamePattern(name) for name in statement.left]
@@ -162,6 +172,8 @@ class _Expansion:
         if empty:
             if not self.statement.optional or len(empty) < len(groups):
                 self._find_empty(empty)
+            else:
+                self._note_near(empty)
             return []
         order = sorted(range(len(self.left)), key=lambda place: -len(self.left[place].variables))
         first = self.left[order[0]]
@@ -178,14 +190,35 @@ class _Expansion:
             if name.plain is not None:
                 self._find(name, self.names.absence(name.plain))
             else:
-                hint = "" if self.statement.optional else "; write optional=1 if that may be"
-                self._find(name, f"no tensor has a name like {pattern.text}{hint}")
+                near = self.names.nearest(pattern) or (
+                    "" if self.statement.optional else "write optional=1 if that may be"
+                )
+                self._find(name, f"no tensor has a name like {pattern.text}" + (f"; {near}" if near else ""))
+
+    def _note_near(self, empty: Iterable[tuple[Name, NamePattern]]) -> None:
+        """Note that a statement that may match nothing does so, and yet there are names like those that it asks for."""
+        for name, pattern in empty:
+            if name.plain is None and (near := self.names.nearest(pattern)):
+                line = self.statement.place.line
+                self.notes.append(f"line {line}: {pattern.text} stands for nothing, which optional=1 allows; {near}")
 
     def _groups(self, name: Name, pattern: NamePattern) -> _Groups:
         """What a left name stands for."""
         if name.plain is not None:
             return {(): (name.plain,)} if self.names.exists(name.plain) else {}
-        return self._grouped(name, pattern, self.names.find(pattern))
+        groups = self._grouped(name, pattern, self.names.find(pattern))
+        if pattern.star is not None and groups:
+            self._look_at_star(name, pattern, groups)
+        return groups
+
+    def _look_at_star(self, name: Name, pattern: NamePattern, groups: _Groups) -> None:
+        """Note how many names a star stands for; what its numbers lack is a finding where it stacks."""
+        gaps = [gap for bindings, found in groups.items() if (gap := gap_of(pattern, bindings, found))]
+        stacks = any(isinstance(each, Stack) for each in self.statement.operations)
+        if stacks and not self.statement.gaps:
+            self._find_all(name, [f"{gap}; write gaps=1 if numbers may be missing" for gap in gaps])
+        line = self.statement.place.line
+        self.notes.append(f"line {line}: {counted(pattern, groups)}" + "".join(f"; {gap}" for gap in gaps[:SHOWN]))
 
     def _grouped(self, name: Name, pattern: NamePattern, found: list[tuple[str, tuple[str, ...], str]]) -> _Groups:
         """Matches by the digits of the placeholders; those of a star in numeric order."""
@@ -271,26 +304,38 @@ class _Expansion:
         """Rows with what a right name stands for in the target; and which row each comes of."""
         unbound = [f"${variable}" for variable in pattern.variables if variable not in self.bound]
         what = " and ".join([*unbound, *(["*"] if pattern.star is not None else [])])
-        if self.wanted is None:
+        if self.wanted is None and not any(self._counted(pattern, bindings, done) for bindings, done in rows):
             self._find(name, f"what {what} stands for is not on the left, and no target is known whose names say it")
             return [], []
-        groups = self._grouped(name, pattern, self.wanted.find(pattern))
+        groups = {} if self.wanted is None else self._grouped(name, pattern, self.wanted.find(pattern))
         fresh = [place for place, variable in enumerate(pattern.variables) if variable not in self.bound]
         partners, key_of = self._partners(pattern, groups, fresh)
         joined: list[_Row] = []
         origins = []
-        lonely = []
+        lonely: list[str] = []
         for origin, (bindings, done) in enumerate(rows):
-            matches = partners.get(key_of(bindings), [])
+            matches = partners.get(key_of(bindings), []) or self._counted(pattern, bindings, done)
             if not matches and not (self.statement.optional and not self.statement.left):
-                lonely.append(
-                    f"the target has no name like {_shown(pattern, dict(zip(self.bound, bindings, strict=True)))}"
-                )
+                near = self.wanted.nearest(pattern) if self.wanted is not None and not (groups or lonely) else ""
+                like = _shown(pattern, dict(zip(self.bound, bindings, strict=True)))
+                lonely.append(f"the target has no name like {like}" + (f"; {near}" if near else ""))
             joined.extend([((*bindings, *extra), (*done, found)) for extra, found in matches])
             origins.extend([origin] * len(matches))
         self._find_all(name, lonely)
         self.bound = (*self.bound, *[pattern.variables[place] for place in fresh])
         return joined, origins
+
+    def _counted(
+        self, pattern: NamePattern, bindings: Sequence[str], done: Sequence[tuple[str, ...]]
+    ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """What the star of a right name stands for in a row where no target says it: the indices of a dim that goes."""
+        if pattern.star is None or self.statement.gaps or not self.statement.left:
+            return []
+        if not all(variable in self.bound for variable in pattern.variables):
+            return []
+        digits = [bindings[self.bound.index(variable)] for variable in pattern.variables]
+        names = [pattern.fill(digits, str(at)) for at in range(self.names.count(done[0][0], self.statement) or 0)]
+        return [((), tuple([each for each in names if each is not None]))] if names else []
 
 
 def _shown(pattern: NamePattern, known: dict[str, str]) -> str:

@@ -6,13 +6,14 @@ value was reshaped, and then as few as the boxes allow.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.tiles import Tile, Value
 from shardwise.space.boxes import index_of_element, row_major_strides
 
-__all__ = ["Fragment", "Shapes", "fragments_of"]
+__all__ = ["Fragment", "Shapes", "fragments_of", "turned"]
 
 
 class Fragment(NamedTuple):
@@ -86,6 +87,17 @@ def fragments_of(tiles: Iterable[Tile], shapes: Shapes) -> list[Fragment]:
         ]
         found += _boxes(tile, shape, strides, tile.base, tile.offset, loops)
     return found
+
+
+def turned(fragments: Iterable[Fragment], shape: tuple[int, ...], name: str) -> dict[str, list[Tile]]:
+    """For each other tensor its boxes, as tiles whose source is the tensor asked about: `name`, of this shape."""
+    strides = row_major_strides(shape)
+    tiles: dict[str, list[Tile]] = {}
+    for each in fragments:
+        base = sum(map(mul, each.first, strides))
+        tile = Tile(each.offset, each.shape, name, base, each.view_strides(strides), each.dtypes)
+        tiles.setdefault(each.other, []).append(tile)
+    return tiles
 
 
 def _boxes(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from shardwise.rewrite.steps import Arrange, Stretch, undone
 
-__all__ = ["fuse", "heads_of_fused", "heads_of_three", "interleaved", "part"]
+__all__ = ["fuse", "heads_of_fused", "heads_of_three", "interleaved", "part", "unlike"]
 
 
 def interleaved(sizes: Sequence[int], parts: int) -> tuple[Stretch, ...]:
@@ -39,15 +39,18 @@ def part(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
 
 
 def heads_of_three(sizes: Sequence[int], num_heads: int, num_groups: int) -> str | None:
-    """Say why query, key and value of these sizes do not consist of so many heads of one size; None where they do."""
+    """Say why query, key and value of these sizes do not consist of so many heads; None where they do.
+
+    Query and key have heads of one size; those of value may have another.
+    """
     query, key, value = sizes
     for what, size, heads in (("query", query, num_heads), ("key", key, num_groups), ("value", value, num_groups)):
         if size % heads:
             return f"the {what} has {size}, which {heads} heads do not divide"
-    if not query // num_heads == key // num_groups == value // num_groups:
+    if query // num_heads != key // num_groups:
         return (
-            f"query heads have size {query // num_heads}, key heads {key // num_groups}, value heads "
-            f"{value // num_groups}: all must be equal; check num_heads={num_heads}, num_key_value_groups={num_groups}"
+            f"query heads have size {query // num_heads}, key heads {key // num_groups}, and they must be equal; check "
+            f"num_heads={num_heads}, num_key_value_groups={num_groups}"
         )
     return None
 
@@ -59,3 +62,8 @@ def heads_of_fused(size: int, num_heads: int, num_groups: int) -> tuple[int, int
         return None
     head = size // heads
     return num_heads * head, num_groups * head, num_groups * head
+
+
+def unlike(sizes: tuple[int, ...], num_heads: int, num_groups: int) -> tuple[int, ...] | None:
+    """Return the sizes of query, key and value; None where they are those of heads of one size."""
+    return None if heads_of_fused(sum(sizes), num_heads, num_groups) == sizes else sizes

@@ -6,15 +6,15 @@ from typing import Protocol
 
 from shardwise.plan.state_names import is_state_name, state_name
 from shardwise.rewrite.deeds import Deed
-from shardwise.rewrite.degrees import degrees_of
+from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.findings import SHOWN, Finding
-from shardwise.rewrite.kernels import Kernel, Refusal
+from shardwise.rewrite.kernels import OPEN, Degrees, Kernel, Refusal
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node, apply_kernel
 from shardwise.rewrite.planes import follow, plane_of, undecided, without_casts
-from shardwise.rewrite.statements import Ffn, Operation, QkvPerRank, Statement
+from shardwise.rewrite.statements import Operation, Statement
 
 __all__ = ["Carrying", "Evaluator"]
 
@@ -28,6 +28,9 @@ class Evaluator(Protocol):
     findings: list[Finding]
     agree: list[tuple[Node, ...]]
     leaning: list[tuple[str, bool, Finding]]
+    fusings: Fusings | None
+    laid: Laid
+    task: int
 
     def scalar(self, key: str) -> bool | None:
         """Whether optimizer state is one value for a parameter, as far as the sources tell."""
@@ -38,7 +41,7 @@ class Evaluator(Protocol):
         transposed: tuple[bool, ...] | None,
         metas: tuple[TensorMeta, ...],
         num_results: int,
-        degrees: tuple[int, int],
+        degrees: Degrees,
     ) -> Kernel | Refusal:
         """What operations do to tensors of these metas."""
 
@@ -52,7 +55,9 @@ class Carrying:
         self._statement = statement
         self._operations: tuple[Operation, ...] = ()
         self._along: tuple[Operation, ...] = ()
-        self._degreed = False
+        self._apart = self._along_apart = apart(())
+        self._said = OPEN
+        self._laid: Laid = {}
         self._deeds = deeds
         self._writings: list[Variable] = []
         """What is written when all have read."""
@@ -66,7 +71,9 @@ class Carrying:
         for operations, instances in parts:
             self._operations = operations
             self._along = without_casts(operations)
-            self._degreed = any(isinstance(each, Ffn | QkvPerRank) for each in operations)
+            self._apart, self._along_apart = apart(operations), apart(self._along)
+            self._said = said(self._apart)
+            self._laid = self._evaluator.laid if self._apart[1] else {}
             self._carry_out(instances)
         self._write()
         self._report()
@@ -98,10 +105,10 @@ class Carrying:
                 self._writings.append(variable)
                 self._writers.append(expanded)
 
-    def _take(self, expanded: Expanded, read: tuple[Variable, ...]) -> tuple[tuple[int, int], tuple[Node, ...]]:
+    def _take(self, expanded: Expanded, read: tuple[Variable, ...]) -> tuple[Degrees, tuple[Node, ...]]:
         """Do what is to be done with the tensors; return the degrees that this needed, and what is made of them."""
         left, right, transposed = expanded
-        degrees = (1, 1)
+        degrees = self._said
         made: tuple[Node, ...] = ()
         if not right:
             self._drop(read)
@@ -115,9 +122,7 @@ class Carrying:
             if nodes is None:
                 self._write_unknown(expanded, right)
                 return degrees, made
-            if self._degreed:
-                wanted = self._evaluator.wanted.get(right[0])
-                degrees = degrees_of(self._operations, bool(transposed and transposed[0]), nodes[0].meta, wanted)
+            degrees = self._laid.get((self._evaluator.task, expanded), degrees)
             made = self._compute(expanded, read, right, nodes, degrees, along=False)
         return degrees, made
 
@@ -144,7 +149,7 @@ class Carrying:
         read: tuple[Variable, ...],
         right: Sequence[str],
         nodes: tuple[Node, ...],
-        degrees: tuple[int, int],
+        degrees: Degrees,
         *,
         along: bool,
     ) -> tuple[Node, ...]:
@@ -159,9 +164,41 @@ class Carrying:
             self._refuse(kernel.of([variable.name for variable in read]), expanded, alike=kernel.text)
             self._write_unknown(expanded, right)
             return ()
-        made = apply_kernel(kernel, nodes) if kernel.steps else nodes
-        self._do(expanded, read, right, made, kernel if kernel.steps else None, along)
+        if self._evaluator.fusings is not None and self._apart[1]:
+            where = None if along else (self._evaluator.task, expanded)
+            made = self._stand_in(self._evaluator.fusings, where, expanded, nodes, along)
+        else:
+            made = apply_kernel(kernel, nodes) if kernel.steps else nodes
+        self._do(expanded, read, right, made, None if kernel.does_nothing else kernel, along)
         return made
+
+    def _stand_in(
+        self, fusings: Fusings, where: Where | None, expanded: Expanded, nodes: tuple[Node, ...], along: bool
+    ) -> tuple[Node, ...]:
+        """What stands for the tensors that operations make, while it is not known for how many ranks."""
+        before, operation, after = self._along_apart if along else self._apart
+        inputs = self._changed(before, expanded.transposed, nodes)
+        made = self._fitting(operation, None, inputs, len(expanded.right)).results
+        return self._changed(after, None, fusings.take(where, operation[0], inputs, made))
+
+    def _changed(
+        self, operations: tuple[Operation, ...], transposed: tuple[bool, ...] | None, nodes: tuple[Node, ...]
+    ) -> tuple[Node, ...]:
+        """What operations make of each of some nodes."""
+        kernel = self._fitting(operations, transposed, nodes, len(nodes))
+        return apply_kernel(kernel, nodes) if kernel.steps else nodes
+
+    def _fitting(
+        self,
+        operations: tuple[Operation, ...],
+        transposed: tuple[bool, ...] | None,
+        nodes: tuple[Node, ...],
+        num_results: int,
+    ) -> Kernel:
+        metas = tuple([node.meta for node in nodes])
+        kernel = self._evaluator.kernel(operations, transposed, metas, num_results, OPEN)
+        assert isinstance(kernel, Kernel), "operations that fit together fit one after the other"
+        return kernel
 
     def _do(
         self,
@@ -189,7 +226,7 @@ class Carrying:
         expanded: Expanded,
         parameters: Sequence[Variable],
         key: str,
-        degrees: tuple[int, int],
+        degrees: Degrees,
         made: tuple[Node, ...],
     ) -> None:
         """Do with the state under one key what is done with the parameters, of which `made` was made."""
@@ -227,7 +264,7 @@ class Carrying:
         key: str,
         states: tuple[Variable, ...],
         tensors: tuple[Node, ...],
-        degrees: tuple[int, int],
+        degrees: Degrees,
         made: tuple[Node, ...],
     ) -> None:
         """Decide what becomes of the state that all parameters have, and write it."""

@@ -125,7 +125,7 @@ def _find_strays(once: Mapping[str, Given], asked: Sequence[Given], names: Names
             faults.append(
                 (once[each].place, f"{once[each].shown} says something about {' or '.join(owners)}, which is not given")
             )
-    if "sizes" in once and word != "axis":
+    if "sizes" in once and word not in ("axis", *_BELONGS["num_heads"]):
         why = f"{word} has none" if word else "give the dim as axis=..."
         faults.append((once["sizes"].place, f"{once['sizes'].shown} says where a dim is cut or joined; {why}"))
 
@@ -212,9 +212,21 @@ def _fused(flag: Given, once: Mapping[str, Given], names: Names, faults: Faults)
     heads = _heads(flag, once, faults)
     if heads is None:
         return None
+    sizes = _sizes_of_three(once, faults)
     if flag.word == "fused_qkv":
-        return Qkv(*heads, axis, joins=left == 3)
-    return QkvPerRank(*heads, axis, left, right, source, target)
+        return Qkv(*heads, axis, joins=left == 3, sizes=sizes)
+    return QkvPerRank(*heads, axis, left, right, source, target, sizes)
+
+
+def _sizes_of_three(once: Mapping[str, Given], faults: Faults) -> tuple[int, ...] | None:
+    """The sizes of query, key and value, where they are said."""
+    given = once.get("sizes")
+    if given is None or given.value is None:
+        return None
+    if not isinstance(given.value, tuple) or len(given.value) != 3:
+        faults.append((given.place, f"{given.shown} is not three sizes; give those of query, key and value"))
+        return None
+    return given.value
 
 
 def _listed(forms: Mapping[tuple[int, int], str]) -> str:

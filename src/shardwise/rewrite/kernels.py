@@ -3,13 +3,23 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from shardwise.rewrite.casts import keeps_values
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.statements import Operation
 from shardwise.rewrite.steps import Casts, Step, undone
 
-__all__ = ["Inverse", "Kernel", "Refusal", "tensor"]
+__all__ = ["OPEN", "Degrees", "Inverse", "Kernel", "Refusal", "tensor"]
+
+
+Degrees: TypeAlias = tuple[int | None, int | None]
+"""For how many ranks along `tp` the fused tensor on the left is laid out, and that on the right.
+
+None: no layout tells, so 1. 0: there is a layout, and it does not tell.
+"""
+
+OPEN: Degrees = (None, None)
 
 
 class Refusal(Exception):  # noqa: N818 - it is a verdict that travels upwards, no user sees it
@@ -70,6 +80,11 @@ class Kernel:
         self.proved = False
         """Whether it was shown that `undo` leads back."""
         self._undoing: dict[Kernel, bool] = {}
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether there is nothing to undo either: what is laid out as it was may be laid out anew on the way back."""
+        return not self.steps and self.inverse.joint is None
 
     def undone_by(self, other: "Kernel") -> bool:
         """Whether another kernel, on what this made, does nothing but lead back; casts that lost something do not."""

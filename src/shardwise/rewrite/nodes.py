@@ -68,6 +68,11 @@ class Form:
                 made._value = value
 
     @property
+    def is_source(self) -> bool:
+        """Whether this is a tensor that was there."""
+        return self._parts is None
+
+    @property
     def used(self) -> frozenset[int]:
         """The numbers of the sources of which elements are there."""
         return frozenset([int(tile.source) for tile in self.value.tiles])

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from shardwise.rewrite.fusing import fuse, heads_of_fused, heads_of_three, part
-from shardwise.rewrite.kernels import Inverse, Kernel, Refusal, tensor
+from shardwise.rewrite.fusing import fuse, heads_of_fused, heads_of_three, part, unlike
+from shardwise.rewrite.kernels import Degrees, Inverse, Kernel, Refusal, tensor
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.statements import (
     Cast,
@@ -34,12 +34,12 @@ def work_out(
     transposed: Sequence[bool],
     metas: Sequence[TensorMeta],
     num_results: int,
-    degrees: tuple[int, int],
+    degrees: Degrees,
 ) -> Kernel | Refusal:
     """Return what operations do to tensors with these metas, or why they do not fit.
 
-    `transposed` tells of each tensor whether all its dims are reversed first; `degrees` are the tensor-parallel degrees
-    of a fused left and of a fused right tensor, for the operations that need them.
+    `transposed` tells of each tensor whether all its dims are reversed first; `degrees` are for how many ranks a fused
+    left and a fused right tensor are laid out. A degree that is not known (None) is 1, and stays open on the way back.
     """
     try:
         return _Working(metas, num_results, degrees).through(operations, transposed)
@@ -50,7 +50,7 @@ def work_out(
 class _Working:
     """Shapes and dtypes while operations are gone through from left to right."""
 
-    def __init__(self, metas: Sequence[TensorMeta], num_results: int, degrees: tuple[int, int]) -> None:
+    def __init__(self, metas: Sequence[TensorMeta], num_results: int, degrees: Degrees) -> None:
         self.shapes = [meta.shape for meta in metas]
         self.dtypes = [meta.dtype for meta in metas]
         self.num_results = num_results
@@ -286,21 +286,31 @@ class _Working:
         self.shapes = [part] * self.num_results
         self.dtypes = self.dtypes * self.num_results
 
-    def _heads(self, axis: int, num_heads: int, num_groups: int) -> tuple[int, ...]:
+    def _heads(self, axis: int, qkv: Qkv | QkvPerRank) -> tuple[int, ...]:
         """Sizes of query, key and value along the axis, whether they are fused or not."""
-        if len(self.shapes) == 1:
-            size = self.shapes[0][axis]
-            sizes = heads_of_fused(size, num_heads, num_groups)
-            if sizes is None:
+        num_heads, num_groups = qkv.num_heads, qkv.num_groups
+        there = self._sizes(axis)
+        by_size = heads_of_fused(sum(there), num_heads, num_groups)
+        if len(there) == 1 and qkv.sizes is None:
+            if by_size is None:
                 raise Refusal(
-                    f"{self._named(0)} has size {size} along dim {axis}, which its {num_heads} query heads and twice "
-                    f"{num_groups} key-value heads do not divide: check axis=, num_heads= and num_key_value_groups="
+                    f"{self._named(0)} has size {there[0]} along dim {axis}, which its {num_heads} query heads and "
+                    f"twice {num_groups} key-value heads do not divide: check axis=, num_heads= and "
+                    f"num_key_value_groups=, or say what query, key and value have by sizes='[..]'"
                 )
-            return sizes
-        wrong = heads_of_three(self._sizes(axis), num_heads, num_groups)
+            return by_size
+        sizes = there if qkv.sizes is None else qkv.sizes
+        if sizes != there and (sum(sizes),) != there:
+            raise Refusal(f"sizes says {list(sizes)} along dim {axis}, but there is {' and '.join(map(str, there))}")
+        wrong = heads_of_three(sizes, num_heads, num_groups)
         if wrong is not None:
             raise Refusal(f"along dim {axis}, {wrong}")
-        return self._sizes(axis)
+        if qkv.sizes is None and by_size not in (None, sizes):
+            raise Refusal(
+                f"along dim {axis}, value heads have another size than key heads, and the fused tensor could also "
+                f"consist of heads of one size: say sizes='{list(sizes)}', so that it can be parted again"
+            )
+        return sizes
 
     def _joined_axis(self, axis: int | None) -> int:
         found = self._axis(0, axis)
@@ -309,20 +319,21 @@ class _Working:
 
     def _qkv(self, qkv: Qkv) -> None:
         axis = self._joined_axis(qkv.axis)
-        sizes = self._heads(axis, qkv.num_heads, qkv.num_groups)
+        sizes = self._heads(axis, qkv)
         made = fuse if qkv.joins else part
-        self._arrange([made(axis, sizes, qkv.num_groups)], replace(qkv, axis=axis, joins=not qkv.joins))
+        back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=unlike(sizes, qkv.num_heads, qkv.num_groups))
+        self._arrange([made(axis, sizes, qkv.num_groups)], back)
 
     def _qkv_per_rank(self, qkv: QkvPerRank) -> None:
         axis = self._joined_axis(qkv.axis)
-        sizes = self._heads(axis, qkv.num_heads, qkv.num_groups)
+        sizes = self._heads(axis, qkv)
         for side, degree in self._degrees(qkv, axis):
             if qkv.num_heads % degree or qkv.num_groups % degree:
                 raise Refusal(
                     f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide num_heads="
                     f"{qkv.num_heads} and num_key_value_groups={qkv.num_groups}"
                 )
-        self._lay(qkv, axis, sizes)
+        self._lay(replace(qkv, sizes=unlike(sizes, qkv.num_heads, qkv.num_groups)), axis, sizes)
 
     def _degrees(self, operation: Ffn | QkvPerRank, axis: int) -> Iterator[tuple[str, int]]:
         """The degrees of what is fused, with the side on which it is."""
@@ -330,12 +341,12 @@ class _Working:
             ("left", "src_tp", operation.sources, self.source_degree),
             ("right", "dst_tp", operation.targets, self.target_degree),
         ):
-            if count != 1:
+            if count != 1 or degree is None:
                 continue
             if not degree:
                 raise Refusal(
-                    f"the {side} tensor is cut along dim {axis} by its layout, and it is not known whether by tensor "
-                    f"parallelism: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
+                    f"the {side} tensor is cut along dim {axis} by its layout, which does not tell for how many ranks "
+                    f"it is fused: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
                     "parallelism that cuts it"
                 )
             yield side, degree
@@ -365,11 +376,13 @@ class _Working:
         sources, targets = operation.sources, operation.targets
         left = self.source_degree if sources == 1 else None
         right = self.target_degree if targets == 1 else None
-        if left == right:
-            return
-        steps = [part(axis, sizes, left)] if left is not None else []
-        steps += [fuse(axis, sizes, right)] if right is not None else []
         back = replace(operation, axis=axis, sources=targets, targets=sources, source_degree=right, target_degree=left)
+        if sources == targets and (left or 1) == (right or 1):
+            if left is None or right is None:
+                self._join([], back)
+            return
+        steps = [part(axis, sizes, left or 1)] if sources == 1 else []
+        steps += [fuse(axis, sizes, right or 1)] if targets == 1 else []
         self._arrange(steps, back)
 
 

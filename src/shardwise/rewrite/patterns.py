@@ -7,6 +7,7 @@ replaced by a mark. A pattern can only match names of its own skeleton; those ar
 import re
 from collections.abc import Iterable, Sequence
 from decimal import MAX_EMAX, Context, Decimal
+from difflib import get_close_matches
 
 from shardwise.rewrite.statements import Name, Number, Star
 
@@ -15,6 +16,12 @@ __all__ = ["NameIndex", "NamePattern", "shifted"]
 _DIGITS = re.compile("[0-9]+")
 _MARK = "\0"
 """In skeletons in place of digits: no name holds it."""
+
+_CLOSE = 0.8
+"""How much of two names that are alike but for their numbers has to agree for one to be meant by the other."""
+
+_COMPARED = 4000
+"""Kinds of names among which one that was perhaps meant is looked for."""
 
 _SHORT = 18
 """Runs of more digits are shifted as decimals: Python reads no integers of more than a few thousand digits."""
@@ -136,6 +143,12 @@ class NamePattern:
                 return None
         return tuple(found.values()), star
 
+    def star_in(self, name: str) -> str:
+        """The digits of the star in a name that this stands for."""
+        found = self.read(_DIGITS.findall(name))
+        assert found is not None
+        return found[1]
+
 
 def _runs_of(name: Name) -> list[list[str | Number | Star]]:
     """The runs of digits of a name: text and placeholders that stand side by side are one run."""
@@ -211,6 +224,18 @@ class NameIndex:
     def remove(self, name: str) -> None:
         """Let `name`, which is there, not be found any more."""
         self._buckets[_DIGITS.sub(_MARK, name)].remove(name)
+
+    def nearest(self, pattern: NamePattern) -> str:
+        """Say which names are spelled nearly as those that a pattern stands for; empty where none are."""
+        kinds = [each for each, bucket in self._buckets.items() if bucket.names]
+        if len(kinds) > _COMPARED:
+            tail = pattern.skeleton.rpartition(".")[2]
+            kinds = [each for each in kinds if each.endswith(tail)][:_COMPARED]
+        close = get_close_matches(pattern.skeleton, kinds, n=1, cutoff=_CLOSE)
+        if not close:
+            return ""
+        first, *more = self._buckets[close[0]].names
+        return f"there is {first}" + (f" (and {len(more)} more like it)" if more else "")
 
     def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
         """Return (name, digits of the pattern's variables, digits of its star) of every name that it stands for."""

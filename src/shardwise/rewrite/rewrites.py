@@ -283,6 +283,8 @@ class Checked(Correspondence):
         """Sources of which nothing is used, as the rewrite says (`a -> _`)."""
         self.losses = tuple([loss for each in proved for loss in each.undoing.losses])
         """What cannot be undone, in words."""
+        self.notes = tuple([note for each in proved for note in each.done.evaluation.notes])
+        """What may be wrong though all fits: how many names a star stands for, what matched nothing, in words."""
         sources = {name: meta for name, meta in proved[0].done.metas.items() if name not in aliases}
         super().__init__(sources=sources, nodes=nodes, aliases=aliases)
 
@@ -300,8 +302,8 @@ class Checked(Correspondence):
         return Rewrite._made(texts, stages)
 
     def explain(self) -> str:
-        """Return a table of what becomes of what: target, box, source, box, operations."""
-        return explain(self)
+        """Return a table of what becomes of what: target, box, source, box, operations; and the notes under it."""
+        return "\n".join([explain(self), *[f"note: {each}" for each in self.notes]])
 
 
 def _undoing(proved: Proved) -> tuple[Statement, ...]:

@@ -3,11 +3,13 @@
 A composed rewrite has several stages: each sees only what the one before gives out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from shardwise.errors import RewriteError
 from shardwise.rewrite.deeds import Deed, Task
+from shardwise.rewrite.degrees import Fusings, Laid, apart
 from shardwise.rewrite.evaluation import Evaluation, evaluate
 from shardwise.rewrite.findings import Finding
 from shardwise.rewrite.inversion import Undoing, undo
@@ -50,7 +52,7 @@ class Stage:
 class Done:
     """A stage that was carried out."""
 
-    tasks: Sequence[Task]
+    tasks: list[Task]
     sources: Mapping[str, Node]
     evaluation: Evaluation
     unfit: tuple[Finding, ...]
@@ -87,19 +89,51 @@ def carry_out(stages: Sequence[Stage], sources: Metas, wanted: Metas | None, rec
     stages lead back. Raises RewriteError where an inverted stage would lose something.
     """
     known = _known(stages, recorded or wanted)
-    nodes = nodes_of(sources)
+    if not _asks_layouts(stages, sources, wanted):
+        return list(_carried_out(stages, nodes_of(sources), known, wanted))
+    # Once to see which way fused tensors go, and again with the degrees that layouts tell then.
+    fusings = Fusings()
+    first = list(_carried_out(stages, nodes_of(sources), known, wanted, fusings=fusings))
+    laid = fusings.laid(first[-1].evaluation.outputs if len(first) == len(stages) else {}, sources, wanted or {})
+    return list(_carried_out(stages, nodes_of(sources), known, wanted, laid=laid, before=first))
+
+
+def _asks_layouts(stages: Sequence[Stage], sources: Metas, wanted: Metas | None) -> bool:
+    """Whether there are statements that lay tensors out for ranks and layouts that tell for how many."""
+    statements = [each for stage in stages for each in stage.statements]
+    if not any(apart(each.operations)[1] for each in statements):
+        return False
+    return any(any(meta.degrees) or 0 in meta.degrees for meta in chain(sources.values(), (wanted or {}).values()))
+
+
+def _carried_out(
+    stages: Sequence[Stage],
+    nodes: Mapping[str, Node],
+    known: Sequence[Metas | None],
+    wanted: Metas | None,
+    *,
+    fusings: Fusings | None = None,
+    laid: Sequence[Laid] = (),
+    before: Sequence[Done] = (),
+) -> Iterator[Done]:
+    """Carry stages out, one on what the other gives; `before`: as they were carried out already."""
     added: frozenset[str] = frozenset()
-    done: list[Done] = []
     for place, stage in enumerate(stages):
-        metas = {name: node.meta for name, node in nodes.items()} if stage.inverted else {}
-        tasks, unfit = _tasks(stage, known[place], metas)
-        evaluation = evaluate(tasks, nodes, wanted if place == len(stages) - 1 else known[place], added)
+        if fusings is not None:
+            fusings.stage = place
+        if place < len(before):
+            tasks, unfit = before[place].tasks, before[place].unfit
+        else:
+            metas = {name: node.meta for name, node in nodes.items()} if stage.inverted else {}
+            tasks, unfit = _tasks(stage, known[place], metas)
+        targets = wanted if place == len(stages) - 1 else known[place]
+        here: Laid = laid[place] if place < len(laid) else {}
+        evaluation = evaluate(tasks, nodes, targets, added, laid=here, fusings=fusings)
         evaluation.findings += evaluation.undecided()
-        done.append(Done(tasks, nodes, evaluation, unfit))
+        yield Done(tasks, nodes, evaluation, unfit)
         if evaluation.findings:
             break
         nodes, added = evaluation.outputs, evaluation.added
-    return done
 
 
 def _known(stages: Sequence[Stage], last: Metas | None) -> list[Metas | None]:
@@ -111,10 +145,15 @@ def _known(stages: Sequence[Stage], last: Metas | None) -> list[Metas | None]:
         start = last if stage.inverted else None
         last = None
         if start is not None and place:
-            forward = evaluate([Task.of(each) for each in stage.statements], nodes_of(start))
+            forward = evaluate(_forward(stage), nodes_of(start))
             if not forward.findings:
                 last = {name: node.meta for name, node in forward.outputs.items()}
     return known[::-1]
+
+
+def _forward(stage: Stage) -> list[Task]:
+    """What an inverted stage undoes. Where the names are known to which it leads they tell numbers with gaps too."""
+    return [Task.of(replace(each, gaps=True)) for each in stage.statements]
 
 
 def _tasks(stage: Stage, known: Metas | None, sources: Metas) -> tuple[list[Task], tuple[Finding, ...]]:
@@ -123,7 +162,7 @@ def _tasks(stage: Stage, known: Metas | None, sources: Metas) -> tuple[list[Task
         return [Task.of(each) for each in stage.statements], ()
     unfit: tuple[Finding, ...] = ()
     if known is not None:
-        forward_tasks = [Task.of(each) for each in stage.statements]
+        forward_tasks = _forward(stage)
         forward = Done(forward_tasks, {}, evaluate(forward_tasks, nodes_of(known), sources), ())
         if not forward.evaluation.findings:
             undoing = forward.undoing({})

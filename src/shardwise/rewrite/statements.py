@@ -151,6 +151,8 @@ class Qkv:
     """None: 1, or 0 of a tensor with one dim."""
     joins: bool
     """Three become one; else one becomes three."""
+    sizes: tuple[int, ...] | None = None
+    """Of query, key and value along the dim; None: what they have, and in a fused tensor those of heads of one size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,8 @@ class QkvPerRank:
     """Tensor-parallel degree of a fused left tensor; None: as its layout has it, else 1."""
     target_degree: int | None
     """The same of a fused right tensor."""
+    sizes: tuple[int, ...] | None = None
+    """As of `Qkv`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +207,5 @@ class Statement:
     place: Place
     text: str
     """As it was written, for messages; of statements that were derived: as it would be written."""
+    gaps: bool = False
+    """Whether the numbers of a star that stacks may be others than 0, 1, 2 and so on (`gaps=1`)."""

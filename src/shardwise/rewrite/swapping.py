@@ -23,6 +23,7 @@ from shardwise.rewrite.statements import (
     Reshape,
     Split,
     Stack,
+    Star,
     Statement,
     Unstack,
 )
@@ -149,10 +150,11 @@ def _made(
     statement: Statement, left: tuple[Name, ...], right: tuple[Name, ...], operations: tuple[Operation, ...]
 ) -> Statement:
     """A statement at the place of the one that it undoes; of its names no more is known than that."""
-    text = text_of(Statement(left, right, operations, statement.optional, statement.place, ""))
+    gaps = statement.gaps and any(isinstance(part, Star) for name in (*left, *right) for part in name.parts)
+    text = text_of(Statement(left, right, operations, statement.optional, statement.place, "", gaps))
     place = Place(statement.place.line, statement.place.column, len(text))
     left, right = (tuple([replace(name, place=place) for name in names]) for names in (left, right))
-    return Statement(left, right, operations, statement.optional, place, text)
+    return Statement(left, right, operations, statement.optional, place, text, gaps)
 
 
 def other_side(*sides: Sequence[Name]) -> list[tuple[Name, ...]]:
@@ -192,9 +194,9 @@ def _undo(operation: Operation) -> Operation:
             return Unstack(axis)
         case Unstack(axis):
             return Stack(axis)
-        case Qkv(heads, groups, axis, joins):
-            return Qkv(heads, groups, axis, not joins)
-        case QkvPerRank(heads, groups, axis, sources, targets, source, target):
-            return QkvPerRank(heads, groups, axis, targets, sources, target, source)
+        case Qkv(joins=joins):
+            return replace(operation, joins=not joins)
+        case QkvPerRank(sources=sources, targets=targets, source_degree=source, target_degree=target):
+            return replace(operation, sources=targets, targets=sources, source_degree=target, target_degree=source)
         case Ffn(axis, sources, targets, source, target):
             return Ffn(axis, targets, sources, target, source)

@@ -199,7 +199,7 @@ def _statement(
     targets, arguments = _parted(right, faults)
     sources, results = _side(left, faults, right=False), _side(targets, faults, right=True)
     operations: tuple[Operation, ...] = ()
-    optional = False
+    optional = gaps = False
     if not targets:
         word = arguments[0].word
         what = f"{word} is an attribute, and a tensor called so is written {quoted(word)}"
@@ -208,8 +208,8 @@ def _statement(
         faults.append((place, "'_ -> _' says nothing; 'a -> _' drops a, '_ -> b' adds b"))
     elif arguments or len(sources) + len(results) != 2 or "*" in text:
         names = Names.of(sources, results, targets[-1])
-        operations, optional = operations_of(arguments, names, place, parameters, faults)
-    return Statement(sources, results, operations, optional, place, text)
+        operations, optional, gaps = operations_of(arguments, names, place, parameters, faults)
+    return Statement(sources, results, operations, optional, place, text, gaps)
 
 
 def _parted(right: Sequence[_Item], faults: Faults) -> tuple[list[Token], list[Argument]]:

@@ -291,6 +291,8 @@ def _reshaped(value: Value, shape: tuple[int, ...]) -> Iterator[Tile]:
     old_shape, new_shape = (tuple([sizes[dim] for dim in dims]) for sizes, dims in ((value.shape, old), (shape, new)))
     groups = list(_groups(old_shape, new_shape))
     for tile in value.tiles:
+        if 0 in tile.shape:
+            continue
         offset, sizes, strides = (tuple([each[dim] for dim in old]) for each in (tile.offset, tile.shape, tile.strides))
         parts = [list(_regrouped(old_shape[a], offset[a], sizes[a], strides[a], new_shape[b])) for a, b in groups]
         for chosen in product(*parts):

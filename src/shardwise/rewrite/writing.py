@@ -37,6 +37,8 @@ def text_of(statement: Statement) -> str:
     arguments = [each for operation in operations for each in _arguments(operation)]
     if statement.optional:
         arguments.append("optional=1")
+    if statement.gaps:
+        arguments.append("gaps=1")
     return ", ".join([f"{left} -> {right}", *arguments])
 
 
@@ -79,6 +81,8 @@ def _fused(operation: Qkv | QkvPerRank | Ffn) -> Iterator[str]:
     if not isinstance(operation, Qkv):
         values |= {"src_tp": operation.source_degree, "dst_tp": operation.target_degree}
     yield from (f"{word}={value}" for word, value in values.items() if value is not None)
+    if not isinstance(operation, Ffn) and operation.sizes is not None:
+        yield f"sizes={_list(operation.sizes)}"
 
 
 def _word(dtype: str | None) -> str:
