@@ -67,13 +67,13 @@ class Catalogue:
         """
         stored = self._stored(name)
         piece = _piece_at(stored, index)
-        result = torch.empty(piece.shape, dtype=torch_dtype(piece.dtype))
-        if not piece.num_elements:
-            return result
-        if lacking := missing(stored.pieces, piece):
+        if lacking := missing(stored.pieces, piece) if piece.num_elements else 0:
             raise CheckpointError(
                 f"{self.location}: {lacking} of {piece.num_elements} elements of {piece} are in no file"
             )
+        result = torch.empty(piece.shape, dtype=torch_dtype(piece.dtype))
+        if not piece.num_elements:
+            return result
         wanted = [Wanted(piece, stored.name)]
         if not (verify and self.contents.verifiable):
             read_exactly(self._channel, self._store, stored.pieces, wanted, [result])

@@ -11,9 +11,9 @@ from typing import Any
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTensor
-from shardwise.checkpoint.foreign import recognise
+from shardwise.checkpoint.foreign import format_of
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
-from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, read_head, reason
+from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, reason
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.writing import DataFile
 from shardwise.errors import CheckpointError
@@ -94,8 +94,8 @@ class SaveReport:
 def begin(store: Store) -> Attempt:
     """The next attempt in `store`: the number after the newest committed save, and an id of its own."""
     with storing(store, "", "listed"):
-        listing = list_saves(store)
-        kind = recognise(store)
+        names = list(store.names())
+    listing, kind = listing_of(names, location=store.location), format_of(names)
     if kind not in (None, "shardwise"):
         raise CheckpointError(
             f"{store.location} holds a {kind} checkpoint, and would no longer be read as one with a save of ours in "
@@ -159,6 +159,7 @@ def commit(
         extra=dict(description.extra),
         settings=dict(description.settings),
     )
+    _refuse_when_late(store, attempt)
     _create_manifest(store, attempt, head.pack())
     # The save stands. What cannot be removed now goes with the next one.
     with contextlib.suppress(OSError, CheckpointError):
@@ -212,8 +213,16 @@ def _check_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> No
         with storing(store, "", "listed"):
             committed = list_saves(store).committed
         if attempt.number in committed:
-            raise _lost(store, attempt)
+            raise _lost(store, attempt.number)
         raise CheckpointError(*problems)
+
+
+def _refuse_when_late(store: Store, attempt: Attempt) -> None:
+    """Raise CheckpointError where a newer save is there by now, after which files of older attempts may be removed."""
+    with storing(store, "", "listed"):
+        newest = max(list_saves(store).committed, default=0)
+    if newest > attempt.number:
+        raise _lost(store, newest)
 
 
 def _create_manifest(store: Store, attempt: Attempt, data: bytes) -> None:
@@ -227,7 +236,7 @@ def _create_manifest(store: Store, attempt: Attempt, data: bytes) -> None:
             is_there = _stands(store, attempt)
         exists = isinstance(error.__cause__, FileExistsError)
         if exists and not is_there:
-            raise _lost(store, attempt) from error
+            raise _lost(store, attempt.number) from error
         if is_there and not exists:
             raise _doubtful(store, attempt, error.__cause__ or error) from error
         if not exists:
@@ -249,9 +258,9 @@ def _doubtful(store: Store, attempt: Attempt, cause: BaseException) -> Checkpoin
     )
 
 
-def _lost(store: Store, attempt: Attempt) -> CheckpointError:
+def _lost(store: Store, number: int) -> CheckpointError:
     return CheckpointError(
         f"another program saved to {store.location} at the same time and committed "
-        f"{attempt.folder.rstrip('/')} first; this save was given up and changed nothing. Save again, or give each "
+        f"{folder_of(number).rstrip('/')} first; this save was given up and changed nothing. Save again, or give each "
         "program a folder of its own"
     )

@@ -1,20 +1,31 @@
 """Contents: what a checkpoint of any format holds, known from its metadata alone."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["BLOCK_BYTES", "CHECKSUM_BYTES", "Contents", "StoredPiece", "StoredTensor"]
+__all__ = ["BLOCK_BYTES", "CHECKSUM_BYTES", "MAX_INDEX", "Contents", "StoredPiece", "StoredTensor", "can_exist"]
+
+MAX_INDEX = 2**63 - 1
+"""Torch counts elements and bytes with so many bits."""
+
+_MAX_DIMS = 1024
+"""Operations of torch know far fewer."""
 
 BLOCK_BYTES = 1 << 18
 """Bytes under one checksum, where nothing else is said: they fit the cache of a core, which reads them twice."""
 
 CHECKSUM_BYTES = 8
 """Bytes of one checksum (xxh3_64, in its canonical form)."""
+
+
+def can_exist(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether torch can have a tensor of this shape, whose elements are of so many bytes; with elements or without."""
+    return len(shape) <= _MAX_DIMS and math.prod(size or 1 for size in shape) * itemsize <= MAX_INDEX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
