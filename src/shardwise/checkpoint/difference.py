@@ -206,15 +206,11 @@ def _sorted_out(pairs: Iterable[_Pair], a: Contents, b: Contents) -> tuple[set[s
     for pair in pairs:
         if pair.finding == "shape" or not pair.a.num_bytes:
             continue
-        if comparable and pair.finding is None and _sums(pair.a) == _sums(pair.b):
+        if comparable and pair.finding is None and pair.a.checksums == pair.b.checksums:
             by_checksum += 1
         else:
             unread.add(pair.name)
     return unread, by_checksum
-
-
-def _sums(tensor: StoredTensor) -> Mapping[object, bytes | None]:
-    return {(each.piece.offset, each.piece.shape, each.piece.run): each.checksums for each in tensor.pieces}
 
 
 def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Progress) -> dict[str, Elements]:

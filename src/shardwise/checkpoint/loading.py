@@ -18,7 +18,7 @@ from shardwise.checkpoint.addresses import Address
 from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import Held, hold
-from shardwise.checkpoint.matching import Kind, Match, match
+from shardwise.checkpoint.matching import Kind, Match, apart, match
 from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
 from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
@@ -26,6 +26,7 @@ from shardwise.checkpoint.sharing import Gathering, gather_findings, pack_pieces
 from shardwise.checkpoint.sources import Source, agree_on_source
 from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.twins import compare_twins
 from shardwise.checkpoint.virtual_contents import Located, VirtualContents, rewrite_contents
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
@@ -131,7 +132,8 @@ def load(
     state: tensors by name (plain or DTensor), tensors by `Piece`, or an engine or `TorchState`, which also take over
         the settings of their optimizers.
     strict: names missing on either side and settings that do not fit refuse the load; False lets them pass, and they
-        are in the report. Shapes always have to agree.
+        are in the report. Shapes always have to agree. Tensors that are tied in the target and stored under each of
+        their names have to be equal to the bit.
     cast: allow another dtype than the wanted one.
     verify: compare blocks with their checksums before they are used. "first" reads everything twice and verifies all
         of it before the target is touched.
@@ -191,6 +193,7 @@ def _load(channel: Channel, source: Source, state: State, options: _Options) -> 
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
     compared_bytes = 0 if virtual is None else virtual.compare(channel, store, contents, readers)
+    compared_bytes += compare_twins(channel, store, contents, virtual, found.twins, readers)
     with torch.no_grad():
         plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
         if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
@@ -283,7 +286,10 @@ def _settle(
     findings = list(found.misfits)
     if not options.cast:
         findings += [f"{each}; allow it with cast=True" for each in found.casts]
-    if options.strict:
+    if not options.strict:
+        found.unexpected.extend(apart(name, twin, "lie apart") for name, twin in found.twins)
+        found.twins.clear()
+    else:
         findings += [*found.missing, *found.unexpected, *unfit]
     if findings:
         raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
