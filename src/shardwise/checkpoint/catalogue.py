@@ -9,7 +9,7 @@ from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.read_plan import Wanted, missing, plan_reads
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
-from shardwise.checkpoint.sources import read_contents
+from shardwise.checkpoint.sources import read_contents, was_removed
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel, alone
 from shardwise.comm.dtypes import torch_dtype
@@ -74,15 +74,26 @@ class Catalogue:
         result = torch.empty(piece.shape, dtype=torch_dtype(piece.dtype))
         if not piece.num_elements:
             return result
+        try:
+            self._fill(result, stored, piece, verify=verify)
+        except CheckpointError as error:
+            if not was_removed(self._store, self.contents):
+                raise
+            raise CheckpointError(
+                f"{self.location} was removed since it was opened, by prune or by a saver that keeps the newest only; "
+                "open it again"
+            ) from error
+        return result
+
+    def _fill(self, result: torch.Tensor, stored: StoredTensor, piece: Piece, *, verify: bool) -> None:
         wanted = [Wanted(piece, stored.name)]
         if not (verify and self.contents.verifiable):
             read_exactly(self._channel, self._store, stored.pieces, wanted, [result])
-            return result
+            return
         plan = plan_reads(stored.pieces, [wanted], 0, block_bytes=self.contents.block_bytes, readers={0})
         read_in_rounds(
             self._channel, self._store, self.contents, stored.pieces, plan, [result], verify=True, twice=False
         )
-        return result
 
     def _stored(self, name: str) -> StoredTensor:
         found = self.tensors.get(name) or self.tensors.get(self.contents.aliases.get(name, name))

@@ -99,6 +99,8 @@ class Contents:
     """The step at which it was saved."""
     layout: str = ""
     """The layout that wrote it, in words."""
+    manifest: str = ""
+    """Name in the store of the file whose removal removes the save; "" where other formats have none."""
 
     @property
     def verifiable(self) -> bool:

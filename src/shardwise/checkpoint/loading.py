@@ -21,9 +21,10 @@ from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.matching import Kind, Match, apart, match
 from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
 from shardwise.checkpoint.reading import check_file
+from shardwise.checkpoint.rewritten import Late
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sharing import Gathering, gather_findings, pack_pieces, unpack_alike
-from shardwise.checkpoint.sources import Source, agree_on_source
+from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
 from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.twins import compare_twins
@@ -152,8 +153,16 @@ def load(
     options = _Options(strict=strict, cast=cast, verify=verify, shared=shared, rewrite=rewrite)
     with given_or_default(channel or channel_of(state), "a load") as used:
         _agree_on_options(used, options, step)
-        source = agree_on_source(used, path, step=step, shared=shared)
-        return _load(used, source, state, options)
+        for attempt in range(1, ATTEMPTS + 1):
+            source = agree_on_source(used, path, step=step, shared=shared)
+            try:
+                reading = _read(used, source, state, options)
+            except CheckpointError:  # on all ranks
+                if attempt == ATTEMPTS or not _was_removed(used, source):
+                    raise
+            else:
+                return reading.finish(source.contents.extra)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> None:
@@ -178,7 +187,31 @@ def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> 
         )
 
 
-def _load(channel: Channel, source: Source, state: State, options: _Options) -> Loaded:
+def _was_removed(channel: Channel, source: Source) -> bool:
+    """Whether any rank sees that the save was removed while it was read, so that all begin anew with a newer one."""
+    mine = channel.rank in source.readers and was_removed(source.store, source.contents)
+    return b"1" in channel.exchange(b"1" if mine else b"0", purpose="whether the save is still there")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A target that has all its elements, and not yet made them its own."""
+
+    target: _Target
+    late: Sequence[Late]
+    report: LoadReport
+
+    def finish(self, extra: Mapping[str, Any]) -> Loaded:
+        """What remains to be done on this rank alone."""
+        with torch.no_grad():
+            for each in self.late:
+                each.finish()
+            if self.target.restoration is not None:
+                self.target.restoration.finish()
+        return Loaded(extra, self.report)
+
+
+def _read(channel: Channel, source: Source, state: State, options: _Options) -> _Reading:
     store, contents, readers = source.store, source.contents, source.readers
     virtual = None if options.rewrite is None else rewrite_contents(channel, contents, state, options.rewrite)
     target, wanted, found = _settle(channel, state, contents, virtual, options)
@@ -202,10 +235,6 @@ def _load(channel: Channel, source: Source, state: State, options: _Options) -> 
             traffic = read_in_rounds(
                 channel, store, contents, stored, plan, located.tensors, verify=verify, twice=options.verify == "first"
             )
-        for each in located.late:
-            each.finish()
-        if target.restoration is not None:
-            target.restoration.finish()
     report = LoadReport(
         location=contents.location,
         step=contents.step,
@@ -220,7 +249,7 @@ def _load(channel: Channel, source: Source, state: State, options: _Options) -> 
         dropped=() if virtual is None else virtual.dropped,
         added=() if virtual is None else virtual.added,
     )
-    return Loaded(contents.extra, report)
+    return _Reading(target, located.late, report)
 
 
 def _locate(

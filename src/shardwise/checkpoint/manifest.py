@@ -223,6 +223,7 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
         extra=head.extra,
         step=head.step,
         layout=head.layout,
+        manifest=folder + MANIFEST,
     )
 
 

@@ -216,10 +216,10 @@ def _entry(field: Any) -> Entry | str:
         return "its shape or its data_offsets are no lists of whole numbers"
     start, stop = offsets
     needed = _num_elements(shape, limit=MAX_INDEX) * (1 if code == "F4" else 2 * itemsize_bytes(_DTYPES[code]))
-    if not can_exist(shape, 1):
-        return f"its shape of {len(shape)} dims is one that no tensor has"
     if start > stop or needed != 2 * (stop - start):
         return f"shape {_shown(shape)} of {code} does not take the bytes {start:,} to {stop:,}"
+    if not can_exist(shape, 1):
+        return f"its shape of {len(shape)} dims is one that no tensor has"
     if code == "F4":
         if not shape or shape[-1] % 2:
             return f"shape {_shown(shape)} of F4 does not end with an even number, as torch needs it for its pairs"

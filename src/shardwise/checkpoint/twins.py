@@ -38,7 +38,8 @@ def compare_twins(
     """
     if not twins:
         return 0
-    findings, num_bytes = [], 0
+    findings: list[str] = []
+    num_bytes = 0
     if channel.rank in readers:
         turn = sorted(readers).index(channel.rank)
         findings, num_bytes = _differences(store, contents, virtual, twins, turn, len(readers))
