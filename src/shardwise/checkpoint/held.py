@@ -149,6 +149,9 @@ class _Collection:
             self.tensors[piece] = tensor.detach().view(shape)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
 def _problem(key: object, value: object) -> str | None:
     """Why an entry is neither a tensor by name nor by piece."""
     if not isinstance(key, str | Piece):
@@ -161,12 +164,26 @@ def _problem(key: object, value: object) -> str | None:
             f"{name!r} is a {type(value).__name__}, not a tensor; JSON values go into extra, and nested dicts "
             "are to be flattened"
         )
-    if value.layout != torch.strided or value.is_quantized or value.is_nested:
-        return f"{name!r} has layout {value.layout}; dense (strided) tensors can be saved: convert it (to_dense())"
-    if value.is_meta:
-        return f"{name!r} is on the meta device and has no values; give it memory first (to_empty())"
-    if dtype_name(value.dtype) not in ITEMSIZE_BYTES:
-        return f"{name!r} has dtype {value.dtype}, which a checkpoint cannot hold; view it as torch.uint8"
+    try:
+        problem = _no_elements(value)
+    except Exception as error:  # of a kind of tensor that refuses to be looked at
+        problem = f"refuses to be read ({type(error).__name__}: {error}); give a plain tensor"
+    return None if problem is None else f"{name!r} {problem}"
+
+
+def _no_elements(tensor: torch.Tensor) -> str | None:
+    """Why a tensor has no elements in memory that a file could hold; raises anything for kinds that hide them."""
+    if tensor.is_nested or tensor.is_quantized:
+        what = "nested" if tensor.is_nested else "quantized"
+        return f"is {what}; plain dense tensors can be saved: take it apart"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}; dense (strided) tensors can be saved: convert it (to_dense())"
+    if tensor.is_meta:
+        return "is on the meta device and has no values; give it memory first (to_empty())"
+    if dtype_name(tensor.dtype) not in ITEMSIZE_BYTES:
+        return f"has dtype {tensor.dtype}, which a checkpoint cannot hold; view it as torch.uint8"
+    if tensor.numel() and tensor.data_ptr() == 0 and type(tensor) in _PLAIN:
+        return "has no memory at present, which may have been given back (resize_); bring it back first"
     return None
 
 

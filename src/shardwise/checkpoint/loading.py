@@ -9,7 +9,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -27,6 +26,7 @@ from shardwise.checkpoint.sharing import Gathering, gather_findings, pack_pieces
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
 from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.targets import check_targets
 from shardwise.checkpoint.twins import compare_twins
 from shardwise.checkpoint.virtual_contents import Located, VirtualContents, rewrite_contents
 from shardwise.comm import Channel
@@ -288,7 +288,7 @@ def _settle(
     contents = contents if virtual is None else virtual.contents
     try:
         target = _target(state, contents)
-        _check_writable(target.held)
+        check_targets(target.held)
     except ShardwiseError as error:
         refusal = error
     own = [piece for piece in target.held.tensors if piece.num_elements or piece.whole]
@@ -333,35 +333,6 @@ def _target(state: State, contents: Contents) -> _Target:
     stored = {name: tensor.whole for name, tensor in contents.tensors.items()}
     restoration = state.restore(stored, contents.settings)
     return _Target(hold(restoration.wanted, what="the target"), restoration)
-
-
-def _check_writable(held: Held) -> None:
-    """Raises CheckpointError when elements of targets share memory, as those of an expanded tensor or of two views."""
-    problems = [
-        f"{piece} is to be read into a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, whose "
-        "elements share memory (expand()); give it memory of its own: clone()"
-        for piece, tensor in held.tensors.items()
-        if _extent(tensor) < tensor.numel()
-    ]
-    spans = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), str(piece))
-        for piece, tensor in held.tensors.items()
-        if tensor.numel() and _extent(tensor) == tensor.numel()
-    )
-    problems += [
-        f"{one[3]} and {other[3]} are to be read into memory that they share; give each tensor memory of its own"
-        for one, other in pairwise(spans)
-        if one[0] == other[0] and other[1] < one[2]
-    ]
-    if problems:
-        raise CheckpointError(*problems)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements of memory from the first element of a tensor to its last."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _coverage(wanted: Sequence[Wanted], contents: Contents) -> list[str]:
