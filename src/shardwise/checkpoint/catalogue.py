@@ -7,6 +7,7 @@ import torch
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.extra_values import unpacked
 from shardwise.checkpoint.read_plan import Wanted, missing, plan_reads
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sources import read_contents, was_removed
@@ -46,7 +47,8 @@ class Catalogue:
     @property
     def extra(self) -> dict[str, Any]:
         """What the user saved beside the tensors."""
-        return dict(self.contents.extra)
+        extra: dict[str, Any] = unpacked(self.contents.extra)
+        return extra
 
     @property
     def step(self) -> int | None:

@@ -94,7 +94,7 @@ class Contents:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the saved object said of itself beside its tensors (JSON values): groups of optimizers, its plan."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the user saved beside (JSON values)."""
+    """What the user saved beside, as JSON values: see `extra_values`."""
     step: int | None = None
     """The step at which it was saved."""
     layout: str = ""

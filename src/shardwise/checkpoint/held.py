@@ -1,8 +1,7 @@
 """Held: any state as pieces with tensors, checked before anybody reads or writes one."""
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
-__all__ = ["Held", "KnownDTensors", "bytes_of", "check_json", "hold", "place_of"]
+__all__ = ["Held", "KnownDTensors", "bytes_of", "hold", "place_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,33 +192,6 @@ def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[obje
         return (name,)
     memory = (local.data_ptr(), local.dtype, local.device, tuple(tensor.shape), tuple(local.shape), local.stride())
     return (*memory, local.is_conj(), local.is_neg())
-
-
-def check_json(value: object, what: str) -> None:
-    """Raise CheckpointError, which names every place, unless `value` comes back from JSON as it is."""
-    try:
-        problems = list(_json_problems(value, what))
-        if not problems:
-            json.dumps(value)
-    except (RecursionError, TypeError, ValueError) as error:
-        problems = [f"{what} cannot be written as JSON: {error}"]
-    if problems:
-        raise CheckpointError(*problems)
-
-
-def _json_problems(value: object, place: str) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, each in value.items():
-            if isinstance(key, str):
-                yield from _json_problems(each, f"{place}[{key!r}]")
-            else:
-                yield f"{place} has the key {key!r}; keys of JSON objects are strings"
-    elif isinstance(value, list | tuple):
-        for at, each in enumerate(value):
-            yield from _json_problems(each, f"{place}[{at}]")
-    elif type(value) not in (str, int, float, bool, type(None)):
-        hint = "save tensors as part of the state" if isinstance(value, torch.Tensor) else "give JSON values"
-        yield f"{place} is a {type(value).__name__}, which JSON cannot hold; {hint}"
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:

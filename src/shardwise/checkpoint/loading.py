@@ -16,6 +16,7 @@ import torch
 from shardwise.checkpoint.addresses import Address
 from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.contents import Contents, StoredPiece
+from shardwise.checkpoint.extra_values import unpacked
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.matching import Kind, Match, apart, match
 from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
@@ -156,12 +157,13 @@ def load(
         for attempt in range(1, ATTEMPTS + 1):
             source = agree_on_source(used, path, step=step, shared=shared)
             try:
+                extra = unpacked(source.contents.extra)
                 reading = _read(used, source, state, options)
             except CheckpointError:  # on all ranks
                 if attempt == ATTEMPTS or not _was_removed(used, source):
                     raise
             else:
-                return reading.finish(source.contents.extra)
+                return reading.finish(extra)
     raise AssertionError("the last attempt returns or raises")
 
 

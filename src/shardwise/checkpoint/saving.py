@@ -18,7 +18,8 @@ from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard, storing
 from shardwise.checkpoint.contents import BLOCK_BYTES
-from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, check_json, hold
+from shardwise.checkpoint.extra_values import packed
+from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, hold
 from shardwise.checkpoint.renamed_settings import record_of, renamed_settings
 from shardwise.checkpoint.rewritten_state import RewrittenState, StateRewriting
 from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_pieces
@@ -54,17 +55,18 @@ class Arguments:
         extra = {} if self.extra is None else self.extra
         if not isinstance(extra, Mapping):
             raise CheckpointError(f"extra is a {type(extra).__name__}; give a dict of JSON values")
-        extra = dict(extra)
-        check_json(extra, "extra")
+        if strange := [key for key in extra if not isinstance(key, str)]:
+            raise CheckpointError(f"extra has the key {strange[0]!r}; its own keys are strings")
+        step = self.step
+        if step is None and type(extra.get("step")) is int:
+            step = extra["step"]
+        extra = packed(dict(extra), "extra")
         if self.file_layout not in get_args(FileLayout):
             raise CheckpointError(
                 f"layout {self.file_layout!r} was asked for; a save is laid out as {' or '.join(get_args(FileLayout))}"
             )
-        step = self.step
         if step is not None and type(step) is not int:
             raise CheckpointError(f"step is {step!r}, a {type(step).__name__}; give a whole number (int) or None")
-        if step is None and type(extra.get("step")) is int:
-            step = extra["step"]
         if problems := wrong_rewrite(self.rewrite):
             raise CheckpointError(*problems)
         return Arguments(extra, step, self.file_layout, self.rewrite)
@@ -111,7 +113,8 @@ def save(
     path: a folder, an address of fsspec ("s3://bucket/run"), or a Store, that all ranks see.
     state: tensors by name (plain or DTensor; plain ones are alike on all ranks), tensors by `Piece`, or an object with
         `state()`, such as an engine or `TorchState(model, optimizer)`.
-    extra: JSON values to go with it; every rank gives the same.
+    extra: JSON values to go with it, such as `scheduler.state_dict()`; every rank gives the same. Keys of dicts may
+        be numbers too.
     step: by which it can be loaded later (default: `extra["step"]`, if that is a whole number).
     layout: "pieces": each rank writes what it holds, replicas once; "whole": every tensor lies whole in one file.
     rewrite: from the names and shapes of `state` to those that are saved; the same on all ranks. Optimizer state and
