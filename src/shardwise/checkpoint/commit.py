@@ -2,7 +2,7 @@
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -110,16 +110,31 @@ def begin(store: Store) -> Attempt:
 
 
 def commit(
-    store: Store, attempt: Attempt, arrangement: Arrangement, written: Sequence[Written], description: Description
+    store: Store,
+    attempt: Attempt,
+    arrangement: Arrangement,
+    written: Sequence[Written],
+    description: Description,
+    *,
+    again: Callable[[], bool] = lambda: False,
 ) -> None:
     """Make the attempt a save: called by one rank when all have reported. Afterwards the rest of torn saves is removed.
 
+    again: called while a rank's file is not to be seen from here, as it happens on network file systems for some
+        seconds; pauses, and says whether to look once more.
     Raises CheckpointError when another saver was faster, when a rank's file is not to be seen from here, or when the
     store fails; then no save was made.
     """
     folder = attempt.folder
     writers = [rank for rank in range(arrangement.num_ranks) if arrangement.file(rank).pieces]
-    _check_files(store, attempt, {rank: arrangement.file(rank).num_bytes for rank in writers})
+    sizes = {rank: arrangement.file(rank).num_bytes for rank in writers}
+    while problems := _unseen_files(store, attempt, sizes):
+        with storing(store, "", "listed"):
+            committed = list_saves(store).committed
+        if attempt.number in committed:
+            raise _lost(store, attempt.number)
+        if not again():
+            raise CheckpointError(*problems)
     files = [
         FileEntry(
             name=attempt.data_file(rank),
@@ -191,8 +206,8 @@ def storing(store: Store, name: str, done: str) -> Iterator[None]:
         ) from error
 
 
-def _check_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> None:
-    """Every file that a rank says it has written is there, from here, with all its bytes."""
+def _unseen_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> list[str]:
+    """Findings about files that a rank says it has written, and that are not there from here, with all their bytes."""
     problems = []
     for rank, num_bytes in sizes.items():
         name = attempt.folder + attempt.data_file(rank)
@@ -209,12 +224,7 @@ def _check_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> No
                 f"rank {rank} has written {store.location}/{name}, but rank 0 does not find it whole there ({why}); "
                 "save to storage that all ranks share. Nothing was committed"
             )
-    if problems:
-        with storing(store, "", "listed"):
-            committed = list_saves(store).committed
-        if attempt.number in committed:
-            raise _lost(store, attempt.number)
-        raise CheckpointError(*problems)
+    return problems
 
 
 def _refuse_when_late(store: Store, attempt: Attempt) -> None:

@@ -7,6 +7,7 @@
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -39,6 +40,13 @@ from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
 __all__ = ["Arguments", "Memory", "Prepared", "prepare", "save", "write_pieces"]
+
+VISIBLE_SECONDS = 30.0
+"""After so long every network file system shows what another host has written, unless it is told otherwise."""
+
+_PAUSE_SECONDS = 0.05
+
+_COMMIT, _WAITING = "verdict on the commit of a save", b"waiting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +174,35 @@ def _save(
                 Written.unpack(report, arrangement.file(rank), prepared.description.block_bytes)
                 for rank, report in enumerate(reports)
             ]
+            again = _Again(channel)
             try:
-                commit(store, attempt, arrangement, parts, prepared.description)
+                commit(store, attempt, arrangement, parts, prepared.description, again=again)
             except ShardwiseError as error:
                 refusal = error
-        agree(channel, refusal, purpose="verdict on the commit of a save")
+        while agree(channel, refusal, purpose=_COMMIT)[0] == _WAITING:
+            pass
     except CheckpointError:  # all ranks refuse; after a lost peer nobody knows whether it was committed
         discard(store, attempt, channel.rank)
         raise
     return prepared.report(channel.rank)
+
+
+class _Again:
+    """On rank 0: tells the others that it waits for a file of theirs, so that it does not seem stuck."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._deadline: float | None = None
+
+    def __call__(self) -> bool:
+        """Pause; whether to look once more."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + VISIBLE_SECONDS
+        if time.monotonic() > self._deadline:
+            return False
+        agree(self._channel, None, purpose=_COMMIT, value=_WAITING)
+        time.sleep(_PAUSE_SECONDS)
+        return True
 
 
 class Memory:
