@@ -143,7 +143,7 @@ def test_boxes_that_make_up_no_tensor_are_refused(tmp_path: Path, rows: list[tup
 def test_damaged_words_about_boxes_are_named(tmp_path: Path, info: str) -> None:
     file = tmp_path / "1.safetensors"
     safetensors.torch.save_file({"w": torch.ones(2)}, file, metadata={"DCP_SHARDING_INFO": info})
-    assert findings(tmp_path)[0].startswith("1.safetensors: DCP_SHARDING_INFO")
+    assert "1.safetensors: DCP_SHARDING_INFO" in findings(tmp_path)[0]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.states import Ordered, Restorable, Restoration, State, Stateful
 from shardwise.checkpoint.stores import Reader, Store, Writer
 from shardwise.checkpoint.torch_state import TorchState
-from shardwise.checkpoint.verification import VerifyReport, verify
+from shardwise.checkpoint.verification import VerifyReport, verify, verify_all
 
 __all__ = [
     "Address",
@@ -73,4 +73,5 @@ __all__ = [
     "save",
     "store_of",
     "verify",
+    "verify_all",
 ]

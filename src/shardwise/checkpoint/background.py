@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -137,7 +137,11 @@ class AsyncSaver:
             task.join()
             task.collect()
         try:
-            agree(channel, task.refusal, purpose="verdict on a save in the background")
+            # Whoever met the cause tells it; those that only heard of it are asked where nobody did.
+            cause = None if task.is_echo else task.refusal
+            mine = b"echo" if task.is_echo else b""
+            if any(agree(channel, cause, purpose="verdict on a save in the background", value=mine)):
+                agree(channel, task.refusal, purpose="echoes of a save in the background")
         except CheckpointError:
             task.discard()  # what was written after another rank had failed and cleaned up
             raise
@@ -203,12 +207,18 @@ class _Memory:
         self._num_bytes = stop
 
 
+class _EchoError(Exception):
+    """A save was not made because another rank, which says more, has failed or has ended."""
+
+
 class _Task:
     """One save in the background, seen from one rank."""
 
     def __init__(self, prepared: Prepared, channel: Channel, snapshot: torch.Tensor, timeout_seconds: float) -> None:
         self.prepared = prepared
         self.refusal: ShardwiseError | None = None
+        self.is_echo = False
+        """Whether it failed because another rank did."""
         self._store = prepared.store
         self._rank = channel.rank
         self._snapshot = snapshot
@@ -257,6 +267,8 @@ class _Task:
                 self._commit(written)
         except ShardwiseError as error:
             self.refusal = error
+        except _EchoError as error:
+            self.refusal, self.is_echo = CheckpointError(str(error)), True
         except BaseException as error:  # a thread has nobody above it who would hear of it
             self.refusal = CheckpointError(f"{type(error).__name__} while saving in the background: {error}")
         self._snapshot = torch.empty(0, dtype=torch.uint8)
@@ -299,26 +311,33 @@ class _Task:
         """On rank 0: wait for the others, then make the save visible."""
         arrangement, block_bytes = self.prepared.arrangement, self.prepared.description.block_bytes
         written = [own]
-        for rank, report in enumerate(self._reports(), 1):
+        deadline = time.monotonic() + self._timeout_seconds
+
+        def again() -> bool:
+            if self._given_up.is_set() or time.monotonic() > deadline:
+                return False
+            self._given_up.wait(_POLL_SECONDS)
+            return True  # also when given up just now: what is there by then counts
+
+        for rank, report in enumerate(self._reports(again), 1):
             if "failed" in report:
-                raise CheckpointError(f"rank {rank}: {report['failed']}")
+                raise _EchoError(f"rank {rank}: {report['failed']}")
             checksums = bytes.fromhex(report["checksums"])
             written.append(Written.unpack(checksums, arrangement.file(rank), block_bytes))
-        commit(self._store, self.prepared.attempt, arrangement, written, self.prepared.description)
+        commit(self._store, self.prepared.attempt, arrangement, written, self.prepared.description, again=again)
 
-    def _reports(self) -> list[dict[str, str]]:
+    def _reports(self, again: Callable[[], bool]) -> list[dict[str, str]]:
         """What the other ranks have left, in rank order."""
         awaited = [self._report_name(rank) for rank in range(1, self.prepared.arrangement.num_ranks)]
-        deadline = time.monotonic() + self._timeout_seconds
         while missing := set(awaited) - self._names():
-            if self._given_up.is_set() or time.monotonic() > deadline:
+            if not again():
                 late = f"{self._timeout_seconds:g} s have passed"
                 why = "training stopped or a rank failed" if self._given_up.is_set() else late
-                raise CheckpointError(
+                kind = _EchoError if self._given_up.is_set() else CheckpointError
+                raise kind(
                     f"{self._store.location}: {why}, and {', '.join(sorted(missing))} is not there: a rank has not "
                     "finished its file, or does not share this storage; nothing was committed"
                 )
-            time.sleep(_POLL_SECONDS)
         return [json.loads(read_file(self._store, name)) for name in awaited]
 
     def _names(self) -> set[str]:

@@ -7,9 +7,10 @@ import torch
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.extra_values import unpacked
 from shardwise.checkpoint.read_plan import Wanted, missing, plan_reads
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
-from shardwise.checkpoint.sources import read_contents
+from shardwise.checkpoint.sources import read_contents, was_removed
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel, alone
 from shardwise.comm.dtypes import torch_dtype
@@ -46,7 +47,8 @@ class Catalogue:
     @property
     def extra(self) -> dict[str, Any]:
         """What the user saved beside the tensors."""
-        return dict(self.contents.extra)
+        extra: dict[str, Any] = unpacked(self.contents.extra)
+        return extra
 
     @property
     def step(self) -> int | None:
@@ -67,22 +69,33 @@ class Catalogue:
         """
         stored = self._stored(name)
         piece = _piece_at(stored, index)
-        result = torch.empty(piece.shape, dtype=torch_dtype(piece.dtype))
-        if not piece.num_elements:
-            return result
-        if lacking := missing(stored.pieces, piece):
+        if lacking := missing(stored.pieces, piece) if piece.num_elements else 0:
             raise CheckpointError(
                 f"{self.location}: {lacking} of {piece.num_elements} elements of {piece} are in no file"
             )
+        result = torch.empty(piece.shape, dtype=torch_dtype(piece.dtype))
+        if not piece.num_elements:
+            return result
+        try:
+            self._fill(result, stored, piece, verify=verify)
+        except CheckpointError as error:
+            if not was_removed(self._store, self.contents):
+                raise
+            raise CheckpointError(
+                f"{self.location} was removed since it was opened, by prune or by a saver that keeps the newest only; "
+                "open it again"
+            ) from error
+        return result
+
+    def _fill(self, result: torch.Tensor, stored: StoredTensor, piece: Piece, *, verify: bool) -> None:
         wanted = [Wanted(piece, stored.name)]
         if not (verify and self.contents.verifiable):
             read_exactly(self._channel, self._store, stored.pieces, wanted, [result])
-            return result
+            return
         plan = plan_reads(stored.pieces, [wanted], 0, block_bytes=self.contents.block_bytes, readers={0})
         read_in_rounds(
             self._channel, self._store, self.contents, stored.pieces, plan, [result], verify=True, twice=False
         )
-        return result
 
     def _stored(self, name: str) -> StoredTensor:
         found = self.tensors.get(name) or self.tensors.get(self.contents.aliases.get(name, name))

@@ -2,7 +2,7 @@
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -11,9 +11,9 @@ from typing import Any
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTensor
-from shardwise.checkpoint.foreign import recognise
+from shardwise.checkpoint.foreign import format_of
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
-from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, read_head, reason
+from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, reason
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.writing import DataFile
 from shardwise.errors import CheckpointError
@@ -94,8 +94,8 @@ class SaveReport:
 def begin(store: Store) -> Attempt:
     """The next attempt in `store`: the number after the newest committed save, and an id of its own."""
     with storing(store, "", "listed"):
-        listing = list_saves(store)
-        kind = recognise(store)
+        names = list(store.names())
+    listing, kind = listing_of(names, location=store.location), format_of(names)
     if kind not in (None, "shardwise"):
         raise CheckpointError(
             f"{store.location} holds a {kind} checkpoint, and would no longer be read as one with a save of ours in "
@@ -110,16 +110,31 @@ def begin(store: Store) -> Attempt:
 
 
 def commit(
-    store: Store, attempt: Attempt, arrangement: Arrangement, written: Sequence[Written], description: Description
+    store: Store,
+    attempt: Attempt,
+    arrangement: Arrangement,
+    written: Sequence[Written],
+    description: Description,
+    *,
+    again: Callable[[], bool] = lambda: False,
 ) -> None:
     """Make the attempt a save: called by one rank when all have reported. Afterwards the rest of torn saves is removed.
 
+    again: called while a rank's file is not to be seen from here, as it happens on network file systems for some
+        seconds; pauses, and says whether to look once more.
     Raises CheckpointError when another saver was faster, when a rank's file is not to be seen from here, or when the
     store fails; then no save was made.
     """
     folder = attempt.folder
     writers = [rank for rank in range(arrangement.num_ranks) if arrangement.file(rank).pieces]
-    _check_files(store, attempt, {rank: arrangement.file(rank).num_bytes for rank in writers})
+    sizes = {rank: arrangement.file(rank).num_bytes for rank in writers}
+    while problems := _unseen_files(store, attempt, sizes):
+        with storing(store, "", "listed"):
+            committed = list_saves(store).committed
+        if attempt.number in committed:
+            raise _lost(store, attempt.number)
+        if not again():
+            raise CheckpointError(*problems)
     files = [
         FileEntry(
             name=attempt.data_file(rank),
@@ -159,6 +174,7 @@ def commit(
         extra=dict(description.extra),
         settings=dict(description.settings),
     )
+    _refuse_when_late(store, attempt)
     _create_manifest(store, attempt, head.pack())
     # The save stands. What cannot be removed now goes with the next one.
     with contextlib.suppress(OSError, CheckpointError):
@@ -190,8 +206,8 @@ def storing(store: Store, name: str, done: str) -> Iterator[None]:
         ) from error
 
 
-def _check_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> None:
-    """Every file that a rank says it has written is there, from here, with all its bytes."""
+def _unseen_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> list[str]:
+    """Findings about files that a rank says it has written, and that are not there from here, with all their bytes."""
     problems = []
     for rank, num_bytes in sizes.items():
         name = attempt.folder + attempt.data_file(rank)
@@ -208,12 +224,15 @@ def _check_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> No
                 f"rank {rank} has written {store.location}/{name}, but rank 0 does not find it whole there ({why}); "
                 "save to storage that all ranks share. Nothing was committed"
             )
-    if problems:
-        with storing(store, "", "listed"):
-            committed = list_saves(store).committed
-        if attempt.number in committed:
-            raise _lost(store, attempt)
-        raise CheckpointError(*problems)
+    return problems
+
+
+def _refuse_when_late(store: Store, attempt: Attempt) -> None:
+    """Raise CheckpointError where a newer save is there by now, after which files of older attempts may be removed."""
+    with storing(store, "", "listed"):
+        newest = max(list_saves(store).committed, default=0)
+    if newest > attempt.number:
+        raise _lost(store, newest)
 
 
 def _create_manifest(store: Store, attempt: Attempt, data: bytes) -> None:
@@ -227,7 +246,7 @@ def _create_manifest(store: Store, attempt: Attempt, data: bytes) -> None:
             is_there = _stands(store, attempt)
         exists = isinstance(error.__cause__, FileExistsError)
         if exists and not is_there:
-            raise _lost(store, attempt) from error
+            raise _lost(store, attempt.number) from error
         if is_there and not exists:
             raise _doubtful(store, attempt, error.__cause__ or error) from error
         if not exists:
@@ -249,9 +268,9 @@ def _doubtful(store: Store, attempt: Attempt, cause: BaseException) -> Checkpoin
     )
 
 
-def _lost(store: Store, attempt: Attempt) -> CheckpointError:
+def _lost(store: Store, number: int) -> CheckpointError:
     return CheckpointError(
         f"another program saved to {store.location} at the same time and committed "
-        f"{attempt.folder.rstrip('/')} first; this save was given up and changed nothing. Save again, or give each "
+        f"{folder_of(number).rstrip('/')} first; this save was given up and changed nothing. Save again, or give each "
         "program a folder of its own"
     )

@@ -1,20 +1,31 @@
 """Contents: what a checkpoint of any format holds, known from its metadata alone."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["BLOCK_BYTES", "CHECKSUM_BYTES", "Contents", "StoredPiece", "StoredTensor"]
+__all__ = ["BLOCK_BYTES", "CHECKSUM_BYTES", "MAX_INDEX", "Contents", "StoredPiece", "StoredTensor", "can_exist"]
+
+MAX_INDEX = 2**63 - 1
+"""Torch counts elements and bytes with so many bits."""
+
+_MAX_DIMS = 1024
+"""Operations of torch know far fewer."""
 
 BLOCK_BYTES = 1 << 18
 """Bytes under one checksum, where nothing else is said: they fit the cache of a core, which reads them twice."""
 
 CHECKSUM_BYTES = 8
 """Bytes of one checksum (xxh3_64, in its canonical form)."""
+
+
+def can_exist(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether torch can have a tensor of this shape, whose elements are of so many bytes; with elements or without."""
+    return len(shape) <= _MAX_DIMS and math.prod(size or 1 for size in shape) * itemsize <= MAX_INDEX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +63,11 @@ class StoredTensor:
         return math.prod(self.shape) * itemsize_bytes(self.dtype)
 
     @property
+    def checksums(self) -> Mapping[object, bytes | None]:
+        """Those of every piece. Tensors with equal ones, per blocks of equal size, have equal bytes."""
+        return {(each.piece.offset, each.piece.shape, each.piece.run): each.checksums for each in self.pieces}
+
+    @property
     def whole(self) -> Piece:
         """The tensor as one piece."""
         return Piece(name=self.name, dtype=self.dtype, global_shape=self.shape)
@@ -78,11 +94,13 @@ class Contents:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the saved object said of itself beside its tensors (JSON values): groups of optimizers, its plan."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the user saved beside (JSON values)."""
+    """What the user saved beside, as JSON values: see `extra_values`."""
     step: int | None = None
     """The step at which it was saved."""
     layout: str = ""
     """The layout that wrote it, in words."""
+    manifest: str = ""
+    """Name in the store of the file whose removal removes the save; "" where other formats have none."""
 
     @property
     def verifiable(self) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,8 +13,11 @@ from shardwise.checkpoint.conversion import Progress
 from shardwise.checkpoint.difference_table import table
 from shardwise.checkpoint.elements import Elements, Number, compare, larger
 from shardwise.checkpoint.names import is_model_name
-from shardwise.checkpoint.sources import read_contents
+from shardwise.checkpoint.reading import check_file
+from shardwise.checkpoint.sources import with_contents
+from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import BATCH_BYTES, PieceReader, check_whole, part_of_piece, windows
+from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space.boxes import index_of_element
 
@@ -120,14 +123,27 @@ def diff(
     step_a, step_b: the newest save of that step; the default is the newest of all.
     model_only: leave out the state of optimizers, `extra` and settings.
     Both sides are read in windows, verified where there are checksums; memory stays below 64 MiB and what the metadata
-    takes. Tensors of two saves of ours whose pieces and checksums agree are not read.
+    takes. Tensors of two saves of ours whose pieces and checksums agree are not read; that their files have all their
+    bytes is looked at.
     Raises CheckpointError when one of them is damaged or incomplete.
     """
     stores = store_of(a), store_of(b)
-    contents = read_contents(stores[0], step=step_a), read_contents(stores[1], step=step_b)
+
+    def compared(*contents: Contents) -> Difference:
+        return _difference(stores, contents, model_only, progress)
+
+    return with_contents(
+        stores[0], step_a, lambda ours: with_contents(stores[1], step_b, lambda theirs: compared(ours, theirs))
+    )
+
+
+def _difference(
+    stores: tuple[Store, Store], contents: Sequence[Contents], model_only: bool, progress: Progress
+) -> Difference:
     sides = _side(contents[0], model_only), _side(contents[1], model_only)
-    for side in sides:
+    for store, side in zip(stores, sides, strict=True):
         check_whole(side, side.tensors.values())
+        _check_sizes(store, side)
     pairs, alone = _paired(*sides)
     unread, by_checksum = _sorted_out(pairs, *sides)
     batch = Buffer(BATCH_BYTES)  # sides are read one after the other
@@ -146,6 +162,13 @@ def diff(
         num_equal_by_checksum=by_checksum,
         equal_bytes=sum(pair.a.num_bytes for pair in equal),
     )
+
+
+def _check_sizes(store: Store, side: Contents) -> None:
+    """Raise CheckpointError where data is missing that a comparison by checksums would not read."""
+    files = sorted({piece.file for tensor in side.tensors.values() for piece in tensor.pieces})
+    if findings := [each for name in files for each in check_file(store, side, name, head=False)[1]]:
+        raise CheckpointError(*findings, about=f"{side.location} is not as it was written")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +229,11 @@ def _sorted_out(pairs: Iterable[_Pair], a: Contents, b: Contents) -> tuple[set[s
     for pair in pairs:
         if pair.finding == "shape" or not pair.a.num_bytes:
             continue
-        if comparable and pair.finding is None and _sums(pair.a) == _sums(pair.b):
+        if comparable and pair.finding is None and pair.a.checksums == pair.b.checksums:
             by_checksum += 1
         else:
             unread.add(pair.name)
     return unread, by_checksum
-
-
-def _sums(tensor: StoredTensor) -> Mapping[object, bytes | None]:
-    return {(each.piece.offset, each.piece.shape, each.piece.run): each.checksums for each in tensor.pieces}
 
 
 def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Progress) -> dict[str, Elements]:

@@ -1,8 +1,7 @@
 """Held: any state as pieces with tensors, checked before anybody reads or writes one."""
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
-__all__ = ["Held", "KnownDTensors", "bytes_of", "check_json", "hold", "place_of"]
+__all__ = ["Held", "KnownDTensors", "bytes_of", "hold", "place_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +148,9 @@ class _Collection:
             self.tensors[piece] = tensor.detach().view(shape)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
 def _problem(key: object, value: object) -> str | None:
     """Why an entry is neither a tensor by name nor by piece."""
     if not isinstance(key, str | Piece):
@@ -161,12 +163,26 @@ def _problem(key: object, value: object) -> str | None:
             f"{name!r} is a {type(value).__name__}, not a tensor; JSON values go into extra, and nested dicts "
             "are to be flattened"
         )
-    if value.layout != torch.strided or value.is_quantized or value.is_nested:
-        return f"{name!r} has layout {value.layout}; dense (strided) tensors can be saved: convert it (to_dense())"
-    if value.is_meta:
-        return f"{name!r} is on the meta device and has no values; give it memory first (to_empty())"
-    if dtype_name(value.dtype) not in ITEMSIZE_BYTES:
-        return f"{name!r} has dtype {value.dtype}, which a checkpoint cannot hold; view it as torch.uint8"
+    try:
+        problem = _no_elements(value)
+    except Exception as error:  # of a kind of tensor that refuses to be looked at
+        problem = f"refuses to be read ({type(error).__name__}: {error}); give a plain tensor"
+    return None if problem is None else f"{name!r} {problem}"
+
+
+def _no_elements(tensor: torch.Tensor) -> str | None:
+    """Why a tensor has no elements in memory that a file could hold; raises anything for kinds that hide them."""
+    if tensor.is_nested or tensor.is_quantized:
+        what = "nested" if tensor.is_nested else "quantized"
+        return f"is {what}; plain dense tensors can be saved: take it apart"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}; dense (strided) tensors can be saved: convert it (to_dense())"
+    if tensor.is_meta:
+        return "is on the meta device and has no values; give it memory first (to_empty())"
+    if dtype_name(tensor.dtype) not in ITEMSIZE_BYTES:
+        return f"has dtype {tensor.dtype}, which a checkpoint cannot hold; view it as torch.uint8"
+    if tensor.numel() and tensor.data_ptr() == 0 and type(tensor) in _PLAIN:
+        return "has no memory at present, which may have been given back (resize_); bring it back first"
     return None
 
 
@@ -176,33 +192,6 @@ def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[obje
         return (name,)
     memory = (local.data_ptr(), local.dtype, local.device, tuple(tensor.shape), tuple(local.shape), local.stride())
     return (*memory, local.is_conj(), local.is_neg())
-
-
-def check_json(value: object, what: str) -> None:
-    """Raise CheckpointError, which names every place, unless `value` comes back from JSON as it is."""
-    try:
-        problems = list(_json_problems(value, what))
-        if not problems:
-            json.dumps(value)
-    except (RecursionError, TypeError, ValueError) as error:
-        problems = [f"{what} cannot be written as JSON: {error}"]
-    if problems:
-        raise CheckpointError(*problems)
-
-
-def _json_problems(value: object, place: str) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, each in value.items():
-            if isinstance(key, str):
-                yield from _json_problems(each, f"{place}[{key!r}]")
-            else:
-                yield f"{place} has the key {key!r}; keys of JSON objects are strings"
-    elif isinstance(value, list | tuple):
-        for at, each in enumerate(value):
-            yield from _json_problems(each, f"{place}[{at}]")
-    elif type(value) not in (str, int, float, bool, type(None)):
-        hint = "save tensors as part of the state" if isinstance(value, torch.Tensor) else "give JSON values"
-        yield f"{place} is a {type(value).__name__}, which JSON cannot hold; {hint}"
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:

@@ -98,6 +98,9 @@ def write_folder(path: str, shards: Sequence[Shard], fill: Fill, finish: Finish)
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.new")
     store = LocalStore(temporary)
+    with _making(path, ""):
+        os.makedirs(parent, exist_ok=True)
+        os.mkdir(temporary)  # ours from here on: what an error leaves in it is removed with it
     try:
         for shard in shards:
             with _making(path, shard.name), store.write(shard.name, num_bytes=shard.file.num_bytes) as writer:

@@ -9,7 +9,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -17,15 +16,19 @@ import torch
 from shardwise.checkpoint.addresses import Address
 from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.contents import Contents, StoredPiece
+from shardwise.checkpoint.extra_values import unpacked
 from shardwise.checkpoint.held import Held, hold
-from shardwise.checkpoint.matching import Kind, Match, match
+from shardwise.checkpoint.matching import Kind, Match, apart, match
 from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
 from shardwise.checkpoint.reading import check_file
+from shardwise.checkpoint.rewritten import Late
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sharing import Gathering, gather_findings, pack_pieces, unpack_alike
-from shardwise.checkpoint.sources import Source, agree_on_source
+from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
 from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.targets import check_targets
+from shardwise.checkpoint.twins import compare_twins
 from shardwise.checkpoint.virtual_contents import Located, VirtualContents, rewrite_contents
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
@@ -131,7 +134,8 @@ def load(
     state: tensors by name (plain or DTensor), tensors by `Piece`, or an engine or `TorchState`, which also take over
         the settings of their optimizers.
     strict: names missing on either side and settings that do not fit refuse the load; False lets them pass, and they
-        are in the report. Shapes always have to agree.
+        are in the report. Shapes always have to agree. Tensors that are tied in the target and stored under each of
+        their names have to be equal to the bit.
     cast: allow another dtype than the wanted one.
     verify: compare blocks with their checksums before they are used. "first" reads everything twice and verifies all
         of it before the target is touched.
@@ -150,8 +154,17 @@ def load(
     options = _Options(strict=strict, cast=cast, verify=verify, shared=shared, rewrite=rewrite)
     with given_or_default(channel or channel_of(state), "a load") as used:
         _agree_on_options(used, options, step)
-        source = agree_on_source(used, path, step=step, shared=shared)
-        return _load(used, source, state, options)
+        for attempt in range(1, ATTEMPTS + 1):
+            source = agree_on_source(used, path, step=step, shared=shared)
+            try:
+                extra = unpacked(source.contents.extra)
+                reading = _read(used, source, state, options)
+            except CheckpointError:  # on all ranks
+                if attempt == ATTEMPTS or not _was_removed(used, source):
+                    raise
+            else:
+                return reading.finish(extra)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> None:
@@ -176,7 +189,31 @@ def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> 
         )
 
 
-def _load(channel: Channel, source: Source, state: State, options: _Options) -> Loaded:
+def _was_removed(channel: Channel, source: Source) -> bool:
+    """Whether any rank sees that the save was removed while it was read, so that all begin anew with a newer one."""
+    mine = channel.rank in source.readers and was_removed(source.store, source.contents)
+    return b"1" in channel.exchange(b"1" if mine else b"0", purpose="whether the save is still there")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A target that has all its elements, and not yet made them its own."""
+
+    target: _Target
+    late: Sequence[Late]
+    report: LoadReport
+
+    def finish(self, extra: Mapping[str, Any]) -> Loaded:
+        """What remains to be done on this rank alone."""
+        with torch.no_grad():
+            for each in self.late:
+                each.finish()
+            if self.target.restoration is not None:
+                self.target.restoration.finish()
+        return Loaded(extra, self.report)
+
+
+def _read(channel: Channel, source: Source, state: State, options: _Options) -> _Reading:
     store, contents, readers = source.store, source.contents, source.readers
     virtual = None if options.rewrite is None else rewrite_contents(channel, contents, state, options.rewrite)
     target, wanted, found = _settle(channel, state, contents, virtual, options)
@@ -191,6 +228,7 @@ def _load(channel: Channel, source: Source, state: State, options: _Options) -> 
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
     compared_bytes = 0 if virtual is None else virtual.compare(channel, store, contents, readers)
+    compared_bytes += compare_twins(channel, store, contents, virtual, found.twins, readers)
     with torch.no_grad():
         plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
         if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
@@ -199,10 +237,6 @@ def _load(channel: Channel, source: Source, state: State, options: _Options) -> 
             traffic = read_in_rounds(
                 channel, store, contents, stored, plan, located.tensors, verify=verify, twice=options.verify == "first"
             )
-        for each in located.late:
-            each.finish()
-        if target.restoration is not None:
-            target.restoration.finish()
     report = LoadReport(
         location=contents.location,
         step=contents.step,
@@ -217,7 +251,7 @@ def _load(channel: Channel, source: Source, state: State, options: _Options) -> 
         dropped=() if virtual is None else virtual.dropped,
         added=() if virtual is None else virtual.added,
     )
-    return Loaded(contents.extra, report)
+    return _Reading(target, located.late, report)
 
 
 def _locate(
@@ -256,7 +290,7 @@ def _settle(
     contents = contents if virtual is None else virtual.contents
     try:
         target = _target(state, contents)
-        _check_writable(target.held)
+        check_targets(target.held)
     except ShardwiseError as error:
         refusal = error
     own = [piece for piece in target.held.tensors if piece.num_elements or piece.whole]
@@ -283,7 +317,10 @@ def _settle(
     findings = list(found.misfits)
     if not options.cast:
         findings += [f"{each}; allow it with cast=True" for each in found.casts]
-    if options.strict:
+    if not options.strict:
+        found.unexpected.extend(apart(name, twin, "lie apart") for name, twin in found.twins)
+        found.twins.clear()
+    else:
         findings += [*found.missing, *found.unexpected, *unfit]
     if findings:
         raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
@@ -298,35 +335,6 @@ def _target(state: State, contents: Contents) -> _Target:
     stored = {name: tensor.whole for name, tensor in contents.tensors.items()}
     restoration = state.restore(stored, contents.settings)
     return _Target(hold(restoration.wanted, what="the target"), restoration)
-
-
-def _check_writable(held: Held) -> None:
-    """Raises CheckpointError when elements of targets share memory, as those of an expanded tensor or of two views."""
-    problems = [
-        f"{piece} is to be read into a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, whose "
-        "elements share memory (expand()); give it memory of its own: clone()"
-        for piece, tensor in held.tensors.items()
-        if _extent(tensor) < tensor.numel()
-    ]
-    spans = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), str(piece))
-        for piece, tensor in held.tensors.items()
-        if tensor.numel() and _extent(tensor) == tensor.numel()
-    )
-    problems += [
-        f"{one[3]} and {other[3]} are to be read into memory that they share; give each tensor memory of its own"
-        for one, other in pairwise(spans)
-        if one[0] == other[0] and other[1] < one[2]
-    ]
-    if problems:
-        raise CheckpointError(*problems)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements of memory from the first element of a tensor to its last."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _coverage(wanted: Sequence[Wanted], contents: Contents) -> list[str]:

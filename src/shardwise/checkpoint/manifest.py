@@ -7,13 +7,13 @@ manifest.json            the head: what was saved, when, by which layout; names,
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NotRequired
+from typing import Annotated, Any, Final, Literal, NotRequired, Self, TypeAlias
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from typing_extensions import TypedDict
 
-from shardwise.checkpoint.contents import CHECKSUM_BYTES, Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.contents import CHECKSUM_BYTES, MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
 from shardwise.errors import CheckpointError, PlanError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
@@ -21,11 +21,13 @@ from shardwise.space import Piece
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "MAX_BLOCK_BYTES",
     "TENSORS_PER_TABLE",
     "VERSION",
     "FileEntry",
     "Head",
     "contents_of",
+    "is_file_name",
     "pack_tables",
     "unpack_tables",
 ]
@@ -37,6 +39,9 @@ MANIFEST = "manifest.json"
 
 TENSORS_PER_TABLE = 20_000
 """Tensors in one table: a save with more has several, so that none grows without bound."""
+
+MAX_BLOCK_BYTES = 1 << 26
+"""One block at least is read at a time."""
 
 _SUM = re.compile(rb'"checksum": "xxh3_64:([0-9a-f]{16})"')
 _NO_SUM = "xxh3_64:" + "0" * 16
@@ -50,13 +55,26 @@ class FileEntry(_Entry):
     """A file of the save."""
 
     name: str
-    """Relative to the folder of the save."""
-    bytes: int = Field(ge=0)
+    """In the folder of the save."""
+    bytes: int = Field(ge=0, le=MAX_INDEX)
     """Size of the file."""
     head_bytes: int = Field(ge=0)
     """So many bytes from its start lie under `checksum`: the header of a data file, the whole of a table."""
     checksum: str = Field(pattern="^[0-9a-f]{16}$")
     """xxh3_64 of them, in hexadecimal digits."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_in_folder(cls, name: str) -> str:
+        if not is_file_name(name):
+            raise ValueError(f"{name!r} names no file of the save's folder")
+        return name
+
+    @model_validator(mode="after")
+    def _is_within_file(self) -> Self:
+        if self.head_bytes > self.bytes:
+            raise ValueError(f"{self.head_bytes} bytes of a file of {self.bytes} are said to have a checksum")
+        return self
 
 
 class Head(_Entry):
@@ -76,7 +94,8 @@ class Head(_Entry):
     world_size: int = Field(ge=1)
     """Number of ranks that wrote."""
     file_layout: Literal["pieces", "whole"]
-    block_bytes: int = Field(ge=16)
+    block_bytes: int = Field(ge=16, le=MAX_BLOCK_BYTES, multiple_of=16)
+    """A multiple of the bytes of every element."""
     num_tensors: int = Field(ge=0)
     num_bytes: int = Field(ge=0)
     """Bytes of all tensors."""
@@ -110,23 +129,27 @@ class Head(_Entry):
                     f"{VERSION}; read it with a newer shardwise"
                 )
             return cls.model_validate(values)
-        except (ValidationError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # of which pydantic's and json's are kinds
             raise _damaged(location, str(error)) from error
 
 
+_Index: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INDEX)]
+_Indices: TypeAlias = list[_Index]
+
+
 class _PieceRow(TypedDict):
-    file: int
-    start: int
+    file: _Index
+    start: _Index
     xxh3: NotRequired[str]
-    offset: NotRequired[list[int]]
-    shape: NotRequired[list[int]]
-    run: NotRequired[tuple[int, int]]
+    offset: NotRequired[_Indices]
+    shape: NotRequired[_Indices]
+    run: NotRequired[tuple[_Index, _Index]]
 
 
 class _TensorRow(TypedDict):
     name: str
     dtype: str
-    shape: list[int]
+    shape: _Indices
     pieces: list[_PieceRow]
 
 
@@ -179,36 +202,64 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
 
     `folder` is put before the names of files, so that they are names in the store.
     """
-    files = [folder + entry.name for entry in head.files]
+    sizes = {folder + entry.name: entry.bytes for entry in head.files}
     try:
-        if strange := [name for name in files if name.rpartition("/")[0] + "/" != folder and "/" in name]:
-            raise ValueError(f"{strange[0]} is no file of the save's folder")
-        tensors = unpack_tables(tables, files, block_bytes=head.block_bytes)
+        tensors = unpack_tables(tables, [folder + entry.name for entry in head.files], block_bytes=head.block_bytes)
         if len(tensors) != head.num_tensors:
             raise ValueError(f"{head.num_tensors} tensors are announced and {len(tensors)} listed")
-        unsummed = [name for name, each in tensors.items() if any(piece.checksums is None for piece in each.pieces)]
-        if unsummed:
-            raise ValueError(f"{unsummed[0]} has a piece without checksums")
+        _check_places(tensors.values(), sizes)
     except (ValidationError, PlanError, IndexError, KeyError, ValueError) as error:
         raise _damaged(location, f"{type(error).__name__}: {error}") from error
     return Contents(
         format="shardwise",
         location=location,
         tensors=tensors,
-        file_sizes={folder + entry.name: entry.bytes for entry in head.files},
+        file_sizes=sizes,
         file_heads={folder + entry.name: (entry.head_bytes, bytes.fromhex(entry.checksum)) for entry in head.files},
         block_bytes=head.block_bytes,
-        aliases=head.aliases,
+        # An alias of nothing names nothing.
+        aliases={alias: name for alias, name in head.aliases.items() if name in tensors and alias not in tensors},
         settings=head.settings,
         extra=head.extra,
         step=head.step,
         layout=head.layout,
+        manifest=folder + MANIFEST,
     )
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name that a file states can be that of another one beside it."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return name not in ("", ".", "..") and not {"/", "\0"} & set(name)
+
+
+def _check_places(tensors: Iterable[StoredTensor], sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless every piece has checksums and lies in its file, where no other does.
+
+    So tensors never take more memory than the files have bytes.
+    """
+    left = dict(sizes)
+    for tensor in tensors:
+        for stored in tensor.pieces:
+            if stored.checksums is None:
+                raise ValueError(f"{tensor.name} has a piece without checksums")
+            num_bytes = stored.num_bytes
+            left[stored.file] -= num_bytes
+            if stored.start + num_bytes > sizes[stored.file] or left[stored.file] < 0:
+                raise ValueError(
+                    f"{stored.piece} is said to be {num_bytes} bytes from byte {stored.start} on of {stored.file}, "
+                    f"which with its other pieces is more than the {sizes[stored.file]} bytes that it has"
+                )
 
 
 def _stored_tensor(row: _TensorRow, files: Sequence[str], block_bytes: int) -> StoredTensor:
     name, dtype, shape = row["name"], row["dtype"], tuple(row["shape"])
     itemsize = ITEMSIZE_BYTES[dtype]
+    if not can_exist(shape, itemsize):
+        raise ValueError(f"{name} has a shape of {len(shape)} dims that no tensor has")
     pieces = []
     for each in row["pieces"]:
         piece = Piece(
@@ -222,8 +273,6 @@ def _stored_tensor(row: _TensorRow, files: Sequence[str], block_bytes: int) -> S
         sums = bytes.fromhex(each["xxh3"]) if "xxh3" in each else None
         if sums is not None and len(sums) != CHECKSUM_BYTES * -(-piece.num_elements * itemsize // block_bytes):
             raise ValueError(f"{piece} has {len(sums) // CHECKSUM_BYTES} checksums, which does not fit its size")
-        if each["file"] < 0:
-            raise ValueError(f"{piece} lies in file {each['file']}")
         pieces.append(StoredPiece(piece=piece, file=files[each["file"]], start=each["start"], checksums=sums))
     return StoredTensor(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces))
 

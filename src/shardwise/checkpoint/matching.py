@@ -8,7 +8,7 @@ from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.plan.state_names import MASTER, is_state_name, split_state_name, state_name
 from shardwise.space import Piece
 
-__all__ = ["Kind", "Match", "match"]
+__all__ = ["Kind", "Match", "apart", "match"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,9 @@ class Match:
     """Stored in another dtype than wanted."""
     misfits: list[str] = field(default_factory=list)
     """Stored in another shape than wanted."""
+    twins: list[tuple[str, str]] = field(default_factory=list)
+    """Stored under a name that the target ties to another: (its name, the tensor that is read for the other). They fit
+    if their bytes are equal."""
 
 
 def match(
@@ -55,8 +58,8 @@ def match(
     `contents` are what a rewrite makes of a checkpoint.
 
     A tensor is found under its name, or under one that it is tied to. A parameter and its master stand for each other:
-    the one with the wanted dtype is taken, and the other needs no place. A target that wants no optimizer state at all
-    may leave it.
+    the one with the wanted dtype is taken, and the other needs no place. What is tied in the target and stored under
+    each name is a twin. A target that wants no optimizer state at all may leave it.
     """
     names = _Names(contents, aliases)
     whose = "what the rewrite makes of the checkpoint" if rewritten else "the checkpoint"
@@ -84,12 +87,27 @@ def match(
             )
         else:
             result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}")
-    for name in contents.tensors:
-        if name not in settled and (has_state or not is_state_name(name)):
-            tied = aliases.get(name)
-            apart = "" if tied is None else f"; it is tied to {tied} there, and {whose} has the two apart"
-            result.unexpected.append(f"{name}: unexpected; the target has no place for it{apart}")
+    for name, stored in contents.tensors.items():
+        if name in settled or (not has_state and is_state_name(name)):
+            continue
+        parameter, key = _split(name)
+        if parameter not in aliases:
+            result.unexpected.append(f"{name}: unexpected; the target has no place for it")
+            continue
+        twin = names.find(_named(aliases[parameter], key), stored.dtype)
+        if twin is None or twin.name not in settled or (twin.dtype, twin.shape) != (stored.dtype, stored.shape):
+            result.unexpected.append(apart(name, aliases[parameter], "are of different shapes or dtypes"))
+        else:
+            result.twins.append((name, twin.name))
     return result
+
+
+def apart(name: str, twin: str, how: str) -> str:
+    """The finding that what the target has as one tensor is stored as two."""
+    return (
+        f"{name}: unexpected; the target ties it to {twin}, but in the checkpoint the two {how}: leave it with "
+        f'strict=False, or drop it with a rewrite, sw.Rewrite("{name} -> _")'
+    )
 
 
 _NUMBERS = ("bool", "int", "float", "complex")

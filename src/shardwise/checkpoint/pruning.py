@@ -2,7 +2,7 @@
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.commit import storing
-from shardwise.checkpoint.saves import folder_of, list_saves, read_head, remove_save
+from shardwise.checkpoint.saves import Listing, folder_of, list_saves, read_head, remove_save
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 
@@ -13,7 +13,8 @@ def prune(path: Address, *, keep: int) -> list[str]:
     """Remove all committed saves at `path` but the newest `keep`; returns the folders that were removed.
 
     A save loses its manifest first, so that at no instant it seems whole and is not. In a run of many ranks one calls
-    it. Saves whose manifest is damaged do not count, and stay; so do files that no saver has made.
+    it. Saves whose manifest is damaged, or names files that are not there, do not count, and stay; so do saves under
+    other names than savers give, and files that no saver has made.
     Raises CheckpointError when something cannot be removed.
     """
     if type(keep) is not int:
@@ -23,7 +24,7 @@ def prune(path: Address, *, keep: int) -> list[str]:
     store = store_of(path)
     with storing(store, "", "listed"):
         listing = list_saves(store)
-    good = [number for number in listing.committed if _is_readable(store, number)]
+    good = [number for number in listing.committed if _is_good(store, listing, number)]
     removed = []
     for number in good[:-keep]:
         with storing(store, folder_of(number), "removed"):
@@ -32,9 +33,9 @@ def prune(path: Address, *, keep: int) -> list[str]:
     return removed
 
 
-def _is_readable(store: Store, number: int) -> bool:
+def _is_good(store: Store, listing: Listing, number: int) -> bool:
+    """Whether a save may stand for older ones: it can be read, as far as its manifest and names of files say."""
     try:
-        read_head(store, number)
+        return listing.is_complete(number, read_head(store, number))
     except CheckpointError:
         return False
-    return True

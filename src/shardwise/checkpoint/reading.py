@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
-from shardwise.checkpoint.blocks import checksum, damaged_blocks
+from shardwise.checkpoint.blocks import damaged_blocks
 from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of
@@ -232,15 +233,24 @@ def check_file(store: Store, contents: Contents, name: str, *, head: bool) -> tu
             ]
         if head and name in contents.file_heads:
             num_bytes, expected = contents.file_heads[name]
-            data = bytearray(num_bytes)
-            reader.read_into(memoryview(data), 0)
-            if checksum(memoryview(data)) != expected:
+            if _checksum_of(reader, num_bytes) != expected:
                 return True, [f"{where} is damaged: its header of {num_bytes} bytes does not have its checksum"]
     except (OSError, EOFError) as error:
         return True, [f"{where} cannot be read: {reason(error)}"]
     finally:
         reader.close()
     return True, []
+
+
+def _checksum_of(reader: Reader, num_bytes: int) -> bytes:
+    """The checksum of the first bytes of a file, of which few are in memory at a time."""
+    sum_so_far = xxhash.xxh3_64()
+    part = memoryview(bytearray(min(num_bytes, _PART_BYTES)))
+    for start in range(0, num_bytes, _PART_BYTES):
+        part = part[: num_bytes - start]
+        reader.read_into(part, start)
+        sum_so_far.update(part)
+    return sum_so_far.digest()
 
 
 def damage_finding(stored: StoredPiece, block: int, contents: Contents, location: str) -> str:

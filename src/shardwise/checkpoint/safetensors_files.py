@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from shardwise.checkpoint.contents import MAX_INDEX, can_exist
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 
@@ -23,7 +24,6 @@ MAX_HEADER_BYTES = 100_000_000
 
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
-_MAX_INDEX = 2**63 - 1
 
 _CODES: Mapping[str, str] = MappingProxyType(
     {
@@ -215,9 +215,11 @@ def _entry(field: Any) -> Entry | str:
     if not (_is_indices(shape) and _is_indices(offsets) and len(offsets) == 2):
         return "its shape or its data_offsets are no lists of whole numbers"
     start, stop = offsets
-    needed = _num_elements(shape, limit=_MAX_INDEX) * (1 if code == "F4" else 2 * itemsize_bytes(_DTYPES[code]))
+    needed = _num_elements(shape, limit=MAX_INDEX) * (1 if code == "F4" else 2 * itemsize_bytes(_DTYPES[code]))
     if start > stop or needed != 2 * (stop - start):
         return f"shape {_shown(shape)} of {code} does not take the bytes {start:,} to {stop:,}"
+    if not can_exist(shape, 1):
+        return f"its shape of {len(shape)} dims is one that no tensor has"
     if code == "F4":
         if not shape or shape[-1] % 2:
             return f"shape {_shown(shape)} of F4 does not end with an even number, as torch needs it for its pairs"
@@ -231,7 +233,7 @@ def _shown(value: object) -> str:
 
 
 def _is_indices(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and 0 <= each <= _MAX_INDEX for each in value)
+    return isinstance(value, list) and all(type(each) is int and 0 <= each <= MAX_INDEX for each in value)
 
 
 def _num_elements(shape: Sequence[int], limit: int) -> int:

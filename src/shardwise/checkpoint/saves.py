@@ -2,6 +2,7 @@
 
     save-00000001/manifest.json      committed: the manifest is created last, in one act that fails if there is one
     save-00000002/5e1f-...           no manifest: torn. It never happened; the next successful save removes it
+    best/manifest.json               a save under another name: it loads by its own path, and nothing here removes it
 
 Every saver takes the number after the newest committed save. Two that save at a time therefore meet at one manifest:
 one creates it, the other finds it there and says so. Names of files begin with the id of the attempt, so that attempts
@@ -9,6 +10,7 @@ which share a folder never mix.
 """
 
 import contextlib
+import errno
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,14 +18,16 @@ from dataclasses import dataclass
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
+from shardwise.checkpoint.names import printable
 from shardwise.checkpoint.stores import Store
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 
 __all__ = [
     "CERTIFICATE",
     "Listing",
     "clean_up",
     "list_saves",
+    "listing_of",
     "load_contents",
     "read_file",
     "read_head",
@@ -31,18 +35,32 @@ __all__ = [
     "select",
 ]
 
-_FOLDER = re.compile(r"save-(\d{8,})/")
+CERTIFICATE = "round-trip.json"
+"""Says what came back of a conversion. It is written beside the files of a committed save, and goes with it."""
+
+
+MAX_METADATA_BYTES = 1 << 32
+"""Of a manifest or a table: a million pieces take 200 MB."""
+
+_NUMBER = r"(?!0{8}/)([0-9]{8}|[1-9][0-9]{8,199})/"
+_FOLDER = re.compile(f"save-{_NUMBER}")
+"""The one name of each number: the name that `folder_of` gives. Every other name belongs to whoever gave it."""
+
+_TAKEN = re.compile("save-0*([0-9]{1,199})", re.IGNORECASE)
+"""Names that sort, or on some file systems are, like those of saves: their numbers are not given again."""
 
 _ID_DIGITS = 8
 
-_OF_SAVE = re.compile(r"[0-9a-f]{8}-(rank\d+\.safetensors|tensors-\d+\.json)")
+_OF_SAVE = re.compile(r"[0-9a-f]{8}-(rank[0-9]+\.safetensors|tensors-[0-9]+\.json)")
 """Names of the files that a manifest lists."""
 
-_OWN_FILE = re.compile(_OF_SAVE.pattern + r"|[0-9a-f]{8}-rank\d+\.report\.json|\..*\.(new|lock)|manifest\.json")
-"""Names that savers give, hidden ones while a file is being made among them."""
+_CREATED = r"[0-9a-f]{8}-rank[0-9]+\.report\.json|manifest\.json"
+"""Names of the files that appear in one act, by way of a hidden one."""
 
-CERTIFICATE = "round-trip.json"
-"""Says what came back of a conversion. It is written beside the files of a committed save, and goes with it."""
+_HIDDEN = rf"\.({_CREATED}|{re.escape(CERTIFICATE)})\.([0-9a-f]{{16}}\.new|lock)"
+
+_OWN_FILE = re.compile(f"{_OF_SAVE.pattern}|{_CREATED}|{_HIDDEN}")
+"""Names that savers give, directly in the folder of a save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +73,28 @@ class Listing:
     torn: tuple[int, ...]
     """Numbers of saves that were begun and never committed."""
     files: dict[int, tuple[str, ...]]
-    """Names of the files of each save."""
+    """Names of the files in the folder of each save."""
+    renamed: tuple[str, ...] = ()
+    """Folders with a manifest that savers did not name, or whose manifest has another name now. They stay."""
 
     @property
     def next_number(self) -> int:
-        """The number that the next save takes."""
-        return max(self.committed, default=0) + 1
+        """The number that the next save takes: no folder with a manifest has it, whatever its exact name."""
+        found = (_TAKEN.fullmatch(name) for name in self.renamed)
+        return max([0, *self.committed, *(int(each.group(1)) for each in found if each)]) + 1
+
+    def is_complete(self, number: int, head: Head) -> bool:
+        """Whether all files are there that the head of a committed save names."""
+        folder = folder_of(number)
+        return {folder + name for name in _own_files(head)} <= set(self.files[number])
+
+    def renamed_note(self) -> str:
+        """A sentence about saves under other names; empty where there are none."""
+        if not self.renamed:
+            return ""
+        named = few_of([printable(name) for name in self.renamed], quotes=False)
+        verb = "holds" if len(self.renamed) == 1 else "hold"
+        return f"; {named} {verb} a manifest under a name that no saver gives: load it by its own path"
 
     def torn_note(self) -> str:
         """A sentence about torn saves; empty where there are none."""
@@ -77,21 +111,33 @@ def folder_of(number: int) -> str:
 
 def list_saves(store: Store) -> Listing:
     """List the saves in `store`; a store that is the folder of one save has that one, with number 0."""
+    return listing_of(store.names(), location=store.location)
+
+
+def listing_of(names: Iterable[str], *, location: str) -> Listing:
+    """The saves among the files of a store."""
     files: dict[int, list[str]] = {}
     own: list[str] = []
-    for name in store.names():
+    manifests: set[str] = set()
+    for name in names:
+        folder, _, file = name.rpartition("/")
         if found := _FOLDER.match(name):
             files.setdefault(int(found.group(1)), []).append(name)
-        elif "/" not in name:
+        elif not folder:
             own.append(name)
+        if folder and "/" not in folder and _is_manifest(file):
+            manifests.add(folder)
     if MANIFEST in own:
-        files = {0: own}
-    committed = [number for number, names in sorted(files.items()) if folder_of(number) + MANIFEST in names]
+        files, manifests = {0: own}, set()
+    committed = {number for number, found in files.items() if folder_of(number) + MANIFEST in found}
+    manifests -= {folder_of(number).rstrip("/") for number in committed}
+    torn = [number for number in sorted(files.keys() - committed) if folder_of(number).rstrip("/") not in manifests]
     return Listing(
-        location=store.location,
-        committed=tuple(committed),
-        torn=tuple(number for number in sorted(set(files) - set(committed)) if any(map(_is_ours, files[number]))),
-        files={number: tuple(names) for number, names in files.items()},
+        location=location,
+        committed=tuple(sorted(committed)),
+        torn=tuple(number for number in torn if _own(files[number], number)),
+        files={number: tuple(found) for number, found in files.items()},
+        renamed=tuple(sorted(manifests)),
     )
 
 
@@ -102,8 +148,12 @@ def select(store: Store, *, step: int | None = None) -> int:
     """
     listing = list_saves(store)
     if not listing.committed:
-        what = "holds no committed save" if listing.files else "holds no checkpoint: it is empty or does not exist"
-        raise CheckpointError(f"{store.location} {what}{listing.torn_note()}")
+        what = (
+            "holds no committed save"
+            if listing.files or listing.renamed
+            else "holds no checkpoint: it is empty or does not exist"
+        )
+        raise CheckpointError(f"{store.location} {what}{listing.torn_note()}{listing.renamed_note()}")
     if step is None:
         return listing.committed[-1]
     steps: list[int | None] = []
@@ -130,11 +180,15 @@ def read_head(store: Store, number: int) -> Head:
     return Head.unpack(read_file(store, name), location=f"{store.location}/{name}")
 
 
-def read_file(store: Store, name: str) -> bytes:
-    """A whole file. Raises CheckpointError, which names it."""
+def read_file(store: Store, name: str, *, size: int | None = None) -> bytes:
+    """A whole file, which is metadata; b"" where it has not the `size` that is given. Raises CheckpointError."""
     try:
         reader = store.open(name)
         try:
+            if size is not None and reader.size != size:
+                return b""
+            if reader.size > MAX_METADATA_BYTES:
+                raise OSError(errno.EFBIG, f"it has {reader.size:,} bytes, too many for what it should be")
             buffer = bytearray(reader.size)
             reader.read_into(memoryview(buffer), 0)
         finally:
@@ -148,11 +202,11 @@ def read_file(store: Store, name: str) -> bytes:
 
 def read_listed(store: Store, folder: str, entry: FileEntry) -> bytes:
     """A listed table, verified. Raises CheckpointError, which names the file."""
-    data = read_file(store, folder + entry.name)
+    data = read_file(store, folder + entry.name, size=entry.bytes)
     if len(data) != entry.bytes or checksum(data).hex() != entry.checksum:
         raise CheckpointError(
-            f"{store.location}/{folder}{entry.name} is damaged: its {len(data)} bytes are not the {entry.bytes} with "
-            f"the checksum that {MANIFEST} states. Load an older save (step=...), or get a good copy"
+            f"{store.location}/{folder}{entry.name} is damaged: its bytes are not the {entry.bytes} with the checksum "
+            f"that {MANIFEST} states. Load an older save (step=...), or get a good copy"
         )
     return data
 
@@ -177,11 +231,12 @@ def clean_up(store: Store, number: int) -> None:
     """After the commit of save `number`: remove torn saves up to it, and what other attempts left in committed ones.
 
     Saves with a higher number are left alone: they were begun after this commit and may still be at work.
+    Only files with names that savers give go, out of folders whose names savers give, where no manifest names them.
     """
     listing = list_saves(store)
     for torn in listing.torn:
         if torn <= number:
-            _delete_all(store, filter(_goes_with_save, listing.files[torn]))
+            _delete_all(store, _own(listing.files[torn], torn))
     for committed in listing.committed:
         if committed <= number:
             with contextlib.suppress(CheckpointError):  # its manifest is damaged: nobody knows what is its own
@@ -190,15 +245,18 @@ def clean_up(store: Store, number: int) -> None:
 
 def remove_save(store: Store, listing: Listing, number: int) -> None:
     """Remove a committed save, its manifest first: at no instant does a save seem whole that is not."""
-    manifest = folder_of(number) + MANIFEST
-    store.delete(manifest)
-    _delete_all(store, (name for name in listing.files[number] if name != manifest and _goes_with_save(name)))
+    folder = folder_of(number)
+    store.delete(folder + MANIFEST)
+    ours = [*_own(listing.files[number], number), folder + CERTIFICATE]
+    _delete_all(store, (name for name in ours if name in listing.files[number] and name != folder + MANIFEST))
 
 
 def strays(store: Store, listing: Listing, number: int) -> list[str]:
     """Files that other attempts to save left in the folder of a committed save; what users put there is theirs."""
     folder = folder_of(number)
-    ours = [name for name in listing.files[number] if _is_ours(name)]
+    if any(_is_manifest(name.removeprefix(folder)) for name in listing.files[number] if name != folder + MANIFEST):
+        return []  # a second manifest, which may name them
+    ours = _own(listing.files[number], number)
     of_saves = [name for name in ours if _OF_SAVE.fullmatch(name.removeprefix(folder))]
     if len(of_saves) == len(ours) - 1 and len({name.removeprefix(folder)[:_ID_DIGITS] for name in of_saves}) < 2:
         return []  # a manifest, and files of one attempt, which is the save: its manifest need not be read
@@ -215,14 +273,15 @@ def _own_files(head: Head) -> Iterable[str]:
     return [MANIFEST, *(entry.name for entry in (*head.files, *head.tables))]
 
 
-def _is_ours(name: str) -> bool:
-    """Whether a saver has made a file; what users put beside is theirs."""
-    return _OWN_FILE.fullmatch(name.rpartition("/")[2]) is not None
+def _own(names: Iterable[str], number: int) -> list[str]:
+    """Files that a saver has made in the folder of a save; what users put there, folders among it, is theirs."""
+    folder = folder_of(number)
+    return [name for name in names if _OWN_FILE.fullmatch(name.removeprefix(folder))]
 
 
-def _goes_with_save(name: str) -> bool:
-    """Whether a file is of no use without its save."""
-    return _is_ours(name) or name.rpartition("/")[2] == CERTIFICATE
+def _is_manifest(file: str) -> bool:
+    """Whether a file may be a manifest, maybe set aside (`manifest.json.bak`) or in other letters (`Manifest.json`)."""
+    return "/" not in file and file.lower().startswith(MANIFEST)
 
 
 def _delete_all(store: Store, names: Iterable[str]) -> None:

@@ -7,6 +7,7 @@
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -18,7 +19,8 @@ from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard, storing
 from shardwise.checkpoint.contents import BLOCK_BYTES
-from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, check_json, hold
+from shardwise.checkpoint.extra_values import packed
+from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, hold
 from shardwise.checkpoint.renamed_settings import record_of, renamed_settings
 from shardwise.checkpoint.rewritten_state import RewrittenState, StateRewriting
 from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_pieces
@@ -39,6 +41,13 @@ from shardwise.space import Piece
 
 __all__ = ["Arguments", "Memory", "Prepared", "prepare", "save", "write_pieces"]
 
+VISIBLE_SECONDS = 30.0
+"""After so long every network file system shows what another host has written, unless it is told otherwise."""
+
+_PAUSE_SECONDS = 0.05
+
+_COMMIT, _WAITING = "verdict on the commit of a save", b"waiting"
+
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
@@ -54,17 +63,18 @@ class Arguments:
         extra = {} if self.extra is None else self.extra
         if not isinstance(extra, Mapping):
             raise CheckpointError(f"extra is a {type(extra).__name__}; give a dict of JSON values")
-        extra = dict(extra)
-        check_json(extra, "extra")
+        if strange := [key for key in extra if not isinstance(key, str)]:
+            raise CheckpointError(f"extra has the key {strange[0]!r}; its own keys are strings")
+        step = self.step
+        if step is None and type(extra.get("step")) is int:
+            step = extra["step"]
+        extra = packed(dict(extra), "extra")
         if self.file_layout not in get_args(FileLayout):
             raise CheckpointError(
                 f"layout {self.file_layout!r} was asked for; a save is laid out as {' or '.join(get_args(FileLayout))}"
             )
-        step = self.step
         if step is not None and type(step) is not int:
             raise CheckpointError(f"step is {step!r}, a {type(step).__name__}; give a whole number (int) or None")
-        if step is None and type(extra.get("step")) is int:
-            step = extra["step"]
         if problems := wrong_rewrite(self.rewrite):
             raise CheckpointError(*problems)
         return Arguments(extra, step, self.file_layout, self.rewrite)
@@ -111,7 +121,8 @@ def save(
     path: a folder, an address of fsspec ("s3://bucket/run"), or a Store, that all ranks see.
     state: tensors by name (plain or DTensor; plain ones are alike on all ranks), tensors by `Piece`, or an object with
         `state()`, such as an engine or `TorchState(model, optimizer)`.
-    extra: JSON values to go with it; every rank gives the same.
+    extra: JSON values to go with it, such as `scheduler.state_dict()`; every rank gives the same. Keys of dicts may
+        be numbers too.
     step: by which it can be loaded later (default: `extra["step"]`, if that is a whole number).
     layout: "pieces": each rank writes what it holds, replicas once; "whole": every tensor lies whole in one file.
     rewrite: from the names and shapes of `state` to those that are saved; the same on all ranks. Optimizer state and
@@ -163,15 +174,35 @@ def _save(
                 Written.unpack(report, arrangement.file(rank), prepared.description.block_bytes)
                 for rank, report in enumerate(reports)
             ]
+            again = _Again(channel)
             try:
-                commit(store, attempt, arrangement, parts, prepared.description)
+                commit(store, attempt, arrangement, parts, prepared.description, again=again)
             except ShardwiseError as error:
                 refusal = error
-        agree(channel, refusal, purpose="verdict on the commit of a save")
+        while agree(channel, refusal, purpose=_COMMIT)[0] == _WAITING:
+            pass
     except CheckpointError:  # all ranks refuse; after a lost peer nobody knows whether it was committed
         discard(store, attempt, channel.rank)
         raise
     return prepared.report(channel.rank)
+
+
+class _Again:
+    """On rank 0: tells the others that it waits for a file of theirs, so that it does not seem stuck."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._deadline: float | None = None
+
+    def __call__(self) -> bool:
+        """Pause; whether to look once more."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + VISIBLE_SECONDS
+        if time.monotonic() > self._deadline:
+            return False
+        agree(self._channel, None, purpose=_COMMIT, value=_WAITING)
+        time.sleep(_PAUSE_SECONDS)
+        return True
 
 
 class Memory:

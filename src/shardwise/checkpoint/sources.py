@@ -1,21 +1,28 @@
 """Sources: what a path holds, in whatever format, found out once and known to every rank."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import xxhash
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign import read_foreign, recognise
-from shardwise.checkpoint.manifest import pack_tables, unpack_tables
-from shardwise.checkpoint.saves import load_contents, metadata_files, select
+from shardwise.checkpoint.manifest import MANIFEST, pack_tables, unpack_tables
+from shardwise.checkpoint.saves import folder_of, load_contents, metadata_files, select
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.errors import CheckpointError, ShardwiseError
 
-__all__ = ["Source", "agree_on_source", "read_contents"]
+__all__ = ["ATTEMPTS", "Source", "agree_on_source", "read_contents", "was_removed", "with_contents"]
+
+T = TypeVar("T")
+
+ATTEMPTS = 10
+"""Times that a reader may find its save removed, because newer ones are kept only, before it gives up."""
 
 
 def read_contents(store: Store, *, step: int | None = None) -> Contents:
@@ -26,8 +33,7 @@ def read_contents(store: Store, *, step: int | None = None) -> Contents:
     try:
         kind = recognise(store)
         if kind in (None, "shardwise"):
-            number = select(store, step=step)
-            return load_contents(metadata_files(store, number), number, location=store.location)
+            return _read_save(store, step)
     except OSError as error:
         raise CheckpointError(f"{store.location} cannot be listed: {error.strerror or error}") from error
     if step is not None:
@@ -35,6 +41,44 @@ def read_contents(store: Store, *, step: int | None = None) -> Contents:
             f"{store.location} is a {kind} checkpoint, which has no steps to choose from; leave out step"
         )
     return read_foreign(store)
+
+
+def _read_save(store: Store, step: int | None) -> Contents:
+    for attempt in range(1, ATTEMPTS + 1):
+        number = select(store, step=step)
+        try:
+            return load_contents(metadata_files(store, number), number, location=store.location)
+        except CheckpointError:
+            if attempt == ATTEMPTS or not _is_removed(store, folder_of(number) + MANIFEST):
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def with_contents(store: Store, step: int | None, use: Callable[[Contents], T]) -> T:
+    """Do something with what `read_contents` gives; again with the newer save, where this one is removed meanwhile.
+
+    `use` raises CheckpointError when it misses files.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        contents = read_contents(store, step=step)
+        try:
+            return use(contents)
+        except CheckpointError:
+            if attempt == ATTEMPTS or not was_removed(store, contents):
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def was_removed(store: Store, contents: Contents) -> bool:
+    """Whether a save is no longer there: who missed files of it was late, and the save was not damaged."""
+    return bool(contents.manifest) and _is_removed(store, contents.manifest)
+
+
+def _is_removed(store: Store, manifest: str) -> bool:
+    try:
+        return manifest not in store.names(manifest.rpartition("/")[0])
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +161,7 @@ def _pack(contents: Contents) -> bytes:
         "extra": dict(contents.extra),
         "step": contents.step,
         "layout": contents.layout,
+        "manifest": contents.manifest,
         "tables": [table.decode() for table in tables],
     }
     return json.dumps(head).encode()

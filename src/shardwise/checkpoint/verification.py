@@ -1,20 +1,22 @@
 """Verification: every byte of a checkpoint against its checksum, and everything that is not as it was written."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.blocks import num_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece
+from shardwise.checkpoint.foreign import recognise
+from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.read_plan import Span
 from shardwise.checkpoint.reading import BatchReader, batches_of, check_file
-from shardwise.checkpoint.saves import list_saves, strays
-from shardwise.checkpoint.sources import read_contents
+from shardwise.checkpoint.saves import folder_of, list_saves, load_contents, metadata_files, select, strays
+from shardwise.checkpoint.sources import read_contents, was_removed, with_contents
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.space import check_cover
 
-__all__ = ["VerifyReport", "verify"]
+__all__ = ["VerifyReport", "verify", "verify_all"]
 
 _BATCH_BYTES = 32 << 20
 
@@ -49,12 +51,51 @@ def verify(
     Raises CheckpointError when there is no save, its manifest is damaged, or it is of a format without checksums.
     """
     store = store_of(path)
-    contents = read_contents(store, step=step)
+    report = with_contents(store, step, lambda contents: _verified(store, contents, progress))
+    return replace(report, notes=tuple(_notes(store)))
+
+
+def verify_all(path: Address, *, progress: Callable[[int], None] = lambda num_bytes: None) -> list[VerifyReport]:
+    """Verify every committed save at `path`, oldest first; see `verify`. What cannot be read of one is a finding.
+
+    The notes are in the last report. Saves that are removed meanwhile are left out.
+    Raises CheckpointError when there is no save, or `path` holds a checkpoint of a format without checksums.
+    """
+    store = store_of(path)
+    if recognise(store) not in (None, "shardwise"):
+        _check_verifiable(read_contents(store))
+    select(store)
+    reports = []
+    for number in list_saves(store).committed:
+        name = folder_of(number) + MANIFEST
+        try:
+            contents = load_contents(metadata_files(store, number), number, location=store.location)
+            reports.append(_verified(store, contents, progress))
+        except CheckpointError as error:
+            if name in store.names(folder_of(number).rstrip("/")):
+                reports.append(_unreadable(f"{store.location}/{folder_of(number)}".rstrip("/"), error))
+    if not reports:  # all were removed meanwhile: a saver that keeps the newest only
+        return [verify(path, progress=progress)]
+    return [*reports[:-1], replace(reports[-1], notes=tuple(_notes(store)))]
+
+
+def _unreadable(location: str, error: CheckpointError) -> VerifyReport:
+    return VerifyReport(
+        location=location, num_files=0, num_tensors=0, verified_bytes=0, findings=error.problems, notes=()
+    )
+
+
+def _check_verifiable(contents: Contents) -> None:
     if not contents.verifiable:
         raise CheckpointError(
             f"{contents.location} is a {contents.format} checkpoint, which carries no checksums; convert it "
             "(shardwise ckpt convert) to have them from then on"
         )
+
+
+def _verified(store: Store, contents: Contents, progress: Callable[[int], None]) -> VerifyReport:
+    """The report on one save, without notes. Raises CheckpointError when it was removed meanwhile."""
+    _check_verifiable(contents)
     stored = [piece for tensor in contents.tensors.values() for piece in tensor.pieces]
     sound, findings = _sound_files(store, contents)
     findings += check_cover(piece.piece for piece in stored)
@@ -69,13 +110,15 @@ def verify(
         findings += more
         verified_bytes += num_bytes
         progress(num_bytes)
+    if findings and was_removed(store, contents):
+        raise CheckpointError(f"{contents.location} was removed while it was verified")
     return VerifyReport(
         location=contents.location,
         num_files=len(contents.file_sizes),
         num_tensors=len(contents.tensors),
         verified_bytes=verified_bytes,
         findings=tuple(findings),
-        notes=tuple(_notes(store)),
+        notes=(),
     )
 
 
@@ -121,13 +164,16 @@ def _damage(store: Store, contents: Contents, stored: list[StoredPiece]) -> Iter
 
 def _notes(store: Store) -> Iterator[str]:
     listing = list_saves(store)
+    if listing.renamed:
+        yield listing.renamed_note().removeprefix("; ")
     for number in listing.torn:
         yield f"save-{number:08d} is torn: {len(listing.files[number])} files of a save that was never committed"
     for number in listing.committed:
         try:
             others = strays(store, listing, number)
         except CheckpointError as error:
-            yield str(error)
+            if folder_of(number) + MANIFEST in store.names(folder_of(number).rstrip("/")):
+                yield str(error)
             continue
         if others:
             yield f"{', '.join(others)}: left by an attempt that was interrupted; no part of a save"

@@ -50,7 +50,7 @@ def verify(
 
     Losses, outputs of modules, gradients and updated parameters are compared against a stated error model. The last
     line says "equal" or "rounding"; or else the first tensor that diverges is named. Under torchrun, its processes are
-    the ranks, and they leave what they compute in "verification" of the run's output folder.
+    the ranks, and they leave what they compute in a new folder "verification-..." of the run's output folder.
 
     Exit codes: 0 equal or rounding, 1 diverged, inconclusive or failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
@@ -93,13 +93,11 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
     from shardwise.train.verification.layout_run import run_layout
     from shardwise.train.verification.verifier import compare_with_one_process
 
-    folder = notes if notes is not None else config.output / "verification"
     channel = processes(timeout_seconds=config.train.timeout_seconds)
     try:
-        if notes is None and channel.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of a verification that was stopped
-        channel.exchange(b"", purpose="a fresh folder for the verification")
-        folder.mkdir(parents=True, exist_ok=True)
+        made = _made_folder(config.output) if notes is None and channel.rank == 0 else ""
+        name = channel.exchange(made.encode(), purpose="a fresh folder for the verification")[0].decode()
+        folder = notes if notes is not None else config.output / name
         program = _program(config, steps)
         program.check()
         run_layout(program, channel, folder)
@@ -115,6 +113,12 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
     finally:
         if notes is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made_folder(output: Path) -> str:
+    """The name of a new folder: it can be removed at the end, for it holds nothing of the user's."""
+    output.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="verification-", dir=output)).name
 
 
 def _program(config: "RunConfig", steps: int) -> "Program":

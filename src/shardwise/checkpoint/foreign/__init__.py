@@ -4,6 +4,7 @@
 """
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from shardwise.checkpoint.contents import Contents
@@ -11,16 +12,20 @@ from shardwise.checkpoint.foreign import dcp, huggingface
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 
-__all__ = ["Format", "read_foreign", "recognise"]
+__all__ = ["Format", "format_of", "read_foreign", "recognise"]
 
 Format = Literal["shardwise", "safetensors", "dcp"]
 
-_MANIFEST = re.compile(r"(save-\d{8,}/)?manifest\.json")
+_MANIFEST = re.compile(r"(save-([0-9]{8}|[1-9][0-9]{8,199})/)?manifest\.json")
 
 
 def recognise(store: Store) -> Format | None:
-    """Return the format of the checkpoint in a store, by the names of its files; None when it is none that we know."""
-    names = list(store.names())
+    """Return the format of the checkpoint in a store; None when it is none that we know."""
+    return format_of(list(store.names()))
+
+
+def format_of(names: Sequence[str]) -> Format | None:
+    """Return the format of the checkpoint whose files have these names; None when it is none that we know."""
     if any(_MANIFEST.fullmatch(name) for name in names):
         return "shardwise"
     if ".metadata" in names:

@@ -3,7 +3,7 @@
 Both ways in which it writes tensors are read: as `torch.save` does, and as safetensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import product
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.foreign.dcp_metadata import Blob, Chunk, Metadata, SavedTensor, parse_metadata
 from shardwise.checkpoint.foreign.files import OpenFile, about, read_whole
-from shardwise.checkpoint.foreign.huggingface import saved_offsets
+from shardwise.checkpoint.foreign.huggingface import boxes_in, saved_offsets
 from shardwise.checkpoint.foreign.torch_files import SIGNATURE, NotPlainError, TensorPlace, find_tensor, read_value
 from shardwise.checkpoint.safetensors_files import Entry, dtype_of, read_header
 from shardwise.checkpoint.stores import Store
@@ -24,6 +24,8 @@ __all__ = ["read_contents"]
 _METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 32
 _MAX_OBJECT_BYTES = 1 << 26
+_MAX_OBJECTS_BYTES = 1 << 30
+"""Of one object, and of all together; those beyond are skipped."""
 
 
 def read_contents(store: Store) -> Contents:
@@ -59,12 +61,13 @@ class _File(OpenFile):
     def __init__(self, store: Store, name: str) -> None:
         super().__init__(store, name)
         self.name = name
-        self._headers: dict[int, tuple[dict[str, Entry], dict[str, str]]] = {}
+        self._headers: dict[int, tuple[dict[str, Entry], Mapping[str, Any] | None]] = {}
 
-    def header_at(self, start: int) -> tuple[dict[str, Entry], dict[str, str]]:
-        """The entries and metadata of the safetensors file that begins at a byte and ends with the file."""
+    def header_at(self, start: int) -> tuple[dict[str, Entry], Mapping[str, Any] | None]:
+        """The entries of the safetensors file that begins at a byte and ends with the file, and its `boxes_in`."""
         if start not in self._headers:
-            self._headers[start] = read_header(lambda at, num: self.read(start + at, num), self.size - start)
+            entries, texts = read_header(lambda at, num: self.read(start + at, num), self.size - start)
+            self._headers[start] = entries, boxes_in(texts)
         return self._headers[start]
 
 
@@ -142,10 +145,10 @@ def _place(name: str, chunk: Chunk, blob: Blob, file: _File) -> TensorPlace:
         place = find_tensor(lambda at, num: file.read(blob.start + at, num), blob.num_bytes)
         start = blob.start + place.start
         return TensorPlace(dtype=place.dtype, shape=place.shape, strides=place.strides, start=start)
-    entries, texts = file.header_at(blob.start)
+    entries, boxes = file.header_at(blob.start)
     if name not in entries:
         raise CheckpointError("it is neither in the format of torch.save nor in that of safetensors")
-    offset = saved_offsets(name, texts)
+    offset = saved_offsets(name, boxes)
     if offset is not None and offset != chunk.offset:
         raise CheckpointError(f"it holds the chunk at {offset}, not that at {chunk.offset}")
     entry = entries[name]
@@ -196,11 +199,15 @@ def _objects(metadata: Metadata, files: dict[str, _File], problems: list[str]) -
     """What is no tensor, as `extra` of the contents; what is wrong is added to the problems."""
     values: dict[str, Any] = {}
     skipped: list[str] = []
+    left = _MAX_OBJECTS_BYTES
     for name in metadata.objects:
         blob = metadata.blobs.get((name, None))
         if blob is not None and blob.file in files:
             file = files[blob.file]
+            left -= blob.num_bytes
             try:
+                if left < 0:
+                    raise NotPlainError("those before it are large")
                 values[name] = _object(name, blob, file)
             except NotPlainError:
                 skipped.append(name)

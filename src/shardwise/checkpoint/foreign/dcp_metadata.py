@@ -6,6 +6,7 @@ Its classes: torch/distributed/checkpoint/metadata.py, and `_StorageInfo` in fil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwise.checkpoint.contents import can_exist
 from shardwise.checkpoint.foreign.pickles import Made, Named, parse
 from shardwise.checkpoint.foreign.torch_files import ints
 from shardwise.errors import CheckpointError
@@ -117,6 +118,8 @@ def _tensor(name: str, fields: Mapping[object, object]) -> SavedTensor:
     if not isinstance(chunks, list):
         raise _unknown(f"the chunks of {name}")
     shape = ints(fields.get("size"))
+    if not can_exist(shape, ITEMSIZE_BYTES[dtype.name]):
+        raise CheckpointError(f"tensor {name} has a shape of {len(shape)} dims that no tensor has")
     boxes = []
     for chunk in chunks:
         box = _record(chunk, "ChunkStorageMetadata")

@@ -8,14 +8,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
 from shardwise.checkpoint.foreign.files import OpenFile, about, read_whole
 from shardwise.checkpoint.safetensors_files import Entry, dtype_of, read_header
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover
 
-__all__ = ["read_contents", "saved_offsets"]
+__all__ = ["boxes_in", "read_contents", "saved_offsets"]
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -35,11 +36,13 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
     problems: list[str] = []
     sizes: dict[str, int] = {}
     texts: dict[str, dict[str, str]] = {}
+    boxes: dict[str, Mapping[str, Any] | None] = {}
     places: dict[str, list[tuple[str, Entry]]] = {}
     for name in files:
         try:
             with OpenFile(store, name) as opened, about(opened.place):
                 entries, texts[name] = read_header(opened.read, opened.size)
+                boxes[name] = boxes_in(texts[name])
                 sizes[name] = opened.size
         except CheckpointError as error:
             problems += error.problems
@@ -51,7 +54,7 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
     tensors = {}
     for key, found in places.items():
         try:
-            tensors[key] = _tensor(key, found, texts)
+            tensors[key] = _tensor(key, found, boxes)
         except CheckpointError as error:
             problems += error.problems
     if problems:
@@ -64,18 +67,32 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
     )
 
 
-def saved_offsets(name: str, metadata: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Where the box of a tensor starts that `torch.distributed.checkpoint` wrote; None when a file says nothing of it.
+def boxes_in(metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
+    """What `torch.distributed.checkpoint` says in a file of the boxes in it, by name; None where it says nothing.
 
-    Raises `CheckpointError` when it says something else than offsets.
+    Raises `CheckpointError` when it is not understood.
     """
     if _SHARDING_INFO not in metadata:
         return None
     try:
-        offsets = json.loads(metadata[_SHARDING_INFO])[name]["saved_offsets"]
-    except (ValueError, RecursionError, LookupError, TypeError):
-        offsets = None
-    if not isinstance(offsets, list) or not all(type(each) is int and each >= 0 for each in offsets):
+        boxes = json.loads(metadata[_SHARDING_INFO])
+    except (ValueError, RecursionError):
+        boxes = None
+    if not isinstance(boxes, dict):
+        raise CheckpointError(f"{_SHARDING_INFO} in its metadata is no JSON object")
+    return boxes
+
+
+def saved_offsets(name: str, boxes: Mapping[str, Any] | None) -> tuple[int, ...] | None:
+    """Where the box of a tensor starts by `boxes_in`; None when the file says nothing of boxes.
+
+    Raises `CheckpointError` when it says something else than offsets.
+    """
+    if boxes is None:
+        return None
+    box = boxes.get(name)
+    offsets = box.get("saved_offsets") if isinstance(box, dict) else None
+    if not isinstance(offsets, list) or not all(type(each) is int and 0 <= each <= MAX_INDEX for each in offsets):
         raise CheckpointError(f"{_SHARDING_INFO} in its metadata does not say where the box of {name} starts")
     return tuple(offsets)
 
@@ -123,12 +140,12 @@ def _index_problems(
                 yield f"tensor {key} is in {file}, but the index {said}"
 
 
-def _tensor(key: str, found: list[tuple[str, Entry]], texts: Mapping[str, Mapping[str, str]]) -> StoredTensor:
+def _tensor(key: str, found: list[tuple[str, Entry]], boxes: Mapping[str, Mapping[str, Any] | None]) -> StoredTensor:
     code = found[0][1].code
     starts = []
     for file, entry in found:
         with about(file):
-            offsets = saved_offsets(key, texts[file])
+            offsets = saved_offsets(key, boxes[file])
         if offsets is None and len(found) > 1:
             raise CheckpointError(f"tensor {key} is in several files: {', '.join(name for name, _ in found)}")
         if len(offsets or entry.shape) != len(entry.shape) or entry.code != code:
@@ -139,6 +156,8 @@ def _tensor(key: str, found: list[tuple[str, Entry]], texts: Mapping[str, Mappin
         for start, (_, each) in zip(starts, found, strict=True)
     ]
     shape = tuple(map(max, zip(*ends, strict=True)))
+    if not can_exist(shape, itemsize_bytes(dtype_of(code))):
+        raise CheckpointError(f"tensor {key}: its boxes together have a shape that no tensor has")
     pieces = tuple(
         StoredPiece(
             piece=Piece(name=key, dtype=dtype_of(code), global_shape=shape, offset=start, shape=entry.shape),

@@ -25,6 +25,8 @@ SIGNATURE = b"PK\x03\x04"
 _EDGE_BYTES = 4096
 """Everything but the elements of one tensor lies so near to one of the ends."""
 _MAX_PART_BYTES = 1 << 26
+_MAX_DIRECTORY_BYTES = 1 << 20
+"""A tensor or a value has five parts or six."""
 _MAX_VALUES = 1_000_000
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -129,12 +131,14 @@ class _Archive(io.RawIOBase):
         self._read = read
         self._size = size
         self._at = 0
+        self._max_bytes = _MAX_DIRECTORY_BYTES
         edge = min(size, _EDGE_BYTES)
         self._head = read(0, edge)
         self._tail = read(size - edge, edge) if size > edge else self._head
         try:
             self._zip = zipfile.ZipFile(self)
             self._infos = {info.filename.partition("/")[2]: info for info in self._zip.infolist()}
+            self._max_bytes = _MAX_PART_BYTES
             order = self.part("byteorder") if "byteorder" in self._infos else b"little"
         except _ZIP_ERRORS as error:
             raise _damaged(error) from None
@@ -174,7 +178,7 @@ class _Archive(io.RawIOBase):
 
     def _bytes(self, start: int, num_bytes: int) -> bytes:
         num_bytes = max(0, min(num_bytes, self._size - start))
-        if num_bytes > _MAX_PART_BYTES:
+        if num_bytes > self._max_bytes:
             raise zipfile.BadZipFile("its directory is too long")
         if start + num_bytes <= len(self._head):
             return self._head[start : start + num_bytes]

@@ -39,7 +39,8 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
             try:
                 heads[number] = read_head(store, number)
             except CheckpointError as error:
-                heads[number] = error
+                if number in list_saves(store).committed:  # else it was removed meanwhile
+                    heads[number] = error
         if heads and not as_json:
             _print_saves(path, listing, heads)
         contents = checkpoint.open(path, step=step).contents
@@ -50,9 +51,10 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
 
 
 def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | CheckpointError]") -> None:
+    from shardwise.checkpoint.names import printable
     from shardwise.train.progress import size
 
-    click.echo(f"{path}: {plural(len(heads), 'save')}{listing.torn_note()}")
+    click.echo(f"{path}: {plural(len(heads), 'save')}{listing.torn_note()}{listing.renamed_note()}")
     rows = []
     for number, head in heads.items():
         if isinstance(head, Exception):
@@ -62,10 +64,10 @@ def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | Checkpo
             [
                 str(number or "-"),
                 "-" if head.step is None else str(head.step),
-                head.written_at.removesuffix("+00:00").replace("T", " "),
+                printable(head.written_at.removesuffix("+00:00").replace("T", " ")),
                 size(head.num_bytes),
                 str(head.num_tensors),
-                head.layout,
+                printable(head.layout),
                 head.file_layout,
                 str(head.world_size),
             ]
@@ -78,6 +80,7 @@ def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | Checkpo
 
 
 def _print_tensors(contents: "Contents") -> None:
+    from shardwise.checkpoint.names import printable
     from shardwise.train.progress import size
 
     when = "" if contents.step is None else f", step {contents.step}"
@@ -88,7 +91,7 @@ def _print_tensors(contents: "Contents") -> None:
     )
     rows = [
         [
-            tensor.name,
+            printable(tensor.name),
             tensor.dtype,
             str(list(tensor.shape)),
             str(len(tensor.pieces)),
@@ -100,7 +103,7 @@ def _print_tensors(contents: "Contents") -> None:
     header = ["name", "dtype", "shape", "pieces", "bytes", "files"]
     print_table(header, rows, numbers=frozenset({"pieces", "bytes", "files"}))
     for alias, name in contents.aliases.items():
-        click.echo(f"{alias} is {name}")
+        click.echo(f"{printable(alias)} is {printable(name)}")
 
 
 def _as_json(

@@ -1,0 +1,138 @@
+"""`extra` comes back as it was given: the states of torch's schedulers go in as they are."""
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler, swa_utils
+from torch.optim.lr_scheduler import LRScheduler
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint.extra_values import packed, unpacked
+from shardwise.comm.alone import alone
+from shardwise.errors import CheckpointError
+
+STATE = {"w": torch.ones(2)}
+
+Make = Callable[[Any], Any]
+
+MAKERS: dict[str, Make] = {
+    "LambdaLR": lambda sgd: lr_scheduler.LambdaLR(sgd, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda sgd: lr_scheduler.MultiplicativeLR(sgd, lambda epoch: 0.9),
+    "StepLR": lambda sgd: lr_scheduler.StepLR(sgd, 2),
+    "MultiStepLR": lambda sgd: lr_scheduler.MultiStepLR(sgd, [2, 4, 4, 7]),
+    "ConstantLR": lr_scheduler.ConstantLR,
+    "LinearLR": lr_scheduler.LinearLR,
+    "PolynomialLR": lambda sgd: lr_scheduler.PolynomialLR(sgd, 9),
+    "ExponentialLR": lambda sgd: lr_scheduler.ExponentialLR(sgd, 0.9),
+    "CosineAnnealingLR": lambda sgd: lr_scheduler.CosineAnnealingLR(sgd, 5),
+    "CosineAnnealingWarmRestarts": lambda sgd: lr_scheduler.CosineAnnealingWarmRestarts(sgd, 3),
+    "CyclicLR": lambda sgd: lr_scheduler.CyclicLR(sgd, 0.1, 1.0, step_size_up=3),
+    "OneCycleLR": lambda sgd: lr_scheduler.OneCycleLR(sgd, 1.0, 12),
+    "ReduceLROnPlateau": lambda sgd: lr_scheduler.ReduceLROnPlateau(sgd, patience=1),
+    "SequentialLR": lambda sgd: lr_scheduler.SequentialLR(
+        sgd, [lr_scheduler.LinearLR(sgd), lr_scheduler.MultiStepLR(sgd, [1, 3])], milestones=[3]
+    ),
+    "ChainedScheduler": lambda sgd: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(sgd), lr_scheduler.MultiStepLR(sgd, [1, 3])], optimizer=sgd
+    ),
+    "SWALR": lambda sgd: swa_utils.SWALR(sgd, 0.05),
+}
+
+
+def test_every_scheduler_of_torch_is_tried() -> None:
+    known = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if inspect.isclass(kind)
+        and issubclass(kind, LRScheduler)
+        and not name.startswith("_")
+        and kind is not LRScheduler
+    }
+    assert known <= MAKERS.keys()
+
+
+def steps(scheduler: Any, optimizer: torch.optim.Optimizer, num: int) -> list[float]:
+    rates = []
+    for _ in range(num):
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def optimizer_of() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+
+
+def types(value: Any) -> Any:
+    """What is where, and of which type."""
+    if isinstance(value, dict):
+        return type(value), [(type(key), key, types(each)) for key, each in value.items()]
+    return (type(value), [types(each) for each in value]) if isinstance(value, list) else (type(value), repr(value))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_state_of_a_scheduler_is_restored_to_the_bit(name: str, tmp_path: Path) -> None:
+    sgd = optimizer_of()
+    scheduler = MAKERS[name](sgd)
+    steps(scheduler, sgd, 3)
+    state = scheduler.state_dict()
+    sw.save(tmp_path, STATE, extra={"scheduler": state}, step=3, channel=alone())
+    restored = sw.load(tmp_path, {"w": torch.zeros(2)}, channel=alone())["scheduler"]
+    assert types(restored) == types(state)
+    assert types(checkpoint.open(tmp_path).extra["scheduler"]) == types(state)
+    other = optimizer_of()
+    resumed = MAKERS[name](other)
+    other.load_state_dict(sgd.state_dict())
+    resumed.load_state_dict(restored)
+    assert steps(resumed, other, 6) == steps(scheduler, sgd, 6)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+keys = st.text() | st.integers() | st.none() | st.floats(allow_nan=False) | st.sampled_from(["shardwise", "items"])
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.fixed_dictionaries({"shardwise": inner | st.just("dict"), "items": inner})
+        | st.dictionaries(keys, st.integers(), max_size=3).map(Counter)
+    ),
+    max_leaves=8,
+)
+
+
+@given(values)
+def test_any_values_come_back_with_their_types(value: object) -> None:
+    import json
+
+    assert types(unpacked(json.loads(json.dumps(packed(value, "extra"))))) == types(value)
+
+
+def test_other_programs_see_plain_values_where_they_are_plain() -> None:
+    plain = {"a": [1, 2.5, None, {"b": True}], "shardwise": "x", "nan": math.inf}
+    assert packed(plain, "extra") == plain
+    assert unpacked({"shardwise": "Tower", "items": [[1, 2]]}) == {"shardwise": "Tower", "items": [[1, 2]]}
+
+
+def test_what_cannot_come_back_is_named_with_what_to_write_instead(tmp_path: Path) -> None:
+    rate = torch.tensor(0.1)
+    scheduler = lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate), 2)
+    with pytest.raises(CheckpointError) as caught:
+        sw.save(tmp_path, STATE, extra={"s": scheduler.state_dict(), "t": {(1, 2): 3}, "f": len}, channel=alone())
+    assert (
+        "extra['s']['base_lrs'][0] is a Tensor, which JSON cannot hold; save tensors as part of the state, or give "
+        in (str(caught.value))
+    )
+    assert "extra['t'] has the key (1, 2), a tuple; give keys that are strings, numbers or None" in str(caught.value)
+    assert "extra['f'] is a builtin_function_or_method" in str(caught.value)
+    assert not list(tmp_path.iterdir())

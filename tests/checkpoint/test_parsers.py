@@ -1,0 +1,317 @@
+"""Parsers of metadata: any bytes give a value or a CheckpointError, in bounded memory and time, and so does reading."""
+
+import contextlib
+import copy
+import json
+import pickle
+import shutil
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.comm.alone import alone
+from shardwise.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STATE = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5)}
+MAX_BYTES = 40 << 20
+"""More than any of these small checkpoints needs, and less than what their forgeries ask for."""
+
+
+def make(folder: Path, kind: str) -> None:
+    match kind:
+        case "ours":
+            sw.save(folder, STATE, extra={"note": 1}, step=3, channel=alone())
+        case "dcp":
+            dcp.save({**STATE, "lr": 0.5, "name": "x"}, checkpoint_id=folder, no_dist=True)
+        case "safetensors":
+            folder.mkdir()
+            safetensors.torch.save_file(STATE, folder / "model.safetensors", metadata={"format": "pt"})
+            index = {"weight_map": dict.fromkeys(STATE, "model.safetensors")}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    for kind in ("ours", "dcp", "safetensors"):
+        make(folder / kind, kind)
+    return folder
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """What Python and numpy take within stays below MAX_BYTES."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def look(folder: Path) -> None:
+    """Everything that one process reads of a checkpoint; CheckpointErrors are of no interest, others are raised."""
+    with contextlib.suppress(CheckpointError):
+        catalogue = checkpoint.open(folder)
+        for name, tensor in list(catalogue.tensors.items())[:4]:
+            with contextlib.suppress(CheckpointError):
+                assert catalogue.read(name).shape == tensor.shape
+    with contextlib.suppress(CheckpointError):
+        checkpoint.verify(folder)
+    with contextlib.suppress(CheckpointError):
+        sw.load(folder, {name: torch.zeros_like(each) for name, each in STATE.items()}, channel=alone())
+    with contextlib.suppress(CheckpointError):
+        checkpoint.diff(folder, folder)
+
+
+def seal(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest, and give it the checksum that it then has."""
+    head = json.loads(manifest.read_bytes())
+    change(head)
+    head["checksum"] = "xxh3_64:" + "0" * 16
+    text = json.dumps(head, indent=1)
+    manifest.write_text(text.replace("0" * 16, xxhash.xxh3_64_hexdigest(text.encode()), 1))
+
+
+def reseal_table(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Change the table of a save, and all checksums with it."""
+    [table] = folder.glob("*-tensors-00000.json")
+    rows = json.loads(table.read_bytes())
+    change(rows)
+    data = json.dumps(rows).encode()
+    table.write_bytes(data)
+    entry = {"bytes": len(data), "head_bytes": len(data), "checksum": xxhash.xxh3_64_hexdigest(data)}
+    seal(folder / "manifest.json", lambda head: head["tables"][0].update(entry))
+
+
+# Values that formats do not have where they stand, or of which there are too many or too large ones.
+odd = st.sampled_from(
+    [None, True, -1, 0, 1, 15, 17, 2**31, 2**62, 2**63 - 1, 2**63, 2**64, 10**400, 0.5, 1e308, "", ".", "..", "../x",
+     "a/b", "\0", "\ud800", "x" * 5000, "manifest.json", "float4_e2m1fn_x2", "nothing", [], [[]], [2**62] * 3,
+     [0, 2**62, 2**62], [1] * 2000, {}, {"a": "a"}, {"a": "b", "b": "a"}, {"w": "nothing"}]
+)  # fmt: skip
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) below a JSON value."""
+    if isinstance(value, dict):
+        return [each for key in value for each in [(value, key), *places(value[key])]]
+    if isinstance(value, list):
+        return [each for at in range(len(value)) for each in [(value, at), *places(value[at])]]
+    return []
+
+
+def mutate(value: Any, data: st.DataObject) -> None:
+    for _ in range(data.draw(st.integers(1, 2))):
+        container, key = data.draw(st.sampled_from(places(value)))
+        container[key] = copy.deepcopy(data.draw(odd))
+
+
+COPIED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@COPIED
+@given(data=st.data())
+def test_a_manifest_and_tables_with_any_values_in_any_place(data: st.DataObject, made: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path)
+    shutil.copytree(made / "ours", tmp_path)
+    folder = tmp_path / "save-00000001"
+    if data.draw(st.booleans()):
+        seal(folder / "manifest.json", lambda head: mutate(head, data))
+    else:
+        reseal_table(folder, lambda rows: mutate(rows, data))
+    with bounded():
+        look(tmp_path)
+
+
+@COPIED
+@given(data=st.data())
+def test_headers_and_indices_of_safetensors_with_any_values_in_any_place(
+    data: st.DataObject, made: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path)
+    shutil.copytree(made / "safetensors", tmp_path)
+    if data.draw(st.booleans()):
+        index = tmp_path / "model.safetensors.index.json"
+        fields = json.loads(index.read_bytes())
+        mutate(fields, data)
+        index.write_text(json.dumps(fields))
+    else:
+        file = tmp_path / "model.safetensors"
+        old = file.read_bytes()
+        end = 8 + int.from_bytes(old[:8], "little")
+        fields = json.loads(old[8:end])
+        fields["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(
+            {"a": {"saved_offsets": [0, 0]}, "b": {"saved_offsets": [0]}}
+        )
+        mutate(fields, data)
+        info = fields.get("__metadata__", {})
+        if isinstance(info, dict) and data.draw(st.booleans()):
+            boxes = {"a": {"saved_offsets": [0, 0]}}
+            mutate(boxes, data)
+            info["DCP_SHARDING_INFO"] = json.dumps(boxes)
+        text = json.dumps(fields).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + old[end:])
+    with bounded():
+        look(tmp_path)
+
+
+@COPIED
+@given(data=st.data())
+def test_files_with_any_bytes_in_any_place(data: st.DataObject, made: Path, tmp_path: Path) -> None:
+    kind = data.draw(st.sampled_from(["ours", "dcp", "dcp", "safetensors"]))
+    shutil.rmtree(tmp_path)
+    shutil.copytree(made / kind, tmp_path)
+    files = sorted(each for each in tmp_path.rglob("*") if each.is_file())
+    file = data.draw(st.sampled_from(files))
+    old = file.read_bytes()
+    at = data.draw(st.integers(0, len(old)))
+    new = data.draw(st.binary(max_size=12))
+    cut = data.draw(st.sampled_from([len(new), 0, len(old)]))
+    file.write_bytes(old[:at] + new + old[at + cut :])
+    with bounded():
+        look(tmp_path)
+
+
+class Global:
+    """Pickled as something that a pickle calls."""
+
+    def __init__(self, name: str, *args: object) -> None:
+        self._made = getattr(torch, name, torch.Size), args
+
+    def __reduce__(self) -> Any:
+        return self._made
+
+
+@COPIED
+@given(data=st.data())
+def test_metadata_of_dcp_with_any_values_in_any_place(data: st.DataObject, made: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path)
+    shutil.copytree(made / "dcp", tmp_path)
+    metadata: Any = pickle.loads((tmp_path / ".metadata").read_bytes())
+    strange = st.one_of(odd, st.builds(torch.Size, st.lists(st.sampled_from([0, 1, 2**62]), max_size=3)))
+    targets = [
+        *((each, name) for each in metadata.state_dict_metadata.values() for name in vars(each)),
+        *((each, name) for each in metadata.storage_data.values() for name in vars(each)),
+        *((chunk, name) for each in metadata.state_dict_metadata.values() for chunk in getattr(each, "chunks", ())
+          for name in vars(chunk)),
+        (metadata, "state_dict_metadata"),
+        (metadata, "storage_data"),
+    ]  # fmt: skip
+    holder, name = data.draw(st.sampled_from(targets))
+    value = data.draw(strange)
+    object.__setattr__(holder, name, value)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with bounded():
+        look(tmp_path)
+
+
+def forge(field: str, value: object, *, of: str = "files") -> Callable[[Path], None]:
+    return lambda folder: seal(folder / "manifest.json", lambda head: head[of][0].update({field: value}))
+
+
+def forge_row(**values: object) -> Callable[[Path], None]:
+    return lambda folder: reseal_table(folder, lambda rows: rows[0].update(values))
+
+
+def sparse(name: str) -> Callable[[Path], None]:
+    def grow(folder: Path) -> None:
+        [file] = folder.glob(name)
+        with file.open("r+b") as opened:
+            opened.truncate(1 << 40)
+
+    return grow
+
+
+def large_head(folder: Path) -> None:
+    """A data file of 2 GiB, all of which is said to be its header."""
+    [file] = folder.glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.truncate(2 << 30)
+    entry = {"bytes": 2 << 30, "head_bytes": 3 << 30}
+    seal(folder / "manifest.json", lambda head: head["files"][0].update(entry))
+
+
+def shared_bytes(rows: list[dict[str, Any]]) -> None:
+    """Many tensors whose bytes are all the same: a small file that would fill any memory."""
+    rows += [{**rows[0], "name": f"again {at}"} for at in range(50)]
+
+
+FORGERIES: dict[str, Callable[[Path], None]] = {
+    "a header longer than its file": forge("head_bytes", 2 << 30),
+    "a file of 2 GiB that is all header": large_head,
+    "a manifest of 1 TiB": sparse("manifest.json"),
+    "a table of 1 TiB": sparse("*-tensors-00000.json"),
+    **{f"a table named {name!r}": forge("name", name, of="tables")
+       for name in ("", ".", "..", "../x", "a/b", "\0", "\ud800")},
+    **{f"a file named {name!r}": forge("name", name) for name in ("", "..", "../../etc/passwd")},
+    "a block of 17 bytes": lambda folder: seal(folder / "manifest.json", lambda head: head.update(block_bytes=17)),
+    "a block of 2^40 bytes": lambda folder: seal(folder / "manifest.json", lambda head: head.update(block_bytes=2**40)),
+    "a piece at 2^63": lambda folder: reseal_table(folder, lambda rows: rows[0]["pieces"][0].update(start=2**63)),
+    "a piece at 2^62": lambda folder: reseal_table(folder, lambda rows: rows[0]["pieces"][0].update(start=2**62)),
+    **{f"a shape of {size} rows, in no file": forge_row(shape=[size, 4], pieces=[]) for size in (2**39, 2**61)},
+    "tensors that share their bytes": lambda folder: (
+        reseal_table(folder, shared_bytes), seal(folder / "manifest.json", lambda head: head.update(num_tensors=52))),
+    "a manifest that is nested deeply": lambda folder: (folder / "manifest.json").write_bytes(
+        (lambda text: text.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(text).encode(), 1))(
+            b'{"checksum": "xxh3_64:' + b"0" * 16 + b'", "extra": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")),
+    "a manifest with a number of many digits": lambda folder: (folder / "manifest.json").write_bytes(
+        (lambda text: text.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(text).encode(), 1))(
+            b'{"checksum": "xxh3_64:' + b"0" * 16 + b'", "step": ' + b"9" * 100_000 + b"}")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_forged_metadata_is_refused_before_it_costs_anything(what: str, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "ours", tmp_path, dirs_exist_ok=True)
+    FORGERIES[what](tmp_path / "save-00000001")
+    with bounded(), pytest.raises(CheckpointError):
+        checkpoint.open(tmp_path).read("a")
+    target = {name: torch.zeros_like(each) for name, each in STATE.items()}
+    with bounded(), pytest.raises(CheckpointError):
+        sw.load(tmp_path, target, channel=alone())
+    assert not any(each.any() for each in target.values())
+
+
+def test_the_directory_of_a_saved_object_is_short(tmp_path: Path) -> None:
+    from shardwise.checkpoint.foreign.torch_files import read_value
+
+    with zipfile.ZipFile(tmp_path / "bomb", "w") as archive:
+        for at in range(30_000):
+            archive.writestr(f"archive/{at}", b"")
+    data = (tmp_path / "bomb").read_bytes()
+    with bounded(), pytest.raises(CheckpointError, match="directory is too long"):
+        read_value(data)
+
+
+def test_boxes_of_very_many_tensors_are_read_in_time_that_grows_with_them(tmp_path: Path) -> None:
+    names = [f"t{at}" for at in range(4000)]
+    info = {name: {"saved_offsets": [0]} for name in names}
+    tensors = {name: torch.zeros(1) for name in names}
+    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors", metadata={"DCP_SHARDING_INFO": json.dumps(info)})
+    parsed = 0
+    loads = json.loads
+
+    def counting(text: Any, **options: Any) -> Any:
+        nonlocal parsed
+        parsed += len(text)
+        return loads(text, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json, "loads", counting)
+        assert len(checkpoint.open(tmp_path).tensors) == 4000
+    assert parsed < 3 * (tmp_path / "x.safetensors").stat().st_size
