@@ -141,6 +141,7 @@ class _Tensors:
 
     @classmethod
     def of(cls, model: nn.Module) -> "_Tensors":
+        _refuse_parts(model)
         registered = {_place(each) for each in [*model.parameters(), *model.buffers()]}
         prefixes = _prefixes(model)
         by_name: dict[str, torch.Tensor] = {}
@@ -254,6 +255,14 @@ def _trained(tensors: _Tensors, optimizers: Sequence[torch.optim.Optimizer]) -> 
             "a checkpoint has one state for a parameter"
         )
     return trained
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    """Let the modules of an engine's model say which of their parameters are parts, with a ModelError."""
+    for module in model.modules():
+        for hook in list(module._state_dict_pre_hooks.values()):
+            if getattr(hook, "refuses_parts", False):
+                hook(module, "", False)
 
 
 def _prefixes(model: nn.Module) -> dict[str, str]:

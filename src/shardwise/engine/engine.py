@@ -44,6 +44,7 @@ from shardwise.engine.norm import (
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.ties import StageTies
+from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
@@ -77,6 +78,7 @@ class Engine:
         counters: Counters,
         sizes: Sizes,
         summed: SummedGradients,
+        plain_calls: PlainCalls,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
@@ -98,6 +100,7 @@ class Engine:
         self._sizes = sizes
         self._model_buffers = model_buffers
         self._summed = summed
+        self._plain_calls = plain_calls
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         self._places = places_in(model)
         self._has_gradients = False
@@ -249,6 +252,10 @@ class Engine:
             optimizers=self._known_optimizers,
         )
 
+    def take_charge(self) -> None:
+        """Refuse from here on what would go past the engine: see `PlainCalls`."""
+        self._plain_calls.refuse()
+
     def use_up(self) -> None:
         """Leave the model to the engine of another plan: from here on this one refuses."""
         self._is_used_up = True
@@ -336,6 +343,7 @@ class Engine:
                 f"{replaced[0]!r}; do that before parallelize, which decides who owns what"
             )
         refuse_added(self.model, self._places)
+        self._plain_calls.check_groups()
         if moved := [*self._buffers.moved(), *self._ties.moved()]:
             raise ModelError(
                 f"{len(moved)} parameters were given other storage after parallelize, among them {moved[0]!r}; write "
@@ -421,8 +429,9 @@ class Engine:
         if self.plan.clip_grad_norm is not None:
             masters = [owned.parameter for owned in self._buffers.owned if owned.parameter.grad is not None]
             clip(masters, norm=grad_norm, max_norm=self.plan.clip_grad_norm, dtype=self._norm_dtype)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        with self._plain_calls.engine_step():
+            for optimizer in self.optimizers:
+                optimizer.step()
         for owned in self._buffers.owned:
             owned.parameter.grad = None  # a view of the arena, which the next update may lay out anew
         self.counters.updates += 1
