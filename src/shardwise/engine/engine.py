@@ -54,6 +54,7 @@ from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
 from shardwise.errors import MismatchError, ModelError, OptimizerError, PeerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
+from shardwise.plan.model_settings import settings_of_model
 from shardwise.space import Piece
 
 
@@ -104,6 +105,7 @@ class Engine:
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         self._places = places_in(model)
         self._has_gradients = False
+        self._origin: dict[str, Any] = {}
         self._is_used_up = False
         self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
         self._norm_dtype = norm_dtype(names.trainable.values())
@@ -215,6 +217,8 @@ class Engine:
     def settings(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the state, as JSON values: the plan, ties, random numbers, the optimizers.
 
+        Also the configuration of a model that has one (`config.json`), and the rewrite through which it was loaded.
+
         Ranks differ in `plain` and `none` only, which name what is no tensor in the optimizer state that a rank has.
         """
         self._check_turn()
@@ -224,6 +228,7 @@ class Engine:
             "ties": self._names.ties,
             "random": {"seed": self._computation.random.seed, "step": self._computation.step},
             "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
+            **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
         }
 
     def hand_over(self) -> HandOver:
@@ -285,6 +290,7 @@ class Engine:
             stopping_peers=lambda: self._stopping_peers("a load"),
             stored=stored,
             settings=settings,
+            origin=self._origin,
         )
 
     def footprint(self, *, microbatches: int | None = None) -> Footprint:
