@@ -39,7 +39,9 @@ def import_hf(
     store = store_of(folder)
     if (kind := recognise(store)) != "safetensors":
         what = "holds no safetensors files" if kind is None else f"is a {kind} checkpoint"
-        raise CheckpointError(f"{store.location} {what}; give a folder of Hugging Face files, or use convert")
+        raise CheckpointError(
+            f"{store.location} {what}; give a folder of Hugging Face files, or use convert (shardwise ckpt convert)"
+        )
     conversion = Conversion.of(store, read_contents(store), rewrite, model_only=False)
     return conversion.to_save(out, "whole", certify=certify, progress=progress)
 

@@ -282,7 +282,10 @@ def _settle(
         unfit |= dict.fromkeys(virtual.findings)
     findings = list(found.misfits)
     if not options.cast:
-        findings += [f"{each}; allow it with cast=True" for each in found.casts]
+        findings += [
+            f"{each}; allow it with cast=True, or keep the dtypes of what was saved (precision.master)"
+            for each in found.casts
+        ]
     if options.strict:
         findings += [*found.missing, *found.unexpected, *unfit]
     if findings:

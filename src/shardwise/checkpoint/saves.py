@@ -152,7 +152,7 @@ def read_listed(store: Store, folder: str, entry: FileEntry) -> bytes:
     if len(data) != entry.bytes or checksum(data).hex() != entry.checksum:
         raise CheckpointError(
             f"{store.location}/{folder}{entry.name} is damaged: its {len(data)} bytes are not the {entry.bytes} with "
-            f"the checksum that {MANIFEST} states. Load an older save (step=...), or get a good copy"
+            f"the checksum that {MANIFEST} states. Take an older save (step=..., --step), or get a good copy"
         )
     return data
 
