@@ -64,7 +64,7 @@ def loss(output: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
 def hub(folder: Path) -> Path:
     """Files with other names and shapes than the model's: unequal parts, experts apart, a transposed matrix."""
     torch.manual_seed(0)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for at in range(2):
         tensors |= {f"layers.{at}.experts.{number}.w": torch.randn(4, 4) for number in range(3)}
         tensors |= {f"layers.{at}.gate": torch.randn(5, 4), f"layers.{at}.up": torch.randn(3, 4)}
@@ -76,7 +76,7 @@ def hub(folder: Path) -> Path:
 
 def parted(whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """By hand: the model's tensors as the hub has them."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for at in range(2):
         tensors |= {f"layers.{at}.experts.{number}.w": whole[f"layers.{at}.experts"][number] for number in range(3)}
         gate_up = whole[f"layers.{at}.gate_up"]

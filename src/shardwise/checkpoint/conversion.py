@@ -28,6 +28,7 @@ from shardwise.checkpoint.model_config import (
     CONFIG,
     Given,
     as_extra,
+    files_beside,
     files_of,
     given_files,
     kept_files,
@@ -129,7 +130,8 @@ def convert(
     A save of ours is made by the same rules as `save`: it is the newest of its folder, and older ones stay. It keeps
     step, extra, settings, ties and the words on the layout; what other formats say beside their tensors is its extra.
     A folder of "hf" must not exist or be empty. Either is there as a whole or not at all. `config.json` and
-    `generation_config.json` go along: a save of a folder keeps them in its extra, under "huggingface". Saves of ours
+    `generation_config.json` go along: a save of a folder keeps them in its extra, under "huggingface". The files of a
+    tokenizer lie beside saves, in their folder. Saves of ours
     are verified as they are read. Memory stays below 64 MiB, with a rewrite below 128 MiB, beside what
     names and plans of very many tensors take.
     Raises CheckpointError when the source is damaged or incomplete or the destination cannot be written, and
@@ -199,7 +201,7 @@ class Conversion:
     contents: Contents
     """All that the source holds."""
     given: Mapping[str, bytes]
-    """Files that go before those that the source has."""
+    """Other files that go along, and those of `config`, which go before what the source has: name -> bytes."""
     files: Mapping[str, Any]
     """The files on the model that the source has, `config.json` among them: name -> JSON."""
     applied: Applied | None
@@ -224,7 +226,7 @@ class Conversion:
 
         Raises CheckpointError and RewriteError where nothing can be made of the source.
         """
-        files, given = model_files(store, contents), given_files(config)
+        files, given = model_files(store, contents), {**files_beside(store), **given_files(config)}
         parameters = parsed_config(given) or files.get(CONFIG)
         source = contents
         masters: tuple[str, ...] = ()
@@ -262,7 +264,11 @@ class Conversion:
             has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
             made = make_save(self.store, self.outputs, store, to, {} if has_them else as_extra(kept), progress)
             certificate = self._certified_save(store, made) if certify else None
-        return self._report(made, files=tuple(kept), certificate=certificate)
+        beside = {name: data for name, data in self.given.items() if name not in kept}
+        for name, data in beside.items():
+            with contextlib.suppress(FileExistsError):  # of an earlier save
+                store.create(name, data)
+        return self._report(made, files=(*kept, *beside), certificate=certificate)
 
     def _certified_save(self, store: Store, made: Made) -> Certificate:
         """Certify a save, or remove it."""

@@ -16,6 +16,7 @@ __all__ = [
     "CONFIG",
     "Given",
     "as_extra",
+    "files_beside",
     "files_of",
     "given_files",
     "kept_files",
@@ -74,6 +75,12 @@ def model_files(store: Store, contents: Contents) -> dict[str, Any]:
         return {name: found[name] for name in _KEPT if name in found}
     names = {name for name in store.names() if name in _KEPT}
     return {name: _parsed(read_file(store, name), f"{store.location}/{name}") for name in _KEPT if name in names}
+
+
+def files_beside(store: Store) -> dict[str, bytes]:
+    """The files of a tokenizer and their like in a folder of Hugging Face files, or beside saves: name -> bytes."""
+    names = [name for name in store.names() if name in _COPIED and name not in _KEPT]
+    return {name: read_file(store, name) for name in names}
 
 
 def as_extra(files: Mapping[str, Any]) -> dict[str, Any]:
