@@ -155,8 +155,8 @@ def test_every_dtype_scalars_nothing_and_odd_names_survive(tmp_path: Path) -> No
         convert(tmp_path / "a", tmp_path / "hf", to="hf")
     assert caught.value.problems == (
         "'__metadata__' cannot be the name of a tensor in a safetensors file",
-        "torch.complex128 is of dtype complex128, which safetensors files cannot hold; convert to whole, which says in "
-        "its manifest what the bytes are",
+        "torch.complex128 is of dtype complex128, which safetensors files cannot hold; convert to whole "
+        "(--to whole), which says in its manifest what the bytes are",
     )
     del state["__metadata__"], state["torch.complex128"]
     checkpoint.save(tmp_path / "a", state)

@@ -222,7 +222,7 @@ def test_an_export_takes_the_configuration_and_the_tokenizer_of_a_folder(tmp_pat
     assert digests(loaded("llama", tmp_path / "out").state_dict()) == digests(model.state_dict())
     export_hf(tmp_path / "a", tmp_path / "file", config=folder / "config.json")
     assert digests(loaded("llama", tmp_path / "file").state_dict()) == digests(model.state_dict())
-    with pytest.raises(CheckpointError, match=r"config\.json does not exist; config names a folder with"):
+    with pytest.raises(CheckpointError, match=r"holds neither config\.json nor files of a tokenizer; config"):
         export_hf(tmp_path / "a", tmp_path / "x", config=tmp_path)
     assert not (tmp_path / "x").exists()
 

@@ -102,7 +102,8 @@ def working_copies(engine: sw.Engine) -> Whole:
     """What this rank computes with: not what is of another stage, nor what stage 3 gathers only for a while."""
     if engine.plan.sharding.stage == 3:
         return {}
-    return {name: each.clone() for name, each in engine.model.state_dict().items() if not each.is_meta}
+    state = engine.model.state_dict(keep_vars=True)  # without, parts are refused
+    return {name: each.detach().clone() for name, each in state.items() if not each.is_meta}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

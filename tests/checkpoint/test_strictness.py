@@ -66,7 +66,8 @@ def test_all_findings_come_at_once_and_alike_on_all_ranks(tmp_path: Path) -> Non
     text = refusal(tmp_path, states, states)
     for said in (
         "a: shape [3, 2] in the target, [2, 3] in the checkpoint",
-        "b: dtype int32 in the target, int64 in the checkpoint; allow it with cast=True",
+        "b: dtype int32 in the target, int64 in the checkpoint; allow it with cast=True, or keep the dtypes of "
+        "what was saved (precision.master)",
         "new: missing; the checkpoint has no tensor for it",
         "only here: missing; the checkpoint has no tensor for it",
         "d: unexpected; the target has no place for it",

@@ -48,7 +48,6 @@ def test_what_is_not_gathered_tells_what_it_is_and_refuses_the_rest() -> None:
             lambda: weight + 1,
             lambda: weight.data,
             lambda: weight.tolist(),
-            lambda: model.state_dict(),
             lambda: torch.stack([weight, weight]),
             lambda: model.blocks[0].up(torch.ones(WIDTH)),  # type: ignore[union-attr, index]
             lambda: weight.data.fill_(1),
@@ -56,6 +55,8 @@ def test_what_is_not_gathered_tells_what_it_is_and_refuses_the_rest() -> None:
         ):
             with pytest.raises(ModelError, match=r"of unit '.*', which is cut over ranks .* sharding.units"):
                 read()
+        with pytest.raises(ModelError, match=r"parts of it: '.*' is cut over ranks .* sw.save"):
+            model.state_dict()
         engine.step(share_of(BATCHES[0], channel.rank, channel.size))
 
     sw.simulate(2, run)

@@ -127,7 +127,7 @@ def test_an_output_without_a_scalar_loss_is_refused(output: Callable[[torch.Tens
         LossOfModel(Gives(output), None)(BATCH)
     assert str(caught.value) == (
         f"the model's output holds no scalar loss (found {found}); give labels to a model that computes its loss, or "
-        f"pass loss=f(output, batch)"
+        "pass loss=f(output, batch) (model.loss in a configuration)"
     )
     with pytest.raises(ModelError, match="the loss function's result holds no scalar loss"):
         LossOfModel(Gives(lambda weight: weight), lambda weight, _: _first_of(output(weight)))(BATCH)

@@ -14,7 +14,7 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
 """
 
 from shardwise.checkpoint.addresses import Address, store_of
-from shardwise.checkpoint.applied import recorded_rewrite
+from shardwise.checkpoint.applied import inverse_like, recorded_rewrite
 from shardwise.checkpoint.background import AsyncSaver
 from shardwise.checkpoint.catalogue import Catalogue, open  # noqa: A004 - the promised name
 from shardwise.checkpoint.certificates import Certificate, CertifiedTensor
@@ -65,6 +65,7 @@ __all__ = [
     "export_hf",
     "full",
     "import_hf",
+    "inverse_like",
     "load",
     "open",
     "preview",

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.model_config import CONFIG, parameters_of
+from shardwise.checkpoint.model_config import CONFIG, model_files, parameters_of
 from shardwise.checkpoint.outputs import model_of
 from shardwise.checkpoint.renamed_settings import (
     names_state,
@@ -20,7 +20,7 @@ from shardwise.checkpoint.sources import read_contents
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.rewrite import Checked, Rewrite
 
-__all__ = ["Applied", "recorded_rewrite"]
+__all__ = ["Applied", "inverse_like", "recorded_rewrite"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def _check_parameters(lacking: Sequence[str], contents: Contents, *, has_config:
         )
         raise RewriteError(
             f"the rewrite needs {', '.join(lacking)}, {where}; give them: Rewrite(..., parameters={{...}}), or on the "
-            f"command line {' '.join(f'--set {name}=...' for name in lacking)}"
+            f"command line {' '.join(f'--set {name}=...' for name in lacking)}, or a {CONFIG} that does (--config)"
         )
 
 
@@ -87,6 +87,19 @@ def recorded_rewrite(source: Address, *, step: int | None = None) -> Rewrite:
     found = rewrite_of_record(contents.settings)
     if found is None:
         raise CheckpointError(
-            f"{contents.location} does not say that it was made by a rewrite; name the rewrite that is to be undone"
+            f"{contents.location} does not say by which rewrite it was made; name the one to undo (--rewrite NAME "
+            "--inverse, and --like ORIGINAL where it has to know what was there before)"
         )
     return found
+
+
+def inverse_like(rewrite: Rewrite, original: Address, *, lossy: Literal["refuse", "allow"] = "refuse") -> Rewrite:
+    """The way back of a rewrite to the names, shapes and dtypes of the checkpoint at `original`; see `Checked.inverse`.
+
+    Only metadata is read. Parameters that the rewrite lacks come from its `config.json`. lossy: as for that.
+    Raises CheckpointError, and RewriteError for a rewrite that does not fit it or loses something of it.
+    """
+    store = store_of(original)
+    contents = read_contents(store)
+    config = model_files(store, contents).get(CONFIG)
+    return Applied.to(contents, rewrite, config, model_only=True).checked.inverse(lossy=lossy)

@@ -1,5 +1,6 @@
 """Arguments: what calls are given is of the kind that they take, before anything is read or written."""
 
+import os
 from collections.abc import Mapping
 
 from shardwise.errors import CheckpointError
@@ -16,13 +17,20 @@ def wrong_rewrite(rewrite: object) -> list[str]:
 
 
 def check_arguments(
-    *, rewrite: object = None, step: object = None, max_shard_bytes: object = 1, flags: Mapping[str, object]
+    *,
+    rewrite: object = None,
+    config: object = None,
+    step: object = None,
+    max_shard_bytes: object = 1,
+    flags: Mapping[str, object],
 ) -> None:
     """Raise CheckpointError, with all that is wrong, unless these can be the arguments of a conversion.
 
     flags: by name, what is to be True or False.
     """
     problems = wrong_rewrite(rewrite)
+    if config is not None and not isinstance(config, str | os.PathLike):
+        problems.append(f"config is a {type(config).__name__}; give the path of a folder or a file, or None")
     if step is not None and type(step) is not int:
         problems.append(f"step is {step!r}, a {type(step).__name__}; give a whole number or None")
     if type(max_shard_bytes) is not int:

@@ -5,7 +5,6 @@ the tensors are.
 """
 
 import contextlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
@@ -25,8 +24,19 @@ from shardwise.checkpoint.destinations import (
     planned_shards,
 )
 from shardwise.checkpoint.foreign import read_foreign
-from shardwise.checkpoint.model_config import CONFIG, as_extra, files_of, model_files
+from shardwise.checkpoint.model_config import (
+    CONFIG,
+    Given,
+    as_extra,
+    files_beside,
+    files_of,
+    given_files,
+    kept_files,
+    model_files,
+    parsed_config,
+)
 from shardwise.checkpoint.names import model_name_of_master
+from shardwise.checkpoint.output_dtypes import casting, check_dtype, main_dtype, with_masters
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten
 from shardwise.checkpoint.saves import (
     CERTIFICATE,
@@ -77,8 +87,12 @@ class ConvertReport:
     """How many of `left_out` are masters of parameters that were written in their own, lower precision."""
     dropped: tuple[str, ...] = ()
     """Tensors of the source that the rewrite drops (`a -> _`)."""
+    from_masters: tuple[str, ...] = ()
+    """Masters that were written, in the place of working copies of lower precision (`dtype`)."""
     files: tuple[str, ...] = ()
-    """Other files that were written beside the tensors, or are kept in the extra of the save."""
+    """Other files that were written beside the tensors, or that the save keeps."""
+    missing: tuple[str, ...] = ()
+    """Files without which `from_pretrained` does not load what was written, and which nothing was known of."""
     certificate: Certificate | None = None
     """What came back of the conversion, where that was asked for."""
 
@@ -89,6 +103,8 @@ def convert(
     *,
     to: Target = "whole",
     rewrite: Rewrite | None = None,
+    config: Given = None,
+    dtype: str | None = None,
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     certify: bool = False,
@@ -102,7 +118,10 @@ def convert(
         "hf": a folder with `model.safetensors`, or several such files and an index, that Hugging Face readers load: the
         model's tensors only, each tied one once, under its own name.
     rewrite: what is written are its outputs, and the save says so, so that the inverse knows shapes and dtypes: give
-        `rewrite.inverse()` to go back. Parameters that it was not given come from the source's `config.json`.
+        `rewrite.inverse()` to go back. Parameters that it was not given come from `config.json`.
+    config: a folder with `config.json` and the files of a tokenizer, or a configuration file; they go before what the
+        source has. A save keeps the configuration.
+    dtype: of the floats in "hf"; see `export_hf`.
     step: the newest save of this step; the default is the newest of all.
     max_shard_bytes: bytes of the tensors in one file of "hf"; a larger tensor has a file of its own.
     certify: read everything again afterwards, back through the inverse, and write `round-trip.json` beside the tensors;
@@ -114,26 +133,34 @@ def convert(
     A save of ours is made by the same rules as `save`: it is the newest of its folder, and older ones stay. It keeps
     step, extra, settings, ties and the words on the layout; what other formats say beside their tensors is its extra.
     A folder of "hf" must not exist or be empty. Either is there as a whole or not at all. `config.json` and
-    `generation_config.json` of a folder go along: a save keeps them in its extra, under "huggingface". Saves of ours
+    `generation_config.json` go along: a save of a folder keeps them in its extra, under "huggingface". The files of a
+    tokenizer lie beside saves, in their folder. Saves of ours
     are verified as they are read. Memory stays below 64 MiB, with a rewrite below 128 MiB, beside what
     names and plans of very many tensors take.
     Raises CheckpointError when the source is damaged or incomplete or the destination cannot be written, and
     RewriteError, with every finding, for a rewrite that does not fit the source.
     """
     _check_target(to)
-    check_arguments(rewrite=rewrite, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify})
+    check_arguments(
+        rewrite=rewrite, config=config, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify}
+    )
+    if dtype is not None and to != "hf":
+        raise CheckpointError(
+            f"dtype={dtype!r} (--dtype) was asked for a save ({to}), which has masters and working copies both; it is "
+            "for files of Hugging Face (hf). A rewrite casts single tensors: a -> a, dtype='bfloat16'"
+        )
     store = store_of(source)
     conversion = Conversion.of(
         store,
         read_contents(store, step=step),
         rewrite,
         model_only=to == "hf",
-        original=original_at(original, certify=certify),
+        config=config,
+        dtype=dtype,
+        original=_original_at(original, certify=certify),
     )
     if to == "hf":
-        return conversion.to_folder(
-            destination, max_shard_bytes=max_shard_bytes, config=None, certify=certify, progress=progress
-        )
+        return conversion.to_folder(destination, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
     return conversion.to_save(destination, to, certify=certify, progress=progress)
 
 
@@ -143,6 +170,8 @@ def preview(
     *,
     to: Target = "whole",
     rewrite: Rewrite,
+    config: Given = None,
+    dtype: str | None = None,
     step: int | None = None,
 ) -> str:
     """Say what `convert` would make of what with these arguments, as a table. Only metadata is read.
@@ -151,11 +180,13 @@ def preview(
     Raises what `convert` would raise, as far as metadata shows it, and what is at the destination already.
     """
     _check_target(to)
-    check_arguments(rewrite=rewrite, step=step, flags={})
+    check_arguments(rewrite=rewrite, config=config, step=step, flags={})
     if rewrite is None:
         raise CheckpointError("rewrite is None, and there is nothing to preview without one; give sw.Rewrite(text)")
     store = store_of(source)
-    conversion = Conversion.of(store, read_contents(store, step=step), rewrite, model_only=to == "hf")
+    conversion = Conversion.of(
+        store, read_contents(store, step=step), rewrite, model_only=to == "hf", config=config, dtype=dtype
+    )
     assert conversion.applied is not None, "a rewrite was given"
     if destination is not None and to == "hf":
         planned_shards(conversion.outputs, destination, max_shard_bytes=MAX_SHARD_BYTES)
@@ -164,7 +195,7 @@ def preview(
     return conversion.applied.checked.explain()
 
 
-def original_at(original: Address | None, *, certify: bool) -> tuple[Store, Contents] | None:
+def _original_at(original: Address | None, *, certify: bool) -> tuple[Store, Contents] | None:
     """The checkpoint with which what is written is compared; None: there is none. Raises CheckpointError."""
     if original is None:
         return None
@@ -188,14 +219,18 @@ class Conversion:
     """That of the source."""
     contents: Contents
     """All that the source holds."""
+    given: Mapping[str, bytes]
+    """Other files that go along, and those of `config`, which go before what the source has: name -> bytes."""
     files: Mapping[str, Any]
-    """The files on the model that it has, `config.json` among them: name -> JSON."""
+    """The files on the model that the source has, `config.json` among them: name -> JSON."""
     applied: Applied | None
     """The rewrite, and what it is put to; None without one."""
     outputs: Outputs
     """What is written."""
     original: tuple[Store, Contents] | None = None
     """What the source was once made of, where that was given."""
+    masters: tuple[str, ...] = ()
+    """Masters that are written in the place of working copies."""
 
     @classmethod
     def of(
@@ -205,20 +240,42 @@ class Conversion:
         rewrite: Rewrite | None,
         *,
         model_only: bool,
-        config: Any = None,
+        config: Given = None,
+        dtype: str | None = None,
         original: tuple[Store, Contents] | None = None,
     ) -> Self:
-        """Prepare it; `config` stands for the source's own configuration of the model.
+        """Prepare it; `config` and `dtype`: see `convert`.
 
         Raises CheckpointError and RewriteError where nothing can be made of the source.
         """
-        files = model_files(store, contents)
-        if rewrite is None:
-            outputs = as_they_are(model_of(contents) if model_only else contents)
-            return cls(store=store, contents=contents, files=files, applied=None, outputs=outputs, original=original)
-        applied = Applied.to(contents, rewrite, files.get(CONFIG) if config is None else config, model_only=model_only)
-        outputs = rewritten(applied.contents, applied.checked, applied.settings, model_only=model_only)
-        return cls(store=store, contents=contents, files=files, applied=applied, outputs=outputs, original=original)
+        files, given = model_files(store, contents), {**files_beside(store), **given_files(config)}
+        parameters = parsed_config(given) or files.get(CONFIG)
+        source = contents
+        masters: tuple[str, ...] = ()
+        if dtype is not None:
+            check_dtype(dtype)
+            source, masters = with_masters(contents, dtype)
+        applied = None
+        if rewrite is not None:
+            applied = Applied.to(source, rewrite, parameters, model_only=model_only)
+            rewrite = applied.rewrite
+        if dtype is not None and (casts := casting(source if applied is None else applied.checked, dtype)):
+            rewrite = casts if rewrite is None else rewrite >> casts
+            applied = Applied.to(source, rewrite, parameters, model_only=model_only)
+        if applied is None:
+            outputs = as_they_are(model_of(source) if model_only else source)
+        else:
+            outputs = rewritten(applied.contents, applied.checked, applied.settings, model_only=model_only)
+        return cls(
+            store=store,
+            contents=contents,
+            given=given,
+            files=files,
+            applied=applied,
+            outputs=outputs,
+            original=original,
+            masters=masters,
+        )
 
     def to_save(
         self,
@@ -232,9 +289,15 @@ class Conversion:
         store = store_of(destination)
         self.outputs.check_agreement(self.store)
         with leaving_no_folder(store):
-            made = make_save(self.store, self.outputs, store, to, as_extra(self.files), progress)
+            kept = kept_files(self.given, self.files)
+            has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
+            made = make_save(self.store, self.outputs, store, to, {} if has_them else as_extra(kept), progress)
             certificate = self._certified_save(store, made) if certify else None
-        return self._report(made, files=tuple(self.files), certificate=certificate)
+        beside = {name: data for name, data in self.given.items() if name not in kept}
+        for name, data in beside.items():
+            with contextlib.suppress(FileExistsError):  # of an earlier save
+                store.create(name, data)
+        return self._report(made, files=(*kept, *beside), certificate=certificate)
 
     def _certified_save(self, store: Store, made: Made) -> Certificate:
         """Certify a save, or remove it."""
@@ -259,16 +322,15 @@ class Conversion:
         destination: Address,
         *,
         max_shard_bytes: int,
-        config: str | os.PathLike[str] | None,
         certify: bool,
         progress: Progress,
     ) -> ConvertReport:
-        """Make a folder of Hugging Face files; see `export_hf` for `config`. Raises CheckpointError."""
+        """Make a folder of Hugging Face files. Raises CheckpointError."""
         certificates: list[Certificate] = []
         added: list[str] = []
 
         def finish(store: Store, path: str) -> None:
-            for name, data in files_of(config, self.files):
+            for name, data in files_of(self.given, self.files, main_dtype(self.outputs.tensors.values())):
                 store.create(name, data)
                 added.append(name)
             if certify:
@@ -284,7 +346,9 @@ class Conversion:
             finish=finish,
             progress=progress,
         )
-        return self._report(made, files=tuple(added), certificate=certificates[0] if certificates else None)
+        missing = () if CONFIG in added else (CONFIG,)
+        certificate = certificates[0] if certificates else None
+        return self._report(made, files=tuple(added), missing=missing, certificate=certificate)
 
     def _certify(self, store: Store, written: Contents, location: str) -> Certificate:
         return certify_return(
@@ -297,9 +361,11 @@ class Conversion:
             original=self.original,
         )
 
-    def _report(self, made: Made, *, files: tuple[str, ...], certificate: Certificate | None) -> ConvertReport:
+    def _report(
+        self, made: Made, *, files: tuple[str, ...], missing: tuple[str, ...] = (), certificate: Certificate | None
+    ) -> ConvertReport:
         outputs = self.outputs
-        used = outputs.contents.tensors
+        used = {*outputs.contents.tensors, *self.masters}
         left_out = tuple(name for name in self.contents.tensors if name not in used)
         return ConvertReport(
             source=self.contents.location,
@@ -313,6 +379,8 @@ class Conversion:
             left_out=left_out,
             num_masters=sum(model_name_of_master(name) in used for name in left_out),
             dropped=() if self.applied is None else tuple(sorted(self.applied.checked.dropped)),
+            from_masters=self.masters,
             files=files,
+            missing=missing,
             certificate=certificate,
         )

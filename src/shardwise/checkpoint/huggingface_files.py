@@ -80,7 +80,7 @@ def check_folder(destination: Address) -> str:
         where = destination if isinstance(destination, str) else getattr(destination, "location", destination)
         raise CheckpointError(
             f"{where} is no local folder; a folder of Hugging Face files can be made there in one act only on a local "
-            "file system: convert to one and copy it, or convert to whole"
+            "file system: convert to one and copy it, or convert to whole (--to whole)"
         )
     if not os.fspath(destination):
         raise CheckpointError("an empty path was given; name the folder to make")
@@ -133,8 +133,8 @@ def _check_tensors(tensors: Sequence[StoredTensor]) -> None:
         if name != key
     ]
     problems += [
-        f"{tensor.name} is of dtype {tensor.dtype}, which safetensors files cannot hold; convert to whole, which says "
-        "in its manifest what the bytes are"
+        f"{tensor.name} is of dtype {tensor.dtype}, which safetensors files cannot hold; convert to whole "
+        "(--to whole), which says in its manifest what the bytes are"
         for tensor in tensors
         if stored_as(tensor.dtype, tensor.shape)[0] == "U8" and tensor.dtype != "uint8"
     ]

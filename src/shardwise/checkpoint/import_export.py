@@ -4,10 +4,9 @@ import os
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.arguments import check_arguments
-from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport, original_at
+from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport, convert
 from shardwise.checkpoint.copying import Progress
 from shardwise.checkpoint.foreign import recognise
-from shardwise.checkpoint.model_config import config_at
 from shardwise.checkpoint.sources import read_contents
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite
@@ -40,7 +39,9 @@ def import_hf(
     store = store_of(folder)
     if (kind := recognise(store)) != "safetensors":
         what = "holds no safetensors files" if kind is None else f"is a {kind} checkpoint"
-        raise CheckpointError(f"{store.location} {what}; give a folder of Hugging Face files, or use convert")
+        raise CheckpointError(
+            f"{store.location} {what}; give a folder of Hugging Face files, or use convert (shardwise ckpt convert)"
+        )
     conversion = Conversion.of(store, read_contents(store), rewrite, model_only=False)
     return conversion.to_save(out, "whole", certify=certify, progress=progress)
 
@@ -51,6 +52,7 @@ def export_hf(
     rewrite: Rewrite | None = None,
     *,
     config: str | os.PathLike[str] | None = None,
+    dtype: str | None = None,
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     certify: bool = True,
@@ -62,19 +64,26 @@ def export_hf(
     rewrite: its outputs are written; to undo that of an import, give its `inverse()`, which finds sizes and dtypes in
         the save. Parameters that it was not given come from `config.json`.
     config: what else belongs there: a folder, of which `config.json` and the files of the tokenizer are copied, or a
-        configuration file. The default is what `import_hf` has kept.
+        configuration file. They go before what the save keeps: the `config.json` of the engine's model, or what
+        `import_hf` has kept. Where there is none, `missing` of the report says so.
+    dtype: in which floats are written, such as "float32": from the masters where the save has them. None: as the model
+        computed with them, in the dtype in which they are stored. A `config.json` that says another dtype is corrected.
     step, max_shard_bytes, original: see `convert`. certify: see `import_hf`; `round-trip.json` lies beside the files.
 
     The model's tensors are written in the dtype in which they are stored, a tied one once, under its own name. The
     folder must not exist or be empty; it is made whole or not at all, in bounded memory.
     Raises CheckpointError and RewriteError as `convert` does.
     """
-    check_arguments(rewrite=rewrite, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify})
-    if config is not None and not isinstance(config, str | os.PathLike):
-        raise CheckpointError(f"config is a {type(config).__name__}; give the path of a folder or a file, or None")
-    store = store_of(path)
-    contents = read_contents(store, step=step)
-    given = None if config is None else config_at(config)
-    compared = original_at(original, certify=certify)
-    conversion = Conversion.of(store, contents, rewrite, model_only=True, config=given, original=compared)
-    return conversion.to_folder(out, max_shard_bytes=max_shard_bytes, config=config, certify=certify, progress=progress)
+    return convert(
+        path,
+        out,
+        to="hf",
+        rewrite=rewrite,
+        config=config,
+        dtype=dtype,
+        step=step,
+        max_shard_bytes=max_shard_bytes,
+        certify=certify,
+        original=original,
+        progress=progress,
+    )

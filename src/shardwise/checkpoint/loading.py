@@ -316,7 +316,10 @@ def _settle(
         unfit |= dict.fromkeys(virtual.findings)
     findings = list(found.misfits)
     if not options.cast:
-        findings += [f"{each}; allow it with cast=True" for each in found.casts]
+        findings += [
+            f"{each}; allow it with cast=True, or keep the dtypes of what was saved (precision.master)"
+            for each in found.casts
+        ]
     if not options.strict:
         found.unexpected.extend(apart(name, twin, "lie apart") for name, twin in found.twins)
         found.twins.clear()

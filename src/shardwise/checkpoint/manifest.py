@@ -279,6 +279,6 @@ def _stored_tensor(row: _TensorRow, files: Sequence[str], block_bytes: int) -> S
 
 def _damaged(location: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"the manifest of {location} is damaged: {why}; nothing was read from it. Load an older save (step=...), or "
-        "get a good copy"
+        f"the manifest of {location} is damaged: {why}; nothing was read from it. Take an older save (step=..., "
+        "--step), or get a good copy"
     )

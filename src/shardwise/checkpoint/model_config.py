@@ -10,16 +10,29 @@ from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.saves import read_file, reason
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
+from shardwise.plan.model_settings import CONFIG, MODEL_FILES
 
-__all__ = ["CONFIG", "as_extra", "config_at", "files_of", "model_files", "parameters_of"]
-
-CONFIG = "config.json"
+__all__ = [
+    "CONFIG",
+    "Given",
+    "as_extra",
+    "files_beside",
+    "files_of",
+    "given_files",
+    "kept_files",
+    "model_files",
+    "parameters_of",
+    "parsed_config",
+]
 
 _KEPT = (CONFIG, "generation_config.json")
 """What a save keeps of a folder, as JSON: small, and about the model rather than about texts."""
 
 _EXTRA = "huggingface"
-"""Under this key the extra of a save has them: file name -> content."""
+"""Under this key the extra of a save that was converted has them: file name -> content."""
+
+_DTYPES = ("dtype", "torch_dtype")
+"""Under which a configuration says in which dtype tensors are loaded, now and before transformers 4.56."""
 
 _COPIED = (
     *_KEPT,
@@ -47,16 +60,27 @@ _ALIKE: Mapping[str, str] = MappingProxyType({"num_key_value_heads": "num_attent
 """What a configuration leaves out when it is equal to something else."""
 
 
+Given = str | os.PathLike[str] | None
+"""A folder or a configuration file, or nothing."""
+
+
 def model_files(store: Store, contents: Contents) -> dict[str, Any]:
-    """The files on the model that a checkpoint has, beside its tensors or in its extra: name -> JSON.
+    """The files on the model that a checkpoint has, beside its tensors, in its settings or its extra: name -> JSON.
 
     Raises CheckpointError for a file that cannot be read or is not JSON.
     """
     if contents.format != "safetensors":
-        found = contents.extra.get(_EXTRA)
-        return {name: found[name] for name in _KEPT if name in found} if isinstance(found, dict) else {}
+        levels = [contents.settings.get(MODEL_FILES), contents.extra.get(_EXTRA)]
+        found = next((each for each in levels if isinstance(each, dict)), {})
+        return {name: found[name] for name in _KEPT if name in found}
     names = {name for name in store.names() if name in _KEPT}
     return {name: _parsed(read_file(store, name), f"{store.location}/{name}") for name in _KEPT if name in names}
+
+
+def files_beside(store: Store) -> dict[str, bytes]:
+    """The files of a tokenizer and their like in a folder of Hugging Face files, or beside saves: name -> bytes."""
+    names = [name for name in store.names() if name in _COPIED and name not in _KEPT]
+    return {name: read_file(store, name) for name in names}
 
 
 def as_extra(files: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,29 +88,48 @@ def as_extra(files: Mapping[str, Any]) -> dict[str, Any]:
     return {_EXTRA: dict(files)} if files else {}
 
 
-def files_of(config: str | os.PathLike[str] | None, kept: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """What belongs beside the tensors of an exported model: file name and bytes, one after the other.
+def kept_files(given: Mapping[str, bytes], files: Mapping[str, Any]) -> dict[str, Any]:
+    """What a save keeps: files that were given go before others. Raises CheckpointError for what is not JSON."""
+    return {**files, **{name: _parsed(given[name], name) for name in _KEPT if name in given}}
 
-    config: a folder, of which the configuration and the files of the tokenizer are taken, or a configuration file. None
-    takes what is `kept`, as JSON.
-    Raises CheckpointError for a file that cannot be read, and where there is no configuration.
+
+def given_files(config: Given) -> dict[str, bytes]:
+    """What a folder has that belongs beside the tensors of a model, or a configuration file: name -> bytes.
+
+    Raises CheckpointError for a file that cannot be read, and where there is none of them.
     """
     if config is None:
-        for name, value in kept.items():
-            yield name, (json.dumps(value, indent=2) + "\n").encode()
-        return
+        return {}
     path = os.fspath(config)
-    places = {name: os.path.join(path, name) for name in _COPIED} if os.path.isdir(path) else {CONFIG: path}
-    for name, place in places.items():
-        if name == CONFIG or os.path.isfile(place):
-            yield name, _read(place)
+    if not os.path.isdir(path):
+        return {CONFIG: _read(path)}
+    found = {name: place for name in _COPIED if os.path.isfile(place := os.path.join(path, name))}
+    if not found:
+        raise CheckpointError(
+            f"{path} holds neither {CONFIG} nor files of a tokenizer; config (--config) names a folder that does, or a "
+            "configuration file"
+        )
+    return {name: _read(place) for name, place in found.items()}
 
 
-def config_at(config: str | os.PathLike[str]) -> Any:
-    """The configuration in a folder or a file. Raises CheckpointError where there is none, and where it is not JSON."""
-    path = os.fspath(config)
-    place = os.path.join(path, CONFIG) if os.path.isdir(path) else path
-    return _parsed(_read(place), place)
+def files_of(given: Mapping[str, bytes], kept: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[str, bytes]]:
+    """What belongs beside the tensors of an exported model: file name and bytes, one after the other.
+
+    given: see `given_files`; they go before what is `kept`, as JSON. dtype: in which most floats are written: a
+    configuration that says another one has it corrected, so that `from_pretrained` casts nothing unasked.
+    """
+    for name in (*given, *(each for each in kept if each not in given)):
+        data = given[name] if name in given else (json.dumps(kept[name], indent=2) + "\n").encode()
+        yield name, _with_dtype(data, dtype) if name == CONFIG else data
+
+
+def _with_dtype(data: bytes, dtype: str | None) -> bytes:
+    """A configuration that says no other dtype of its tensors than they have."""
+    config = _parsed(data, CONFIG)
+    said = [key for key in _DTYPES if isinstance(config, dict) and isinstance(config.get(key), str)]
+    if dtype is None or all(config[key] == dtype for key in said):
+        return data
+    return (json.dumps({**config, **dict.fromkeys(said, dtype)}, indent=2) + "\n").encode()
 
 
 def _read(place: str) -> bytes:
@@ -94,7 +137,9 @@ def _read(place: str) -> bytes:
         with open(place, "rb") as file:
             return file.read()
     except FileNotFoundError:
-        raise CheckpointError(f"{place} does not exist; config names a folder with {CONFIG}, or such a file") from None
+        raise CheckpointError(
+            f"{place} does not exist; config (--config) names a folder with {CONFIG}, or such a file"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{place} cannot be read: {reason(error)}") from error
 
@@ -111,6 +156,11 @@ def parameters_of(config: Any, wanted: Iterable[str]) -> dict[str, int | str]:
                 found[name] = values[0]
                 break
     return found
+
+
+def parsed_config(given: Mapping[str, bytes]) -> Any:
+    """The configuration among given files, or None. Raises CheckpointError where it is not JSON."""
+    return _parsed(given[CONFIG], CONFIG) if CONFIG in given else None
 
 
 def _parsed(data: bytes, place: str) -> Any:

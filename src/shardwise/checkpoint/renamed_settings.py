@@ -5,14 +5,12 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from shardwise.plan.model_settings import LOADED_BY, REWRITE, origin_of
 from shardwise.plan.optimizer_settings import ADDED, stored_optimizers
 from shardwise.plan.state_names import STATE_PREFIX, is_state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 
 __all__ = ["names_state", "record_of", "recorded_metas", "renamed_settings", "rewrite_of_record"]
-
-_RECORD = "rewrite"
-"""Under this key the settings of a save say by which rewrite it was made."""
 
 _Place = tuple[int, int]
 """The position of an optimizer, and of a group in it."""
@@ -27,7 +25,7 @@ def renamed_settings(
     these are in groups with different settings it belongs to none, which is a finding.
     Raises CheckpointError for settings that are not understood.
     """
-    renamed = {key: value for key, value in settings.items() if key != _RECORD}
+    renamed = {key: value for key, value in settings.items() if key not in (REWRITE, LOADED_BY)}
     if "ties" in settings:
         renamed["ties"] = dict(checked.ties)
     if checked.added:
@@ -113,12 +111,12 @@ def record_of(rewrite: Rewrite, sources: Mapping[str, TensorMeta]) -> dict[str, 
     """
     every = names_state(rewrite)
     metas = {name: [list(meta.shape), meta.dtype] for name, meta in sources.items() if every or not is_state_name(name)}
-    return {_RECORD: {**rewrite.to_record(), "sources": metas}}
+    return {REWRITE: {**rewrite.to_record(), "sources": metas}}
 
 
 def rewrite_of_record(settings: Mapping[str, Any]) -> Rewrite | None:
-    """The rewrite that made the save with these settings; None where they do not say."""
-    record = settings.get(_RECORD)
+    """The rewrite that made the save with these settings, or what its values were loaded from; None if unknown."""
+    record = origin_of(settings).get(LOADED_BY)
     if not isinstance(record, Mapping) or not isinstance(record.get("text"), str):
         return None
     return Rewrite.from_record(record)
@@ -130,7 +128,10 @@ def recorded_metas(settings: Mapping[str, Any], rewrite: Rewrite) -> dict[str, T
         return {}
     if rewrite_of_record(settings) != rewrite.inverse(lossy="allow"):
         return {}
-    return {name: TensorMeta(tuple(shape), dtype) for name, (shape, dtype) in settings[_RECORD]["sources"].items()}
+    return {
+        name: TensorMeta(tuple(shape), dtype)
+        for name, (shape, dtype) in origin_of(settings)[LOADED_BY]["sources"].items()
+    }
 
 
 def names_state(rewrite: Rewrite) -> bool:

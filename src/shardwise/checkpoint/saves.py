@@ -206,7 +206,7 @@ def read_listed(store: Store, folder: str, entry: FileEntry) -> bytes:
     if len(data) != entry.bytes or checksum(data).hex() != entry.checksum:
         raise CheckpointError(
             f"{store.location}/{folder}{entry.name} is damaged: its bytes are not the {entry.bytes} with the checksum "
-            f"that {MANIFEST} states. Load an older save (step=...), or get a good copy"
+            f"that {MANIFEST} states. Take an older save (step=..., --step), or get a good copy"
         )
     return data
 

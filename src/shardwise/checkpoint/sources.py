@@ -133,7 +133,7 @@ def _agree_on_contents(
         if other != digest:
             raise CheckpointError(
                 f"rank {first} and rank {rank} see different checkpoints at {place} and {elsewhere}; choose one that "
-                "they have in common (step=...), or remove what is newer on some"
+                "they have in common (step=..., or --resume PATH of one save), or remove what is newer on some"
             )
     text = b"" if contents is None or channel.rank != first else _pack(contents)
     texts = channel.exchange(text, purpose="contents of the checkpoint")

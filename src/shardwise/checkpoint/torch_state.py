@@ -12,6 +12,7 @@ from shardwise.checkpoint.held import place_of
 from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
 from shardwise.comm.dtypes import dtype_name
 from shardwise.errors import CheckpointError, OptimizerError
+from shardwise.plan.model_settings import origin_of, settings_of_model
 from shardwise.plan.optimizer_entries import (
     Entry,
     LiveParameter,
@@ -41,6 +42,7 @@ class TorchState:
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self._model = model
         self._optimizers = optimizers
+        self._origin: dict[str, Any] = {}
         _trained(_Tensors.of(model), optimizers)
 
     def state(self) -> dict[Piece, torch.Tensor]:
@@ -61,10 +63,10 @@ class TorchState:
         return state
 
     def settings(self) -> dict[str, Any]:
-        """Ties and the optimizers' groups and settings, as JSON values."""
+        """Ties, the optimizers' groups and settings, and the configuration of a model that has one, as JSON values."""
         tensors = _Tensors.of(self._model)
         optimizers = [each.named_with_state().to_json() for each in _trained(tensors, self._optimizers)]
-        return {"ties": tensors.ties, "optimizers": optimizers}
+        return {"ties": tensors.ties, "optimizers": optimizers, **settings_of_model(_bare(self._model)), **self._origin}
 
     def names(self) -> list[str]:
         """Names of the model's parameters and buffers in its own order, ties under each of their names."""
@@ -77,7 +79,7 @@ class TorchState:
         plain weights. Raises CheckpointError for settings that are not understood.
         """
         tensors = _Tensors.of(self._model)
-        return TorchRestoration(tensors, _trained(tensors, self._optimizers), stored, settings)
+        return TorchRestoration(tensors, _trained(tensors, self._optimizers), stored, settings, self._origin)
 
 
 class TorchRestoration:
@@ -89,8 +91,12 @@ class TorchRestoration:
         trained: Sequence["_Trained"],
         stored: Mapping[str, Piece],
         settings: Mapping[str, Any],
+        origin: dict[str, Any],
     ) -> None:
+        """`origin`: takes what the settings say of the rewrite by which the values were made."""
         self._trained = trained
+        self._origin = origin
+        self._found_origin = origin_of(settings)
         self.aliases: Mapping[str, str] = tensors.ties
         """Other names of wanted tensors (ties): alias -> name."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.by_name.items()}
@@ -117,6 +123,8 @@ class TorchRestoration:
     @torch.no_grad()
     def finish(self) -> None:
         """Give the optimizers the state and the settings that were read."""
+        self._origin.clear()
+        self._origin.update(self._found_origin)
         for each, taken in zip(self._trained, self._plan.over.settings, strict=True):
             for group, settings in zip(each.optimizer.param_groups, taken, strict=True):
                 take_over(group, settings)
@@ -141,6 +149,7 @@ class _Tensors:
 
     @classmethod
     def of(cls, model: nn.Module) -> "_Tensors":
+        _refuse_parts(model)
         registered = {_place(each) for each in [*model.parameters(), *model.buffers()]}
         prefixes = _prefixes(model)
         by_name: dict[str, torch.Tensor] = {}
@@ -256,6 +265,14 @@ def _trained(tensors: _Tensors, optimizers: Sequence[torch.optim.Optimizer]) -> 
     return trained
 
 
+def _refuse_parts(model: nn.Module) -> None:
+    """Let the modules of an engine's model say which of their parameters are parts, with a ModelError."""
+    for module in model.modules():
+        for hook in list(module._state_dict_pre_hooks.values()):
+            if getattr(hook, "refuses_parts", False):
+                hook(module, "", False)
+
+
 def _prefixes(model: nn.Module) -> dict[str, str]:
     """What to put before the tensors of each module: its path without the wrappers in it."""
     prefixes: dict[str, str] = {}
@@ -287,6 +304,13 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     # Nobody can have compiled one before the module was imported, which takes long.
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     return module.get_submodule("_orig_mod") if compiled is not None and isinstance(module, compiled) else None
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """The module inside of all such."""
+    while (inner := _wrapped(module)) is not None:
+        module = inner
+    return module
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

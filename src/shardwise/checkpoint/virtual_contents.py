@@ -18,7 +18,7 @@ from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.held import hold
 from shardwise.checkpoint.matching import Kind
 from shardwise.checkpoint.read_plan import Wanted, missing
-from shardwise.checkpoint.renamed_settings import names_state, recorded_metas, renamed_settings
+from shardwise.checkpoint.renamed_settings import names_state, record_of, recorded_metas, renamed_settings
 from shardwise.checkpoint.rewritten import (
     Late,
     agree_on_rewrite,
@@ -36,6 +36,7 @@ from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import PieceReader
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.plan.model_settings import origin_of
 from shardwise.plan.state_names import MASTER, is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 from shardwise.space import Piece
@@ -169,6 +170,7 @@ def rewrite_contents(channel: Channel, contents: Contents, state: State, rewrite
         return checked, renamed_settings(contents.settings, checked, contents.aliases)
 
     checked, (settings, findings) = agree_on_rewrite(channel, check)
+    settings |= origin_of(record_of(rewrite, sources))
     virtual = replace(
         contents,
         tensors={

@@ -169,5 +169,5 @@ def _scalar(value: Any, source: str) -> torch.Tensor:
     given = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
     raise ModelError(
         f"{source} holds no scalar loss (found {given}); give labels to a model that computes its loss, or pass "
-        f"loss=f(output, batch)"
+        "loss=f(output, batch) (model.loss in a configuration)"
     )

@@ -83,7 +83,8 @@ def sum_of_losses(shares: Sequence[float], alike: Sequence[Sequence[int]], *, is
                     f"rank {ranks[0]} and rank {rank} lie along tp and have the same samples, but their losses are "
                     f"{first!r} and {shares[rank]!r}: somewhere a value of which each rank has its own part is read as "
                     "if it were whole. Look at tensor.rules (a 'column' needs a 'row' or 'colwise_gather_output' "
-                    "behind it, bare parameters a 'sum' around them); sw.verify names the first tensor that differs"
+                    "behind it, bare parameters a 'sum' around them); sw.verify (shardwise verify) names the first "
+                    "tensor that differs"
                 )
     return _sum([shares[ranks[0]] for ranks in alike])
 

@@ -45,6 +45,7 @@ from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
+from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
@@ -54,6 +55,7 @@ from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
 from shardwise.errors import MismatchError, ModelError, OptimizerError, PeerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
+from shardwise.plan.model_settings import settings_of_model
 from shardwise.space import Piece
 
 
@@ -78,6 +80,7 @@ class Engine:
         counters: Counters,
         sizes: Sizes,
         summed: SummedGradients,
+        plain_calls: PlainCalls,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
@@ -99,9 +102,11 @@ class Engine:
         self._sizes = sizes
         self._model_buffers = model_buffers
         self._summed = summed
+        self._plain_calls = plain_calls
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         self._places = places_in(model)
         self._has_gradients = False
+        self._origin: dict[str, Any] = {}
         self._is_used_up = False
         self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
         self._norm_dtype = norm_dtype(names.trainable.values())
@@ -215,6 +220,8 @@ class Engine:
     def settings(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the state, as JSON values: the plan, ties, random numbers, the optimizers.
 
+        Also the configuration of a model that has one (`config.json`), and the rewrite through which it was loaded.
+
         Ranks differ in `plain` and `none` only, which name what is no tensor in the optimizer state that a rank has.
         """
         self._check_turn()
@@ -224,6 +231,7 @@ class Engine:
             "ties": self._names.ties,
             "random": {"seed": self._computation.random.seed, "step": self._computation.step},
             "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
+            **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
         }
 
     def hand_over(self) -> HandOver:
@@ -251,6 +259,10 @@ class Engine:
             loss_weight=self._loss_weight,
             optimizers=self._known_optimizers,
         )
+
+    def take_charge(self) -> None:
+        """Refuse from here on what would go past the engine: see `PlainCalls`."""
+        self._plain_calls.refuse()
 
     def use_up(self) -> None:
         """Leave the model to the engine of another plan: from here on this one refuses."""
@@ -281,6 +293,7 @@ class Engine:
             stopping_peers=lambda: self._stopping_peers("a load"),
             stored=stored,
             settings=settings,
+            origin=self._origin,
         )
 
     def footprint(self, *, microbatches: int | None = None) -> Footprint:
@@ -339,6 +352,7 @@ class Engine:
                 f"{replaced[0]!r}; do that before parallelize, which decides who owns what"
             )
         refuse_added(self.model, self._places)
+        self._plain_calls.check_groups()
         if moved := [*self._buffers.moved(), *self._ties.moved()]:
             raise ModelError(
                 f"{len(moved)} parameters were given other storage after parallelize, among them {moved[0]!r}; write "
@@ -424,8 +438,9 @@ class Engine:
         if self.plan.clip_grad_norm is not None:
             masters = [owned.parameter for owned in self._buffers.owned if owned.parameter.grad is not None]
             clip(masters, norm=grad_norm, max_norm=self.plan.clip_grad_norm, dtype=self._norm_dtype)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        with self._plain_calls.engine_step():
+            for optimizer in self.optimizers:
+                optimizer.step()
         for owned in self._buffers.owned:
             owned.parameter.grad = None  # a view of the arena, which the next update may lay out anew
         self.counters.updates += 1

@@ -81,5 +81,6 @@ def _refusal(names: Sequence[str], problems: Sequence[str]) -> str:
     return (
         f"{len(names)} parameters are DTensors, among them {names[0]!r}, and the plan cannot take them: "
         + "; ".join(problems)
-        + ". Give a mesh whose tp ranks are theirs, or the model as it was built, with sw.Tensor(rules=...)"
+        + ". Give a mesh whose tp ranks are theirs, or the model as it was built, with "
+        "sw.Tensor(rules=...) (tensor.rules)"
     )

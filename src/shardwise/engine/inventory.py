@@ -172,7 +172,7 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
     if hasattr(type(tensor), "_is_resting"):
         raise ModelError(
             f"{what} is cut over ranks by the plan that the model is under (stage 3); put it under another one with "
-            "sw.relayout(engine, plan)"
+            "sw.relayout(engine, plan), or build the model anew"
         )
     if tensor.layout != torch.strided:
         raise ModelError(f"{what} has layout {tensor.layout}; shardwise runs dense (strided) parameters and buffers")

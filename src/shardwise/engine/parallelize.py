@@ -27,6 +27,7 @@ from shardwise.engine.pipeline.placing import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_parameters import StageParameters, assign_parameters, drop_foreign, move_to
 from shardwise.engine.pipeline.ties import StageTies, chains_of
+from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.sharded import (
@@ -81,12 +82,14 @@ def parallelize(
     if channel is None:
         channel = default_channel()
     try:
-        return parallelize_with(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample)
+        engine = parallelize_with(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample)
+        engine.take_charge()
     except ShardwiseError:
         raise  # ranks agree on those
     except BaseException as error:
         channel.abort(f"{type(error).__name__} in parallelize: {error}")
         raise
+    return engine
 
 
 def parallelize_with(
@@ -199,6 +202,13 @@ def parallelize_with(
         counters=counters,
         sizes=Sizes(plan, layout, owner=channels.owners.rank, ties=ties, sharded=sharded, runner=runner),
         summed=summed,
+        plain_calls=PlainCalls(
+            model,
+            optimizers,
+            cut=[held.parameters[spec.name] for spec in held.specs if spec.portion is not None],
+            owns_all=channels.owners.size * placement.num_stages == 1
+            and all(spec.portion is None for spec in inventory.specs),
+        ),
     )
 
 

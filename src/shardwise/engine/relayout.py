@@ -72,6 +72,7 @@ def relayout(engine: Engine, plan: Plan) -> Engine:
             reshard(sources, _targets(restoration, handed.model), channel, cast=True)
             restoration.finish()
             engine.use_up()
+            new.take_charge()
     except ShardwiseError:
         raise
     except BaseException as error:

@@ -24,6 +24,7 @@ from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.state import placed, state_of_model, whole
 from shardwise.errors import CheckpointError
+from shardwise.plan.model_settings import origin_of
 from shardwise.plan.optimizer_entries import (
     Entry,
     LiveParameter,
@@ -53,7 +54,11 @@ class EngineRestoration:
         stopping_peers: Callable[[], AbstractContextManager[None]],
         stored: Mapping[str, Piece],
         settings: Mapping[str, Any],
+        origin: dict[str, Any],
     ) -> None:
+        """`origin`: takes what the settings say of the rewrite by which the values were made."""
+        self._origin = origin
+        self._found_origin = origin_of(settings)
         self._spec_of = {spec.name: spec for spec in inventory.specs}
         self._buffers = buffers
         self._ties = ties
@@ -107,6 +112,8 @@ class EngineRestoration:
             self._ties.publish_restored()
             if self._random is not None:
                 self._computation.random.seed, self._computation.step = self._random
+            self._origin.clear()
+            self._origin.update(self._found_origin)
             self._model_buffers.agreed_unless(self._pending_buffers)
 
     def _live(self, known: KnownOptimizer, owned: Owned) -> LiveParameter:

@@ -19,7 +19,7 @@ def check_elementwise(
     optimizers: Sequence[torch.optim.Optimizer],
     device: torch.device,
     *,
-    instead: str = 'Use sw.Sharding(partition="whole"), which gives whole parameters to owners',
+    instead: str = 'Use sw.Sharding(partition="whole") (sharding.partition), which gives whole parameters to owners',
 ) -> None:
     """Raise OptimizerError for an optimizer that cannot update slices; `instead`: what to do then.
 
@@ -49,8 +49,8 @@ def _why_not_elementwise(
         return f"a 4 x 6 matrix updated whole and updated as two halves gave different values. {instead}"
     if not _same(together, apart):
         return (
-            "what it does to one half depends on the other, and ranks hold only their own. Use sw.Sharding(stage=0), "
-            "where each rank updates everything"
+            "what it does to one half depends on the other, and ranks hold only their own. Use sw.Sharding(stage=0) "
+            "(sharding.stage), where each rank updates everything"
         )
     return ""
 
@@ -70,7 +70,7 @@ def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.devic
             if not _same(together, apart):
                 raise OptimizerError(
                     f"{type(optimizer).__name__} cannot update parameters apart: what it does to one depends on the "
-                    "others. Use sw.Sharding(stage=0), where each rank updates everything"
+                    "others. Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
                 )
 
 

@@ -118,7 +118,7 @@ class Rewrite:
             names = ", ".join(f"{{{name}}}" for name in lacking)
             example = ", ".join(f"{name!r}: 8" for name in lacking)
             raise RewriteError(
-                f"the rewrite has parameters without a value: {names}; give them, parameters={{{example}}}"
+                f"the rewrite has parameters without a value: {names}; give them, parameters={{{example}}} (--set)"
             )
         return self._stages
 

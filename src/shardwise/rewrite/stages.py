@@ -178,6 +178,6 @@ def _tasks(stage: Stage, known: Metas | None, sources: Metas) -> tuple[list[Task
 def refuse_losses(losses: Sequence[str]) -> None:
     """Raise RewriteError where something is lost."""
     if losses:
-        way = 'inverse(lossy="allow") of the rewrite as it is written undoes what can be'
+        way = 'inverse(lossy="allow") (--lossy) of the rewrite as it is written undoes what can be'
         about = f"the rewrite cannot be undone exactly; {way}"
         raise RewriteError(*losses, about=about)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from shardwise.checkpoint import AsyncSaver, SaveReport, State, prune, save
+from shardwise.checkpoint import AsyncSaver, SaveReport, State, prune, save, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.errors import CheckpointError
@@ -13,6 +13,10 @@ from shardwise.train.config import RunConfig
 from shardwise.train.loop import Position
 from shardwise.train.random_states import RandomStates
 from shardwise.train.run_state import RunState, Samples, Settings
+from shardwise.train.tables import BYTES
+
+_TOKENIZER = "tokenizer.json"
+"""Under this name readers of Hugging Face files look for the tokenizer, which an export takes along."""
 
 
 class RunKeeper:
@@ -40,6 +44,8 @@ class RunKeeper:
         self._on_commit = on_commit
         self._mesh = str(config.plan.mesh)
         table = config.checkpoint
+        if table.every is not None and config.data.tokenizer != BYTES:
+            self._lay_tokenizer_beside()
         self._background = (
             AsyncSaver(config.saves, layout=table.layout, channel=channel)
             if table.every is not None and table.background
@@ -78,6 +84,19 @@ class RunKeeper:
         random = RandomStates.gathered(self._channel, self._mesh)
         at = replace(position, elapsed_s=float(elapsed_s))  # of all that is saved, clocks alone differ between ranks
         return RunState.of(at, self._samples, self._settings, random).to_extra()
+
+    def _lay_tokenizer_beside(self) -> None:
+        """Let the folder of the saves have the tokenizer; raises the same error on all ranks."""
+        refusal: CheckpointError | None = None
+        if self._channel.rank == 0:
+            try:
+                store = store_of(self._config.saves)
+                store.delete(_TOKENIZER)  # of an earlier run
+                store.create(_TOKENIZER, (self._config.folder / self._config.data.tokenizer).read_bytes())
+            except OSError as error:
+                why = error.strerror or error
+                refusal = CheckpointError(f"{self._config.saves}/{_TOKENIZER} cannot be written: {why}")
+        agree(self._channel, refusal, purpose="verdict on the tokenizer beside the saves")
 
     def _committed(self, report: SaveReport | None) -> None:
         """Remove what is older than the newest saves, now that one more is committed."""

@@ -1,7 +1,8 @@
-"""`shardwise ckpt convert SRC DST [--to pieces|whole|hf] [--rewrite FILE] [--inverse] [--dry-run] [--certify]`."""
+"""`shardwise ckpt convert SRC DST [--to pieces|whole|hf] [--rewrite FILE] [--inverse] [--dtype DTYPE] ...`."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
@@ -45,13 +46,30 @@ def _parameters(context: click.Context, option: click.Parameter, words: tuple[st
     "shardwise.",
 )
 @click.option("--inverse", is_flag=True, help="Undo the rewrite; without --rewrite, the one by which SRC was made.")
+@click.option("--lossy", is_flag=True, help="With --inverse: also where the rewrite has rounded or copied values.")
 @click.option(
     "--set",
     "parameters",
     metavar="NAME=VALUE",
     multiple=True,
     callback=_parameters,
-    help="A parameter of the rewrite; the others come from the config.json of SRC. May be given several times.",
+    help="A parameter of the rewrite; the others come from config.json. May be given several times.",
+)
+@click.option(
+    "--like",
+    metavar="ORIGINAL",
+    help="With --rewrite and --inverse: a checkpoint that has the names, shapes and dtypes to go back to, where SRC "
+    "does not say by which rewrite it was made or loaded.",
+)
+@click.option(
+    "--config",
+    metavar="FILE_OR_DIR",
+    help="A config.json, or a folder with one and the files of a tokenizer: for DST, in the place of what SRC has.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
+    help="With --to hf: write floats in this dtype, out of masters where SRC has them (default: as they are stored).",
 )
 @click.option("--dry-run", is_flag=True, help="Read metadata only, show what would become of what, write nothing.")
 @click.option(
@@ -65,7 +83,11 @@ def convert(
     step: int | None,
     rewrite: str | None,
     inverse: bool,
+    lossy: bool,
     parameters: dict[str, int | str],
+    like: str | None,
+    config: str | None,
+    dtype: str | None,
     dry_run: bool,
     certify: bool,
     debug: bool,
@@ -77,41 +99,68 @@ def convert(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
-    if parameters and rewrite is None:
-        raise click.UsageError("--set gives a parameter to a rewrite; name one with --rewrite")
-    if dry_run and rewrite is None and not inverse:
-        raise click.UsageError("--dry-run shows what a rewrite does; name one with --rewrite")
-    with told(debug=debug):
+    wrong = {
+        "--set gives a parameter to a rewrite; name one with --rewrite": parameters and rewrite is None,
+        "--like says where the inverse of a rewrite leads; give --rewrite and --inverse": like is not None
+        and not (inverse and rewrite is not None),
+        "--lossy is for the way back; give --inverse": lossy and not inverse,
+        "--dtype is for --to hf; a save has masters and working copies both": dtype is not None and to != "hf",
+        "--dry-run shows what a rewrite does; name one with --rewrite": dry_run and rewrite is None and not inverse,
+    }
+    for words in (words for words, is_so in wrong.items() if is_so):
+        raise click.UsageError(words)
+    with told(debug=debug), _pointing_back(is_blind=inverse and like is None):
         from shardwise import checkpoint
 
-        used = _rewrite(source, step, rewrite, inverse, parameters)
+        used = _rewrite(source, step, rewrite, parameters) if inverse or rewrite is not None else None
+        if inverse and used is not None:
+            way: Literal["refuse", "allow"] = "allow" if lossy else "refuse"
+            used = used.inverse(lossy=way) if like is None else checkpoint.inverse_like(used, like, lossy=way)
         if dry_run:
             assert used is not None, "so it was asked for"
-            click.echo(checkpoint.preview(source, destination, rewrite=used, to=to, step=step))
+            table = checkpoint.preview(source, destination, rewrite=used, to=to, config=config, dtype=dtype, step=step)
+            click.echo(table)
             click.echo("nothing was written")
             return
         begun = time.perf_counter()
         with byte_progress("converting") as progress:
             report = checkpoint.convert(
-                source, destination, to=to, rewrite=used, step=step, certify=certify, progress=progress
+                source,
+                destination,
+                to=to,
+                rewrite=used,
+                config=config,
+                dtype=dtype,
+                step=step,
+                certify=certify,
+                progress=progress,
             )
         click.echo(_closing(report, time.perf_counter() - begun))
 
 
-def _rewrite(
-    source: str, step: int | None, name: str | None, inverse: bool, parameters: dict[str, int | str]
-) -> "Rewrite | None":
-    """The rewrite that was asked for."""
+@contextlib.contextmanager
+def _pointing_back(*, is_blind: bool) -> Iterator[None]:
+    """Say of a way back that is not found what may find it."""
+    from shardwise.errors import RewriteError
+
+    try:
+        yield
+    except RewriteError as error:
+        if is_blind:
+            error.add_note(
+                "If the way back has to know what was there before: --rewrite NAME --inverse --like ORIGINAL"
+            )
+        raise
+
+
+def _rewrite(source: str, step: int | None, name: str | None, parameters: dict[str, int | str]) -> "Rewrite":
+    """The rewrite that was asked for by name, else the one by which the source was made."""
     from shardwise import checkpoint
     from shardwise.rewrite.shipped import find_rewrite
 
-    if name is not None:
-        found = _with_parameters(find_rewrite(name), name, parameters)
-    elif inverse:
-        found = checkpoint.recorded_rewrite(source, step=step)
-    else:
-        return None
-    return found.inverse() if inverse else found
+    if name is None:
+        return checkpoint.recorded_rewrite(source, step=step)
+    return _with_parameters(find_rewrite(name), name, parameters)
 
 
 def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | str]) -> "Rewrite":
@@ -140,6 +189,8 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
     if report.left_out:
         masters = f", of them {plural(report.num_masters, 'master')}" if report.num_masters else ""
         lines.append(f"{plural(len(report.left_out), 'tensor')} of optimizers left out{masters}")
+    if report.from_masters:
+        lines.append(f"{plural(len(report.from_masters), 'tensor')} out of masters, in the place of working copies")
     if report.dropped:
         lines.append(f"dropped by the rewrite: {_some(report.dropped)}")
     if report.aliases:
@@ -148,6 +199,11 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
         )
     if report.files:
         lines.append(f"with {', '.join(report.files)}")
+    if report.missing:
+        lines.append(
+            f"without {', '.join(report.missing)}, which SRC does not have and from_pretrained needs: give it with "
+            "--config FILE_OR_DIR"
+        )
     how = "verified" if report.verified else f"unverified ({report.source_format} has no checksums)"
     speed = f"{size(int(report.num_bytes / max(seconds, 1e-3)))}/s"
     lines.append(

@@ -36,7 +36,7 @@ def agree_on_placement(
             if sample is None and plan.pipeline.balance != "parameters":
                 raise PlanError(
                     f"pipeline.balance: {plan.pipeline.balance!r} asked, which runs the model on a batch; give one: "
-                    "parallelize(..., sample=batch)"
+                    'parallelize(..., sample=batch), or balance by "parameters"'
                 )
             if sample is not None and channel.rank == 0:
                 measured = _measure(model, plan, loss, sample)

@@ -1,0 +1,218 @@
+"""Plain calls: what a plain training program calls on a model and its optimizers, and an engine has to refuse.
+
+    optimizer.step()          trains nothing: the engine alone gives gradients to the masters
+    optimizer.state_dict()    is a part, where ranks own slices
+    model.state_dict()        is a part, where this rank holds portions of parameters or has only its own stages
+    torch.save(model)         the same
+
+Each would go on in silence. What is whole on every rank is left as torch has it.
+"""
+
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.dtensors import is_dtensor
+from shardwise.errors import ModelError, OptimizerError
+
+_SAVE = (
+    "Save with sw.save(path, engine), which loads into any layout; sw.full(engine) gives whole tensors, one after the "
+    "other; sw.checkpoint.export_hf(path, folder) makes files for from_pretrained of a save"
+)
+
+
+class PlainCalls:
+    """What is refused on the model and the optimizers of one engine, from `refuse` on."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        cut: Collection[nn.Parameter],
+        owns_all: bool,
+    ) -> None:
+        """`cut`: parameters of which this rank holds a portion. `owns_all`: whether each rank has all optimizer state.
+
+        Nothing is refused yet.
+        """
+        self._model = model
+        self._optimizers = optimizers
+        self._cut = {id(parameter) for parameter in cut}
+        self._owns_all = owns_all
+        self._is_engine_step = False
+        self._sizes = [_sizes_of(optimizer) for optimizer in optimizers]
+
+    def refuse(self) -> None:
+        """Refuse from now on, in the place of the engine that had the model before."""
+        everything: dict[str, str] = {}
+        for path, module in self._model.named_modules():
+            _take_off(module._state_dict_pre_hooks)
+            _take_off(module._load_state_dict_pre_hooks)
+            if found := self._parts(module):
+                everything |= {f"{path}.{key}".lstrip("."): why for key, why in found.items()}
+                module.register_state_dict_pre_hook(_Parts(found))
+                module.register_load_state_dict_pre_hook(_WholeGiven(found))
+        if everything:  # the whole model says it first, with full names
+            self._model.register_state_dict_pre_hook(_Parts(everything))
+        for optimizer in self._optimizers:
+            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a class that left out Optimizer.__init__
+                continue
+            _take_off(optimizer._optimizer_step_pre_hooks)
+            optimizer.register_step_pre_hook(_StepOutside(self))
+            # GradScaler then calls `step`, which is refused, and does not look for gradients that are not there.
+            vars(optimizer).setdefault("_step_supports_amp_scaling", True)
+            for kind in ("state_dict", "load_state_dict"):
+                _take_off(getattr(optimizer, f"_optimizer_{kind}_pre_hooks"))
+                if not self._owns_all:
+                    getattr(optimizer, f"register_{kind}_pre_hook")(_OptimizerParts(kind))
+
+    @contextmanager
+    def engine_step(self) -> Iterator[None]:
+        """Let the engine step the optimizers."""
+        self._is_engine_step = True
+        try:
+            yield
+        finally:
+            self._is_engine_step = False
+
+    @property
+    def is_engine_step(self) -> bool:
+        """Whether the engine is stepping them."""
+        return self._is_engine_step
+
+    def check_groups(self) -> None:
+        """Raise OptimizerError where parameters came into a group, or left it: these would not be trained."""
+        for optimizer, sizes in zip(self._optimizers, self._sizes, strict=True):
+            if (now := _sizes_of(optimizer)) != sizes:
+                raise OptimizerError(
+                    f"the groups of {type(optimizer).__name__} have {now} parameters here, and had {sizes} after "
+                    "parallelize: what came since would not be trained. Add groups before parallelize, or put the "
+                    "model under its plan again with an optimizer that has them"
+                )
+
+    def _parts(self, module: nn.Module) -> dict[str, str]:
+        """What the module itself holds that is not whole here, and why."""
+        found = {}
+        for key, parameter in module._parameters.items():
+            if parameter is None or is_dtensor(parameter):  # which says itself what part it is
+                continue
+            if hasattr(type(parameter), "_is_resting"):
+                found[key] = "is cut over ranks (sharding stage 3)"
+            elif id(parameter) in self._cut:
+                found[key] = "is cut over ranks (mesh.tp)"
+            elif parameter.is_meta:
+                found[key] = "is of a pipeline stage of another rank (mesh.pp)"
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and key not in module._non_persistent_buffers_set:
+                found[key] = "is of a pipeline stage of another rank (mesh.pp)"
+        return found
+
+
+class _Refusal:
+    """A hook of ours, which stands on a module or an optimizer until it has another engine."""
+
+
+class _StepOutside(_Refusal):
+    """Before `optimizer.step`."""
+
+    def __init__(self, calls: PlainCalls) -> None:
+        self._calls = calls
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._calls.is_engine_step:
+            return
+        for key in ("grad_scale", "found_inf"):  # GradScaler's, by which the engine's next step would divide
+            vars(optimizer).pop(key, None)
+        raise OptimizerError(
+            f"{type(optimizer).__name__}.step() was called outside of engine.step: it would train nothing, because "
+            "the parameters of this optimizer are the engine's masters, which have gradients in engine.step alone. "
+            "Call engine.step(batch) in the place of the forward, loss.backward() and optimizer.step(); a Trainer, "
+            "accelerate or GradScaler that steps the optimizer itself cannot train an engine"
+        )
+
+
+class _OptimizerParts(_Refusal):
+    """Before `optimizer.state_dict` and `optimizer.load_state_dict`, where ranks own parts."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
+        name = type(optimizer).__name__
+        if self._kind == "state_dict":
+            raise OptimizerError(
+                f"{name}.state_dict() would give the part of the optimizer state that this rank owns. Save with "
+                "sw.save(path, engine), which has all of it and loads into any layout (sw.load); "
+                "sw.full(engine, optimizer=True) gives it as whole tensors"
+            )
+        raise OptimizerError(
+            f"{name}.load_state_dict() takes state by position and in the shapes of this rank's slices. Load with "
+            "sw.load(path, engine): a plain program saves for it with "
+            "sw.save(path, sw.checkpoint.TorchState(model, optimizer))"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts(_Refusal):
+    """Before the `state_dict` of a module that holds parts. It goes along where the module is copied."""
+
+    why: dict[str, str]
+    """For each attribute that is not whole."""
+
+    refuses_parts = True
+    """Asked by `TorchState`, which takes parameters without a state dict of values."""
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if keep_vars:  # asks for the parameters themselves, not for values of a model
+            return
+        key, why = next(iter(self.why.items()))
+        raise ModelError(f"state_dict() of this model would hold parts of it: {prefix + key!r} {why}. {_SAVE}")
+
+    def __reduce__(self) -> Any:
+        key, why = next(iter(self.why.items()))
+        raise ModelError(f"the model would be pickled (torch.save) in parts: {key!r} {why}. {_SAVE}")
+
+    def __deepcopy__(self, memo: object) -> "_Parts":
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeGiven(_Refusal):
+    """Before the `load_state_dict` of a module that holds parts.
+
+    What is of another rank is left alone there, without torch's warning, whose advice (`assign=True`) would not do. Of
+    sizes that do not fit it says what to do about them.
+    """
+
+    why: dict[str, str]
+
+    def __call__(
+        self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, strict: Any, *lists: Any
+    ) -> None:
+        error_messages: list[str] = lists[-1]
+        for key, why in self.why.items():
+            given, held = state_dict.get(prefix + key), {**module._parameters, **module._buffers}.get(key)
+            if not isinstance(given, torch.Tensor) or held is None:
+                continue
+            if given.shape != held.shape:
+                error_messages.append(
+                    f"{prefix + key!r} {why}; load the whole with sw.load(path, engine), from a save or from files of "
+                    "Hugging Face"
+                )
+            elif held.is_meta:
+                state_dict[prefix + key] = held
+
+
+def _take_off(hooks: MutableMapping[int, Callable[..., Any]]) -> None:
+    """Remove what an engine has put there; torch wraps some hooks once more."""
+    for number in [each for each, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), _Refusal)]:
+        del hooks[number]
+
+
+def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]

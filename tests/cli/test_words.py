@@ -1,0 +1,107 @@
+"""What commands print names flags and settings: a message that names a Python call names these as well."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import shardwise
+from shardwise.cli import main
+from shardwise.train.tables import CheckpointTable, DataTable, ModelTable, Table, TrainTable
+
+SOURCE = Path(shardwise.__file__).parent
+
+CALL = re.compile(
+    r"\bsw\.(?!ShardwiseError)\w+|\b(?:cast|config|dtype|keep|layout|loss|lossy|optimizer|parameters|rewrite|sample|shared"
+    r"|step|strict|verify)=(?!=)|parallelize\(|TorchState|AsyncSaver|\bconvert to\b|\buse convert\b"
+)
+"""What only a program can do, in a message."""
+
+TABLES: dict[str, type[Table]] = {
+    "model": ModelTable,
+    "data": DataTable,
+    "train": TrainTable,
+    "checkpoint": CheckpointTable,
+}
+LAYOUT = "mesh|sharding|precision|pipeline|tensor|merge"
+
+SETTINGS = re.compile(
+    rf"--[a-z]|shardwise (?:ckpt|train|verify)|\b(?:{LAYOUT})\.[a-z]\w*|"
+    + "|".join(rf"\b{name}\.(?:{'|'.join(table.model_fields)})\b" for name, table in TABLES.items())
+)
+"""A flag, a command, or a setting of a configuration."""
+
+OF_PROGRAMS = {
+    "checkpoint/arguments.py": "arguments of a call have no wrong type on the command line",
+    "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
+    "checkpoint/full_tensors.py": "sw.full",
+    "checkpoint/held.py": "a module given as a state",
+    "checkpoint/pruning.py": "sw.checkpoint.prune; checkpoint.keep is checked with the configuration",
+    "engine/engine.py": "sw.relayout",
+    "engine/gathering.py": "calls of the model past its engine",
+    "engine/plain_calls.py": "calls of the model and the optimizer past their engine",
+    "engine/relayout.py": "sw.relayout",
+    "plan/reshard.py": "sw.reshard",
+    "train/verification/program.py": "sw.verify",
+    "rewrite/checking.py": "statements",
+    "rewrite/arguments.py": "statements",
+    "rewrite/rewrites.py": "rewrites that are composed",
+    "engine/inventory.py": "a second plan for one model",
+}
+"""Files whose messages no command can print, and why."""
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """The strings of a file that may be shown: with their lines, without docstrings, holes as {}."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inner: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            inner.add(id(node.value))
+        if id(node) in inner or not isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+            continue
+        inner.update(map(id, ast.walk(node)))
+        yield getattr(node, "lineno", 0), text_of(node)
+
+
+def text_of(node: ast.AST) -> str:
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(text_of(each) if isinstance(each, ast.Constant) else "{}" for each in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return text_of(left) + text_of(right)
+    return ""
+
+
+def test_a_message_that_names_a_call_names_a_flag_or_a_setting() -> None:
+    silent, used = [], set()
+    for room in ("checkpoint", "engine", "plan", "rewrite", "train", "cli"):
+        for path in sorted((SOURCE / room).rglob("*.py")):
+            name = path.relative_to(SOURCE).as_posix()
+            for line, text in messages(path):
+                is_sentence = len(re.findall(r"[a-z]{2,}", text)) > 4
+                if is_sentence and CALL.search(text) and not SETTINGS.search(text):
+                    used.add(name)
+                    if name not in OF_PROGRAMS:
+                        silent.append(f"{name}:{line}: {text}")
+    assert not silent, "\n".join(silent)
+    assert used == OF_PROGRAMS.keys()  # what is listed has a reason still
+
+
+def test_every_flag_that_a_message_names_is_one() -> None:
+    flags = {"--nproc-per-node"}  # of torchrun
+    commands = [main]
+    while commands:
+        command = commands.pop()
+        flags |= {word for each in command.params for word in each.opts}
+        commands += getattr(command, "commands", {}).values()
+    unknown = [
+        f"{path.relative_to(SOURCE)}:{line}: {flag}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line, text in messages(path)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)
+        if flag not in flags
+    ]
+    assert not unknown, unknown
