@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardwise.checkpoint import AsyncSaver, SaveReport, State, prune, save
+from shardwise.checkpoint.shared_storage import check_shared_storage
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.errors import CheckpointError
@@ -41,10 +42,12 @@ class RunKeeper:
         self._mesh = str(config.plan.mesh)
         table = config.checkpoint
         self._background = (
-            AsyncSaver(config.saves, layout=table.layout, channel=channel)
+            AsyncSaver(config.saves, layout=table.layout, channel=channel, timeout_seconds=config.train.timeout_seconds)
             if table.every is not None and table.background
             else None
         )
+        if table.every is not None and (self._background is None or channel.size == 1):
+            check_shared_storage(config.saves, channel, timeout_seconds=config.train.timeout_seconds)
 
     def after_update(self, position: Position) -> None:
         """Save when it is time: every so many updates, and after the last one."""
