@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.verdicts import launched, told
+from shardwise.train.stopping import Stopped, StopSignals
 
 if TYPE_CHECKING:
     from shardwise.train import RunConfig
@@ -35,16 +36,18 @@ def train(
 ) -> None:
     """Train the model that CONFIG describes.
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+    SIGTERM and SIGUSR1 end the run after the update under way, which is saved; a second one ends it at once.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1.
     """
     is_rank = nproc is None and "RANK" in os.environ
     rank = int(os.environ["RANK"]) if is_rank else None
-    with told(debug=debug, rank=rank, verdicts=verdicts):
+    with told(debug=debug, rank=rank, verdicts=verdicts), StopSignals() as signals:
         run_config = _checked(config, overrides, int(os.environ["WORLD_SIZE"]) if is_rank else nproc or 1)
         if nproc is not None and nproc > 1:
             arguments = ["train", str(config), *(["--resume", resume] if resume is not None else [])]
             sys.exit(launched(arguments, num_processes=nproc, overrides=overrides, debug=debug))
-        _run(run_config, resume, is_rank=is_rank)
+        _run(run_config, resume, signals, is_rank=is_rank)
 
 
 def _checked(path: Path, overrides: Sequence[str], num_processes: int) -> "RunConfig":
@@ -57,7 +60,7 @@ def _checked(path: Path, overrides: Sequence[str], num_processes: int) -> "RunCo
     return config
 
 
-def _run(config: "RunConfig", resume: str | None, *, is_rank: bool) -> None:
+def _run(config: "RunConfig", resume: str | None, signals: StopSignals, *, is_rank: bool) -> None:
     """Be one rank, or the only one."""
     import torch
     from rich.console import Console
@@ -70,8 +73,11 @@ def _run(config: "RunConfig", resume: str | None, *, is_rank: bool) -> None:
     else:
         channel = alone("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        run(config, channel, Console(), resume=resume)
+        run(config, channel, Console(), resume=resume, signals=signals)
     except BaseException as error:
-        channel.abort(f"{type(error).__name__}: {error}")
+        if not (isinstance(error, Stopped) and error.is_agreed):
+            channel.abort(error.words if isinstance(error, Stopped) else f"{type(error).__name__}: {error}")
+            raise
+        channel.close()
         raise
     channel.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from shardwise.errors import BatchError, DataError, ModelError, OptimizerError, PeerError, PlanError, ShardwiseError
+from shardwise.train.stopping import Stopped
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
@@ -77,6 +78,10 @@ def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) 
         if verdicts is None:
             click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
+    except Stopped as stopped:
+        if not rank:
+            click.echo(stopped.words, err=True)
+        raise
     except Exception as error:
         if isinstance(error, BrokenPipeError) and rank is None:  # who reads the output has seen enough
             raise
