@@ -40,8 +40,8 @@ def stopped(folder: Path, *words: str, at: int, rank: int = 0, resume: str | Non
         signals = Asked(at if channel.rank == rank else 0)
         with pytest.raises(Stopped) as caught:
             run(config, channel, Console(file=io.StringIO()), resume=resume, signals=signals)
-        assert (caught.value.code, caught.value.is_agreed) == (143, True)
-        return caught.value.words
+        assert (caught.value.exit_code, caught.value.is_agreed) == (143, True)
+        return str(caught.value)
 
     size = config.plan.mesh.size
     return [body(alone())] if size == 1 else simulate(size, body)
@@ -84,7 +84,7 @@ def test_a_signal_before_the_first_update_ends_the_run_without_one(tmp_path: Pat
     signals.number = int(signal.SIGUSR1)
     with pytest.raises(Stopped, match="stopped by SIGUSR1 before the first update") as caught:
         run(small_run(tmp_path, "checkpoint.every=2"), alone(), Console(file=io.StringIO()), signals=signals)
-    assert caught.value.code == 138
+    assert caught.value.exit_code == 138
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 

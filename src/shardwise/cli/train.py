@@ -76,7 +76,7 @@ def _run(config: "RunConfig", resume: str | None, signals: StopSignals, *, is_ra
         run(config, channel, Console(), resume=resume, signals=signals)
     except BaseException as error:
         if not (isinstance(error, Stopped) and error.is_agreed):
-            channel.abort(error.words if isinstance(error, Stopped) else f"{type(error).__name__}: {error}")
+            channel.abort(str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}")
             raise
         channel.close()
         raise

@@ -80,8 +80,8 @@ def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) 
         sys.exit(INTERRUPTED)
     except Stopped as stopped:
         if not rank:
-            click.echo(stopped.words, err=True)
-        raise
+            click.echo(str(stopped), err=True)
+        sys.exit(stopped.exit_code)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and rank is None:  # who reads the output has seen enough
             raise

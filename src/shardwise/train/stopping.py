@@ -25,17 +25,17 @@ _ONE_REQUEST_SECONDS = 1.0
 launchers among them pass it on to their own."""
 
 
-class Stopped(SystemExit):
-    """A run that a signal has ended. Its exit code is 128 + the number of the signal, as shells have it."""
+class Stopped(BaseException):
+    """A run that a signal has ended. Like KeyboardInterrupt it is no error that code in between may catch.
+
+    number: of the signal. where: what all ranks have agreed on; without it this rank stops alone.
+    """
 
     def __init__(self, number: int, where: str = "") -> None:
-        """`where`: what all ranks have agreed on; without it this rank stops alone."""
-        super().__init__(128 + number)
+        super().__init__(f"stopped by {signal.Signals(number).name} {where}".strip())
         self.is_agreed = bool(where)
-        self.words = f"stopped by {signal.Signals(number).name} {where}".strip()
-
-    def __str__(self) -> str:
-        return self.words
+        self.exit_code = 128 + number
+        """As shells have it."""
 
 
 class StopSignals:
