@@ -65,7 +65,10 @@ def test_a_signal_to_any_one_rank_ends_all_after_the_same_update_and_the_run_goe
     size = laid_out(tmp_path, *words).plan.mesh.size
     said = stopped(tmp_path, *words, at=3, rank=size - 1)  # between two saves
     saves = tmp_path / "out" / "checkpoints"
-    assert said == [f"stopped by SIGTERM after step 3 of 6, which is saved in {saves}; --resume auto goes on from there"] * size
+    assert (
+        said
+        == [f"stopped by SIGTERM after step 3 of 6, which is saved in {saves}; --resume auto goes on from there"] * size
+    )
     assert checkpoint.open(saves).step == 3
     stopped(tmp_path, *words, at=1, rank=0, resume="auto")  # with an evaluation and a save of its own
     assert [checkpoint.open(folder).step for folder in sorted(saves.iterdir())] == [3, 4]
@@ -82,7 +85,7 @@ def test_without_checkpoints_nothing_is_saved_and_it_says_so(tmp_path: Path) -> 
 def test_a_signal_before_the_first_update_ends_the_run_without_one(tmp_path: Path) -> None:
     signals = StopSignals()
     signals.number = int(signal.SIGUSR1)
-    with pytest.raises(Stopped, match="stopped by SIGUSR1 before the first update") as caught:
+    with pytest.raises(Stopped, match=r"stopped by SIGUSR1 before the first update") as caught:
         run(small_run(tmp_path, "checkpoint.every=2"), alone(), Console(file=io.StringIO()), signals=signals)
     assert caught.value.exit_code == 138
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
@@ -104,7 +107,7 @@ def default_signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("default_signals")
 def test_signals_are_noted_while_a_run_trains_and_end_it_else() -> None:
-    with StopSignals() as signals, pytest.raises(Stopped, match="^stopped by SIGTERM$") as caught:
+    with StopSignals() as signals, pytest.raises(Stopped, match=r"^stopped by SIGTERM$") as caught:
         os.kill(os.getpid(), signal.SIGTERM)
     assert not caught.value.is_agreed
     with StopSignals() as signals, signals.noted(alone()) as stop:

@@ -55,9 +55,7 @@ class RunKeeper:
         """Save when it is time: every so many updates, and after the last one."""
         self._step = position.step
         table = self._config.checkpoint
-        if table.every is not None and (
-            position.step % table.every == 0 or position.step == self._config.train.steps
-        ):
+        if table.every is not None and (position.step % table.every == 0 or position.step == self._config.train.steps):
             self._save(position)
 
     def leave(self, position: Position) -> None:

@@ -1,8 +1,8 @@
 """Signals that ask a run to end, as schedulers send them before they take the machine away.
 
-    before the first update    the run ends at once: nothing is lost
-    while it trains            the update under way is finished and saved on all ranks, then the run ends
-    a second signal            the run ends at once
+before the first update    the run ends at once: nothing is lost
+while it trains            the update under way is finished and saved on all ranks, then the run ends
+a second signal            the run ends at once
 """
 
 import contextlib
