@@ -25,11 +25,12 @@ SECONDS = 30
 
 
 class Gated(Watched):
-    """Nothing is written before the gate opens."""
+    """Nothing is written while the gate is closed. It is open when the saver is made, which looks at the storage."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self.gate = threading.Event()
+        self.gate.set()
 
     def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
         if operation.kind in ("begin", "create"):
@@ -42,7 +43,7 @@ class Broken(Watched):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
-        self.is_broken = True
+        self.is_broken = False
 
     def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
         if self.is_broken and operation.kind in ("begin", "create"):
@@ -64,6 +65,7 @@ def test_the_save_holds_the_values_at_its_call_whatever_becomes_of_the_state(
     def run(channel: Channel) -> None:
         state = share_of_state(whole_state(1), channel.rank, size)
         with AsyncSaver(stores[channel.rank], layout=layout, channel=channel) as saver:
+            stores[channel.rank].gate.clear()
             saver.save(state, extra={"step": 4})
             for tensor in state.values():
                 tensor.zero_()
@@ -110,6 +112,7 @@ def test_a_failure_surfaces_at_the_next_call_on_all_ranks_and_the_one_after_save
 
     def run(channel: Channel) -> str:
         saver = AsyncSaver(broken if channel.rank == victim else tmp_path, channel=channel)
+        broken.is_broken = True
         state = share_of_state(whole_state(2), channel.rank, 2)
         saver.save(state)
         with pytest.raises(CheckpointError) as caught:
@@ -137,6 +140,8 @@ def test_what_a_rank_wrote_after_another_had_given_up_is_removed(tmp_path: Path)
 
     def run(channel: Channel) -> None:
         saver = AsyncSaver(late if channel.rank else broken, channel=channel)
+        broken.is_broken = True
+        late.gate.clear()
         saver.save(share_of_state(whole_state(1), channel.rank, 2))
         while channel.rank == 0 and len(savers()) > 1:
             os.sched_yield()
@@ -218,6 +223,7 @@ def test_a_lost_peer_is_an_error_and_nobody_waits_for_its_report(tmp_path: Path)
 
     def run(channel: Channel) -> None:
         saver = AsyncSaver(gated if channel.rank else tmp_path, channel=channel)
+        gated.gate.clear()
         saver.save(share_of_state(whole_state(2), channel.rank, 2))
         if channel.rank:
             raise SystemExit("lost")

@@ -1,6 +1,7 @@
 """The loop alone, with an engine that only takes notes."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ class Report:
     weight: float
     grad_norm: float = 1.0
     skipped: bool = False
+    stop: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,11 +32,11 @@ class NotingEngine:
     seconds: float = 0.0
     evaluated: list[list[int]] = field(default_factory=list)
 
-    def step(self, batch: dict[str, torch.Tensor]) -> Report:
+    def step(self, batch: dict[str, torch.Tensor], *, stop: Callable[[], bool] | None = None) -> Report:
         self.seconds += 1.0
         for optimizer in self.optimizers:
             optimizer.step()
-        return self._report(batch)
+        return replace(self._report(batch), stop=stop is not None and stop())
 
     def evaluate(self, batch: dict[str, torch.Tensor]) -> Report:
         self.seconds += 1.0

@@ -9,6 +9,7 @@
 import atexit
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from shardwise.checkpoint.commit import SaveReport, Written, commit, discard, st
 from shardwise.checkpoint.held import Held, bytes_of
 from shardwise.checkpoint.saves import read_file
 from shardwise.checkpoint.saving import Arguments, Memory, Prepared, prepare, write_pieces
+from shardwise.checkpoint.shared_storage import check_shared_storage
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.streaming import stream_whole
 from shardwise.checkpoint.writing import Filling
@@ -50,7 +52,10 @@ class AsyncSaver:
 
     path, rewrite, channel: as for `save`. layout: of the files; for "whole" the tensors are brought together before
     `save` returns, and only writing happens in the background.
-    timeout_seconds: how long rank 0 waits for the reports of the other ranks once its own file is written.
+    timeout_seconds: how long rank 0 waits until it sees what the other ranks have written, once all have ended.
+
+    Opening it with a channel of several ranks is a collective call: rank 0 leaves a small file, all look for it, and
+    all raise CheckpointError where one does not find it, or nothing can be written. Without one, the first `save` does.
 
     It is used by one thread, and not after a fork. Use it as a context: leaving waits for the save under way, and
     raises what went wrong in it. Errors of a save surface at the next `save`, `wait` or `close`, on all ranks alike,
@@ -83,6 +88,10 @@ class AsyncSaver:
         self._snapshot = torch.empty(0, dtype=torch.uint8)
         self._memory = Memory()
         self._task: _Task | None = None
+        self._checked: Channel | None = None
+        """Whose ranks are known to share the storage."""
+        if channel is not None:
+            self._open(channel)
 
     def save(self, state: State, *, extra: Mapping[str, Any] | None = None, step: int | None = None) -> None:
         """Begin to save `state` as it is now; arguments as for `save`. Waits for the save before it.
@@ -94,6 +103,7 @@ class AsyncSaver:
         channel = self._channel_for(state)
         if channel is not self._channel:
             self._channel, self._memory = channel, Memory()
+        self._open(channel)
         try:
             arguments = Arguments(extra, step, self._layout, self._rewrite)
             prepared = prepare(channel, self._path, state, arguments, self._memory)
@@ -127,6 +137,8 @@ class AsyncSaver:
                 state = b"" if task.is_running else _ENDED
                 failed = channel.rank > 0 and not task.is_running and task.refusal is not None
                 states = channel.exchange(_FAILED if failed else state, purpose="a save in the background")
+                if all(states[1:]):
+                    task.others_have_ended()
                 if _FAILED in states:
                     task.give_up_waiting()
                     states = [_ENDED if each == _FAILED else each for each in states]
@@ -181,6 +193,19 @@ class AsyncSaver:
             self._own = default_channel()
         return self._own
 
+    def _open(self, channel: Channel) -> None:
+        """Find out, once, whether the ranks share the storage."""
+        if channel is self._checked or channel.size == 1:
+            return
+        try:
+            check_shared_storage(self._path, channel, timeout_seconds=self._timeout_seconds)
+        except ShardwiseError:
+            raise
+        except BaseException as error:
+            channel.abort(f"{type(error).__name__} while the storage of saves was looked at: {error}")
+            raise
+        self._checked = channel
+
     def _take_snapshot(self, prepared: Prepared, channel: Channel) -> None:
         file = prepared.arrangement.file(channel.rank)
         num_bytes = sum(file.sizes)
@@ -224,6 +249,8 @@ class _Task:
         self._snapshot = snapshot
         self._timeout_seconds = timeout_seconds
         self._given_up = threading.Event()
+        self._deadline = math.inf
+        """When rank 0 has waited long enough for reports; it is set when nobody else is at work any more."""
         self._collected = False
         # Not a daemon: the interpreter waits for it at exit. What went wrong by then and nobody asked for is told.
         atexit.register(self._tell)
@@ -254,6 +281,10 @@ class _Task:
     def give_up_waiting(self) -> None:
         """Do not wait for reports that are not there yet."""
         self._given_up.set()
+
+    def others_have_ended(self) -> None:
+        """What the other ranks have to say is written: it is to be seen now, or as soon as the storage shows it."""
+        self._deadline = min(self._deadline, time.monotonic() + self._timeout_seconds)
 
     def discard(self) -> None:
         """Remove what was written, unless it was committed."""
@@ -300,21 +331,19 @@ class _Task:
                 self._leave({"failed": why})
 
     def _leave(self, report: Mapping[str, str]) -> None:
-        name = self._report_name(self._rank)
+        name = self.prepared.attempt.folder + self.prepared.attempt.report_file(self._rank)
         with storing(self._store, name, "written"):
             self._store.create(name, json.dumps(report).encode())
-
-    def _report_name(self, rank: int) -> str:
-        return f"{self.prepared.attempt.folder}{self.prepared.attempt.id}-rank{rank:05d}.report.json"
 
     def _commit(self, own: Written) -> None:
         """On rank 0: wait for the others, then make the save visible."""
         arrangement, block_bytes = self.prepared.arrangement, self.prepared.description.block_bytes
         written = [own]
-        deadline = time.monotonic() + self._timeout_seconds
 
         def again() -> bool:
-            if self._given_up.is_set() or time.monotonic() > deadline:
+            if not threading.main_thread().is_alive():  # nobody will say when the others have ended
+                self.others_have_ended()
+            if self._given_up.is_set() or time.monotonic() > self._deadline:
                 return False
             self._given_up.wait(_POLL_SECONDS)
             return True  # also when given up just now: what is there by then counts
@@ -324,11 +353,13 @@ class _Task:
                 raise _EchoError(f"rank {rank}: {report['failed']}")
             checksums = bytes.fromhex(report["checksums"])
             written.append(Written.unpack(checksums, arrangement.file(rank), block_bytes))
+        self.others_have_ended()  # all have reported
         commit(self._store, self.prepared.attempt, arrangement, written, self.prepared.description, again=again)
 
     def _reports(self, again: Callable[[], bool]) -> list[dict[str, str]]:
         """What the other ranks have left, in rank order."""
-        awaited = [self._report_name(rank) for rank in range(1, self.prepared.arrangement.num_ranks)]
+        attempt = self.prepared.attempt
+        awaited = [attempt.folder + attempt.report_file(rank) for rank in range(1, self.prepared.arrangement.num_ranks)]
         while missing := set(awaited) - self._names():
             if not again():
                 late = f"{self._timeout_seconds:g} s have passed"

@@ -43,6 +43,15 @@ class Attempt:
         """Name of a table of tensors, relative to the folder."""
         return f"{self.id}-tensors-{number:05d}.json"
 
+    def report_file(self, rank: int) -> str:
+        """Name of what a rank says of its data file where ranks meet in the store, relative to the folder."""
+        return f"{self.id}-rank{rank:05d}.report.json"
+
+    @property
+    def probe_file(self) -> str:
+        """Name of the file by which ranks find out whether they share the store: what rank 0 would report."""
+        return self.report_file(0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:

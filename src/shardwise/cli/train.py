@@ -1,6 +1,5 @@
 """`shardwise train CONFIG.toml [--nproc N] [--set a.b=v]... [--resume auto|PATH]`."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.verdicts import launched, told
+from shardwise.cli.verdicts import launched, place_here, told
+from shardwise.train.stopping import Stopped, StopSignals
 
 if TYPE_CHECKING:
     from shardwise.train import RunConfig
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @click.command("train")
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--nproc", type=click.IntRange(min=1), help="Start this many processes; leave out under torchrun.")
+@click.option(
+    "--nproc", type=click.IntRange(min=1), help="Start this many processes; leave out under torchrun, srun, mpirun."
+)
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Change a setting; repeatable.")
 @click.option(
     "--resume",
@@ -35,16 +37,19 @@ def train(
 ) -> None:
     """Train the model that CONFIG describes.
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+    SIGTERM and SIGUSR1 end the run after the update under way, which is saved; a second one ends it at once.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1.
     """
-    is_rank = nproc is None and "RANK" in os.environ
-    rank = int(os.environ["RANK"]) if is_rank else None
-    with told(debug=debug, rank=rank, verdicts=verdicts):
-        run_config = _checked(config, overrides, int(os.environ["WORLD_SIZE"]) if is_rank else nproc or 1)
-        if nproc is not None and nproc > 1:
-            arguments = ["train", str(config), *(["--resume", resume] if resume is not None else [])]
-            sys.exit(launched(arguments, num_processes=nproc, overrides=overrides, debug=debug))
-        _run(run_config, resume, is_rank=is_rank)
+    with told(debug=debug), StopSignals() as signals:
+        place = place_here(nproc)
+        rank, size = place or (None, nproc or 1)
+        with told(debug=debug, rank=rank, verdicts=verdicts):
+            run_config = _checked(config, overrides, size)
+            if nproc is not None and nproc > 1:
+                arguments = ["train", str(config), *(["--resume", resume] if resume is not None else [])]
+                sys.exit(launched(arguments, num_processes=nproc, overrides=overrides, debug=debug))
+            _run(run_config, resume, signals, is_rank=place is not None)
 
 
 def _checked(path: Path, overrides: Sequence[str], num_processes: int) -> "RunConfig":
@@ -57,7 +62,7 @@ def _checked(path: Path, overrides: Sequence[str], num_processes: int) -> "RunCo
     return config
 
 
-def _run(config: "RunConfig", resume: str | None, *, is_rank: bool) -> None:
+def _run(config: "RunConfig", resume: str | None, signals: StopSignals, *, is_rank: bool) -> None:
     """Be one rank, or the only one."""
     import torch
     from rich.console import Console
@@ -70,8 +75,11 @@ def _run(config: "RunConfig", resume: str | None, *, is_rank: bool) -> None:
     else:
         channel = alone("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        run(config, channel, Console(), resume=resume)
+        run(config, channel, Console(), resume=resume, signals=signals)
     except BaseException as error:
-        channel.abort(f"{type(error).__name__}: {error}")
+        if not (isinstance(error, Stopped) and error.is_agreed):
+            channel.abort(str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}")
+            raise
+        channel.close()
         raise
     channel.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import traceback
@@ -12,6 +13,7 @@ from pathlib import Path
 import click
 
 from shardwise.errors import BatchError, DataError, ModelError, OptimizerError, PeerError, PlanError, ShardwiseError
+from shardwise.train.stopping import Stopped
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
@@ -77,6 +79,10 @@ def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) 
         if verdicts is None:
             click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
+    except Stopped as stopped:
+        if not rank:
+            click.echo(str(stopped), err=True)
+        sys.exit(stopped.exit_code)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and rank is None:  # who reads the output has seen enough
             raise
@@ -90,6 +96,26 @@ def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) 
 
             sys.exit(PEER_FAILED)  # to the launcher: look for the rank that caused it
         sys.exit(verdict.exit_code)
+
+
+def place_here(num_processes: int | None) -> tuple[int, int] | None:
+    """The rank of this process and how many there are; None where it runs by itself or starts `num_processes`.
+
+    Raises UsageError where a launcher has started several, each of which would start that many again.
+    """
+    from shardwise.comm.launchers import place_of
+
+    place = place_of(os.environ)
+    if num_processes is None or place is None:
+        return place
+    rank, size = place
+    if size > 1:
+        raise click.UsageError(
+            f"--nproc {num_processes} starts processes, but a launcher (torchrun, srun or mpirun) has started {size} "
+            f"already, and this is rank {rank} of them: each would do the whole work again, in the same folder. Leave "
+            "out --nproc and let the launcher start one process for each rank, or let it start one in all"
+        )
+    return None
 
 
 def launched(arguments: Sequence[str], *, num_processes: int, overrides: Sequence[str], debug: bool) -> int:

@@ -1,6 +1,5 @@
 """`shardwise verify CONFIG --against LAYOUT [--steps N] [--simulate | --nproc N] [--set a.b=v]`."""
 
-import os
 import shutil
 import sys
 import tempfile
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.verdicts import FAILED, launched, told
+from shardwise.cli.verdicts import FAILED, launched, place_here, told
 
 if TYPE_CHECKING:
     from shardwise.train import RunConfig
@@ -54,13 +53,14 @@ def verify(
 
     Exit codes: 0 equal or rounding, 1 diverged, inconclusive or failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
-    is_rank = not simulate and nproc is None and "RANK" in os.environ
-    rank = int(os.environ["RANK"]) if is_rank else None
+    with told(debug=debug):
+        place = None if simulate else place_here(nproc)
+    is_rank = place is not None
+    rank, size = place or (None, nproc)
     with told(debug=debug, rank=rank, verdicts=verdicts):
         if simulate and nproc is not None:
             raise click.UsageError("--simulate and --nproc exclude each other: ranks are simulated or real")
-        num_processes = int(os.environ["WORLD_SIZE"]) if is_rank else nproc
-        run_config = _checked(config, layout, overrides, num_processes)
+        run_config = _checked(config, layout, overrides, size)
         if nproc is not None:
             sys.exit(_launch(config, layout, steps, nproc, overrides, debug))
         is_wrong = _be_rank(run_config, steps, notes) if is_rank else _simulate(run_config, steps)

@@ -8,16 +8,19 @@ import torch.distributed as dist
 
 from shardwise.comm.alone import alone
 from shardwise.comm.channel import Channel
+from shardwise.comm.launchers import place_of
 from shardwise.comm.processes import processes
 from shardwise.errors import ShardwiseError
 
 
 def default_channel() -> Channel:
-    """The initialised process group, else the processes that torchrun announces, else a world of one."""
+    """The initialised process group, else the processes that a launcher announces, else a world of one.
+
+    Launchers are torchrun, srun and mpirun. Raises PlanError where one announces several processes, but not enough for
+    them to meet.
+    """
     initialised = dist.is_available() and dist.is_initialized()
-    if initialised or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return processes()
-    return alone()
+    return processes() if initialised or place_of(os.environ) is not None else alone()
 
 
 def channel_of(state: object) -> Channel | None:

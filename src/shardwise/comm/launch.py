@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import ctypes
+import math
 import os
 import queue
 import signal
@@ -13,20 +14,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import TypeAlias
 
 PEER_FAILED = 3
 """Exit code of a rank that ended only because another one did; the launcher then looks for that other one."""
 
 _INTERRUPTED = 128 + signal.SIGINT
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _KEPT_LINES = 200
 _SECONDS_TO_TERMINATE = 5.0
-
-
-class _Stopped(BaseException):
-    """SIGTERM or SIGHUP came to the launcher."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 _PR_SET_PDEATHSIG = 1
@@ -65,14 +61,14 @@ class _Rank:
             with self._process.stdout as lines:
                 self.lines.extend(lines)
 
-    def report_end(self, ended: "queue.Queue[tuple[_Rank, int]]") -> None:
+    def report_end(self, events: "Events") -> None:
         """Put the rank and its return code into the queue once it has ended."""
 
         def wait() -> None:
             code = self._process.wait()
             # A descendant may hold the pipe open for longer; the rank's own words are there by then.
             self._reader.join(timeout=1.0)
-            ended.put((self, code))
+            events.put((self, code))
 
         threading.Thread(target=wait, daemon=True).start()
 
@@ -81,70 +77,95 @@ class _Rank:
         self._process.send_signal(number)
 
 
+Events: TypeAlias = "queue.SimpleQueue[tuple[_Rank, int] | int]"
+"""Ranks that have ended with their return codes, and numbers of signals; a handler of signals may put them there."""
+
+
 def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, grace_seconds: float = 10.0) -> int:
     """Run `python -m module arguments` (`python arguments` without a module) as ranks 0 to `num_processes` - 1 here.
 
     Rank 0 has the terminal. What the others print is shown only if they fail first. When a rank fails, the others have
     `grace_seconds` to report themselves; then they are terminated. Ctrl-C goes once to each rank; they have as long.
+    SIGTERM and SIGUSR1 go to each rank too, which may take its time to save; a second one terminates them.
 
-    Returns the exit code: 0, or that of the first rank to fail (1 if a signal killed it), or 130 after Ctrl-C.
+    Returns the exit code: 0, or that of the first rank to fail (1 if a signal other than SIGTERM killed it), or 130
+    after Ctrl-C, or 128 + the number of a signal that stopped all.
     """
-    with _reserved_port() as port, _stop_signals():
+    events: Events = queue.SimpleQueue()
+    with _reserved_port() as port, _stop_signals(events):
         command = [sys.executable, *(["-m", module] if module is not None else []), *arguments]
-        ended: queue.Queue[tuple[_Rank, int]] = queue.Queue()
         ranks: list[_Rank] = []
         codes: dict[int, int] = {}
+        stop = 0
         try:
             for rank in range(num_processes):
                 ranks.append(_Rank(rank, command, _environment(rank, num_processes, port)))
-                ranks[-1].report_end(ended)
-            _collect(ended, codes, num_processes, patience_seconds=None)
-            if len(codes) < num_processes:
-                _collect(ended, codes, num_processes, patience_seconds=grace_seconds)
+                ranks[-1].report_end(events)
+            stop = _collect(events, codes, num_processes, until_failure=True)
+            if stop:
+                _pass_on(_passed_on(stop), ranks, events, codes, patience_seconds=math.inf)
+            elif len(codes) < num_processes:
+                stop = _collect(events, codes, num_processes, patience_seconds=grace_seconds)
         except KeyboardInterrupt:
-            _pass_on(signal.SIGINT, ranks, ended, codes, patience_seconds=grace_seconds)
+            _pass_on(signal.SIGINT, ranks, events, codes, patience_seconds=grace_seconds)
             return _INTERRUPTED
-        except _Stopped as stopped:
-            return 128 + stopped.number
         finally:
             own_codes = dict(codes)
-            _pass_on(signal.SIGTERM, ranks, ended, codes, patience_seconds=_SECONDS_TO_TERMINATE)
-            _pass_on(signal.SIGKILL, ranks, ended, codes, patience_seconds=_SECONDS_TO_TERMINATE)
+            _pass_on(signal.SIGTERM, ranks, events, codes, patience_seconds=_SECONDS_TO_TERMINATE)
+            _pass_on(signal.SIGKILL, ranks, events, codes, patience_seconds=_SECONDS_TO_TERMINATE)
+        # A rank that failed while it saved has the word, whoever asked it to stop.
+        as_asked = (0, PEER_FAILED, -_passed_on(stop), 128 + _passed_on(stop))
+        if stop and all(code in as_asked for code in own_codes.values()):
+            return 128 + stop
         return _verdict(ranks, own_codes)
 
 
+def _passed_on(number: int) -> int:
+    """What ranks are sent for a signal to us: a lost terminal is ours, and they would only die of it."""
+    return signal.SIGTERM if number == signal.SIGHUP else number
+
+
 def _collect(
-    ended: "queue.Queue[tuple[_Rank, int]]",
+    events: Events,
     codes: dict[int, int],
     num_processes: int,
     *,
-    patience_seconds: float | None,
-) -> None:
-    """Note the ends of ranks until all have ended or, without patience, one has failed, or patience is over."""
-    deadline = None if patience_seconds is None else time.monotonic() + patience_seconds
-    while len(codes) < num_processes and (deadline is not None or not any(codes.values())):
+    until_failure: bool = False,
+    patience_seconds: float = math.inf,
+) -> int:
+    """Note the ends of ranks until all have ended, one has failed, or patience is over.
+
+    Returns the number of a signal that asks to stop, as soon as one comes; else 0.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while len(codes) < num_processes and not (until_failure and any(codes.values())):
+        left_seconds = deadline - time.monotonic()
         try:
-            rank, code = ended.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            event = events.get(timeout=None if left_seconds == math.inf else max(0.0, left_seconds))
         except queue.Empty:
-            return
+            return 0
+        if isinstance(event, int):
+            return event
+        rank, code = event
         codes[rank.rank] = code
+    return 0
 
 
 def _pass_on(
     number: int,
     ranks: Sequence[_Rank],
-    ended: "queue.Queue[tuple[_Rank, int]]",
+    events: Events,
     codes: dict[int, int],
     *,
     patience_seconds: float,
 ) -> None:
-    """Send a signal to the ranks that are left and wait for their end; a second Ctrl-C ends the wait."""
+    """Send a signal to the ranks that are left and wait for their end; a second signal to us ends the wait."""
     left = [rank for rank in ranks if rank.rank not in codes]
     for rank in left:
         rank.signal(number)
     if left:
         with contextlib.suppress(KeyboardInterrupt):
-            _collect(ended, codes, len(ranks), patience_seconds=patience_seconds)
+            _collect(events, codes, len(ranks), patience_seconds=patience_seconds)
 
 
 def _verdict(ranks: Sequence[_Rank], codes: dict[int, int]) -> int:
@@ -156,12 +177,18 @@ def _verdict(ranks: Sequence[_Rank], codes: dict[int, int]) -> int:
     code = codes[culprit]
     if code < 0:
         print(f"rank {culprit} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    elif code - 128 in _STOP_SIGNALS:
+        if code != codes.get(0):
+            print(f"rank {culprit} was stopped by {signal.Signals(code - 128).name}", file=sys.stderr)
+        return code
     elif culprit and code != codes.get(0):
         print(f"rank {culprit} failed with exit code {code}", file=sys.stderr)
     # Wrong usage is found by all ranks alike, and rank 0 has said it.
     if culprit and not (code == codes.get(0) == 2):
         for line in ranks[culprit].lines:
             print(f"[rank {culprit}] {line.rstrip()}", file=sys.stderr)
+    if code == -signal.SIGTERM:  # as a rank that has not come to handle it yet ends
+        return 128 + signal.SIGTERM
     return 1 if code < 0 or code == PEER_FAILED else code
 
 
@@ -190,16 +217,20 @@ def _reserved_port() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exception, so that no rank outlives the launcher."""
+def _stop_signals(events: Events) -> Iterator[None]:
+    """Turn signals that ask to stop into events, so that no rank outlives the launcher.
+
+    Whoever ignores one (`nohup` does so for SIGHUP) goes on ignoring it.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise _Stopped(number)
+        events.put(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, stop) for number in heard}
     try:
         yield
     finally:

@@ -30,9 +30,9 @@ def processes(
     """The channel of all processes that were started together.
 
     They meet through the default process group of torch.distributed, or, when there is none, through the environment
-    that `torchrun` or `shardwise train --nproc` set. On CPU only the group's store is used: the ranks connect to each
-    other directly, through shared memory where they are on one host and both allow it, through TCP otherwise. With a
-    CUDA device, tensors travel over NCCL.
+    that `torchrun`, `shardwise train --nproc`, `srun` or `mpirun` set. On CPU only the group's store is used: the ranks
+    connect to each other directly, through shared memory where they are on one host and both allow it, through TCP
+    otherwise. With a CUDA device, tensors travel over NCCL.
 
     `device`: where the tensors live; default the CUDA device of this rank when the group has NCCL, else the CPU.
     Raises `PeerError` when a rank does not appear, is lost, or makes no progress for `timeout_seconds`.

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from shardwise.comm.launchers import Announced, announced
 from shardwise.comm.links import Link
 from shardwise.comm.shared_memory import map_segment
 from shardwise.errors import PeerError, PlanError
@@ -83,21 +84,26 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Meeting:
     Raises `PlanError` when there is neither, or when the device asked for needs another backend.
     """
     patience = max(timeout_seconds, START_SECONDS)
+    wants_nccl = (torch.cuda.is_available() and dist.is_nccl_available()) if device is None else device.type == "cuda"
     if not dist.is_initialized():
-        _check_environment()
-        if (torch.cuda.is_available() and dist.is_nccl_available()) if device is None else device.type == "cuda":
-            own = device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(own)
-            # Not bound to the device: groups of a bound one can be made by all ranks only.
-            dist.init_process_group("nccl", timeout=timedelta(seconds=timeout_seconds))
+        world = announced(os.environ)
+        if world is None:
+            _check_environment()
+            if wants_nccl:
+                torch.cuda.set_device(device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
+                # Not bound to the device: groups of a bound one can be made by all ranks only.
+                dist.init_process_group("nccl", timeout=timedelta(seconds=timeout_seconds))
+            else:
+                store, rank, size = _meet_at("env://", patience)
+        else:
+            store, rank, size = _meet_announced(world.checked(), patience)
+            if wants_nccl:
+                torch.cuda.set_device(device or _own_gpu(world))
+                dist.init_process_group(
+                    "nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
+                )
     if dist.is_initialized():
         rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
-    else:
-        try:
-            store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=patience))))
-        except dist.DistError as error:
-            text = f"the processes did not meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}"
-            raise PeerError(text, operation="start", purpose="rendezvous") from error
     # Every rank makes its channels in the same order, so the n-th ones belong together.
     number = store.add(f"shardwise/{rank}", 1)
     return Meeting(
@@ -110,12 +116,45 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Meeting:
     )
 
 
+def _meet_at(address: str, patience_seconds: float, *, rank: int = -1, size: int = -1) -> tuple[Store, int, int]:
+    try:
+        store, rank, size = next(iter(rendezvous(address, rank, size, timeout=timedelta(seconds=patience_seconds))))
+    except dist.DistError as error:
+        if address == "env://":
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        text = f"the processes did not meet at {address}: {error}"
+        raise PeerError(text, operation="start", purpose="rendezvous") from error
+    return store, rank, size
+
+
+def _meet_announced(world: Announced, patience_seconds: float) -> tuple[Store, int, int]:
+    """Meet where the environment of another launcher than torchrun says."""
+    host = f"[{world.host}]" if ":" in world.host else world.host
+    try:
+        store, rank, size = _meet_at(f"tcp://{host}:{world.port}", patience_seconds, rank=world.rank, size=world.size)
+    except PeerError as error:
+        raise PeerError(f"{error}. {world.way_out()}", operation="start", purpose="rendezvous") from error
+    # Processes of another job that come to the same port find nothing of this one.
+    return PrefixStore(f"shardwise/{world.job}", store), rank, size
+
+
+def _own_gpu(world: Announced) -> torch.device:
+    """The GPU of this rank: the one that its launcher lets it see, or the one of its number on this host."""
+    num_seen = torch.cuda.device_count()
+    if world.local_rank is None and num_seen > 1:
+        raise PlanError(
+            f"{world.launcher} does not say which of the {num_seen} GPUs here is that of rank {world.rank}; "
+            "export LOCAL_RANK (the rank among those of this host) to each process, or let each see one GPU"
+        )
+    return torch.device("cuda", 0 if num_seen == 1 else world.local_rank or 0)
+
+
 def _check_environment() -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise PlanError(
             "a channel over processes was asked for, but no process group is initialised and the environment lacks "
-            f"{', '.join(missing)}; start with torchrun or `shardwise train --nproc N`, or call "
+            f"{', '.join(missing)}; start with torchrun, srun, mpirun or `shardwise train --nproc N`, or call "
             "torch.distributed.init_process_group first"
         )
 

@@ -24,6 +24,8 @@ class Closing:
     """Buffers of the model, by number, that a forward wrote to, and the ranks where one did."""
     written: list[int]
     """Parameters of the model, by number, that a forward wrote to on some rank."""
+    stop: bool
+    """Whether some rank asked to stop."""
 
 
 def exchange_closing(
@@ -36,9 +38,10 @@ def exchange_closing(
     touched: Sequence[bool],
     changed_buffers: Sequence[bool],
     written: Sequence[bool],
+    stop: bool,
 ) -> Closing:
     """Exchange this rank's share of the loss and of the norm, and what it touched. `alike`: see `sum_of_losses`."""
-    flags = [*touched, *changed_buffers, *written]
+    flags = [*touched, *changed_buffers, *written, stop]
     num_bytes = -(-len(flags) // 8)
     packed = struct.pack("<dd", loss, squares) + _bits(flags).to_bytes(num_bytes, "little")
     packed += b"".join(struct.pack("<qd", *each) for each in norms.items())
@@ -59,6 +62,7 @@ def exchange_closing(
             at: [rank for rank, bits in enumerate(bits_of) if bits >> len(touched) + at & 1] for at in changed
         },
         written=[at for at in range(len(written)) if anywhere[len(touched) + len(changed_buffers) + at]],
+        stop=anywhere[-1],
     )
 
 

@@ -128,12 +128,17 @@ class Engine:
         """What runs the stages of this rank; None where the model is not cut into stages."""
         return self._computation.runner
 
-    def step(self, batch: Batch, *, microbatches: int | None = None) -> StepReport:
+    def step(
+        self, batch: Batch, *, microbatches: int | None = None, stop: Callable[[], bool] | None = None
+    ) -> StepReport:
         """Train on this data rank's share of a batch: one update of all parameters.
 
         `batch` is a dict of tensors with rows in dim 0; it is cut into `microbatches` (default: the plan's) of as equal
         size as can be. All data ranks call it together. Raises BatchError, the same on all ranks, before anything is
         computed; PeerError when another rank stops.
+
+        stop: asked once per step; where it is true on any rank, `stop` of the report is true on all. Ranks on which a
+        signal to end arrives at different times thus leave their loops after the same step; it costs no message.
         """
         num_microbatches = self._count(microbatches)
         parts, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
@@ -149,7 +154,7 @@ class Engine:
             )
             gradients = self._reduce()
             self._has_gradients = True
-            closing, grad_norm = self._close(losses, weighting, gradients)
+            closing, grad_norm = self._close(losses, weighting, gradients, stop=stop is not None and stop())
             skipped = not math.isfinite(grad_norm)
             if not grad_norm and self.channel.rank == 0 and computes_in_float16(self._names.specs):
                 warn_of_underflow("all gradients of a step are zero")
@@ -167,6 +172,7 @@ class Engine:
             skipped=skipped,
             weight=weighting.total,
             num_microbatches=num_microbatches,
+            stop=closing.stop,
         )
 
     def evaluate(self, batch: Batch) -> EvaluationReport:
@@ -375,7 +381,7 @@ class Engine:
 
     @torch.no_grad()
     def _close(
-        self, losses: Sequence[torch.Tensor], weighting: Weighting, gradients: Mapping[str, torch.Tensor]
+        self, losses: Sequence[torch.Tensor], weighting: Weighting, gradients: Mapping[str, torch.Tensor], *, stop: bool
     ) -> tuple[Closing, float]:
         """Take the mean of the gradients, and exchange what every rank has to know before any of them updates.
 
@@ -405,6 +411,7 @@ class Engine:
             touched=[name in touched for name in self._names.trainable],
             changed_buffers=self._model_buffers.changed(),
             written=self._writes.found(),
+            stop=stop,
         )
         self._writes.check(closing.written)
         if not are_whole:

@@ -17,6 +17,8 @@ class StepReport:
     """What the losses were weighted by, summed: rows, or what `loss_weight` counts."""
     num_microbatches: int
     """Microbatches per rank."""
+    stop: bool = False
+    """Whether `stop` of `step` was true on some rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardwise.checkpoint import AsyncSaver, SaveReport, State, prune, save, store_of
+from shardwise.checkpoint.shared_storage import check_shared_storage
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.errors import CheckpointError
@@ -43,20 +44,41 @@ class RunKeeper:
         self._settings = settings
         self._on_commit = on_commit
         self._mesh = str(config.plan.mesh)
+        self._step = 0
+        self._saved_step = 0
         table = config.checkpoint
         if table.every is not None and config.data.tokenizer != BYTES:
             self._lay_tokenizer_beside()
         self._background = (
-            AsyncSaver(config.saves, layout=table.layout, channel=channel)
+            AsyncSaver(config.saves, layout=table.layout, channel=channel, timeout_seconds=config.train.timeout_seconds)
             if table.every is not None and table.background
             else None
         )
+        if table.every is not None and (self._background is None or channel.size == 1):
+            check_shared_storage(config.saves, channel, timeout_seconds=config.train.timeout_seconds)
 
     def after_update(self, position: Position) -> None:
         """Save when it is time: every so many updates, and after the last one."""
+        self._step = position.step
         table = self._config.checkpoint
-        if table.every is None or (position.step % table.every and position.step != self._config.train.steps):
-            return
+        if table.every is not None and (position.step % table.every == 0 or position.step == self._config.train.steps):
+            self._save(position)
+
+    def leave(self, position: Position) -> None:
+        """Save, unless this update is saved or nothing is to be saved at all: the run stops here."""
+        if self._config.checkpoint.every is not None and self._saved_step != position.step:
+            self._save(position)
+
+    def words(self) -> str:
+        """Where the run is, and what is kept of it."""
+        words = f"after step {self._step} of {self._config.train.steps}"
+        if self._config.checkpoint.every is None:
+            return f"{words}; nothing was saved, because checkpoint.every is not set"
+        return f"{words}, which is saved in {self._config.saves}; --resume auto goes on from there"
+
+    def _save(self, position: Position) -> None:
+        table = self._config.checkpoint
+        self._saved_step = position.step
         extra = self._extra(position)
         if self._background is None:
             self._committed(

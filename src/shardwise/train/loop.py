@@ -48,6 +48,10 @@ class Stepped(Protocol):
     def skipped(self) -> bool:
         """The gradient was not finite and nothing was updated."""
 
+    @property
+    def stop(self) -> bool:
+        """Some rank has asked to stop."""
+
 
 class Trainee(Protocol):
     """What the loop needs of an engine."""
@@ -56,8 +60,8 @@ class Trainee(Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers that `step` runs."""
 
-    def step(self, batch: dict[str, torch.Tensor]) -> Stepped:
-        """One update from this data rank's rows."""
+    def step(self, batch: dict[str, torch.Tensor], *, stop: Callable[[], bool] | None = None) -> Stepped:
+        """One update from this data rank's rows. stop: whether this rank asks to stop; the report says it of all."""
 
     def evaluate(self, batch: dict[str, torch.Tensor]) -> Evaluated:
         """The loss over the rows of all data ranks, of which this one may have none."""
@@ -97,6 +101,9 @@ class Keeper(Protocol):
     def after_update(self, position: Position) -> None:
         """An update was tried, and its evaluation made. Called on every rank."""
 
+    def leave(self, position: Position) -> None:
+        """The run stops here, before its last update. Called on every rank, after `after_update`."""
+
 
 def fit(
     engine: Trainee,
@@ -108,12 +115,14 @@ def fit(
     observers: Sequence[Observer],
     begin: Position = BEGINNING,
     keeper: Keeper | None = None,
+    stop: Callable[[], bool] | None = None,
     now_s: Callable[[], float] = time.perf_counter,
-) -> float:
+) -> float | None:
     """Make the updates up to `train.steps` and return the held-out loss after the last one.
 
     held_out: [num_rows, sequence_length], the same on every rank. begin: where an earlier run was, whose values the
     engine holds; its groups then have the full learning rate as `initial_lr`. When no update is left, it evaluates.
+    stop: whether this rank asks to stop; once any rank does, all return None after the same update.
     """
     position = begin
     if position.step >= train.steps:
@@ -132,7 +141,8 @@ def fit(
             num_data_ranks=place.num_data_ranks,
         )
         learning_rate = float(schedulers[0].get_last_lr()[0])
-        report = engine.step(as_batch(corpus.rows(samples, seed=train.seed)))
+        batch = as_batch(corpus.rows(samples, seed=train.seed))
+        report = engine.step(batch) if stop is None else engine.step(batch, stop=stop)
         num_skipped = position.num_skipped + 1 if report.skipped else 0
         if num_skipped == PATIENCE_UPDATES:
             raise DivergedError(
@@ -167,6 +177,10 @@ def fit(
             observer.on_step(metrics)
         if keeper is not None:
             keeper.after_update(position)
+        if stop is not None and report.stop and step < train.steps:
+            if keeper is not None:
+                keeper.leave(position)
+            return None
     assert position.held_out_loss is not None, "the last update is evaluated"
     return position.held_out_loss
 

@@ -26,18 +26,28 @@ from shardwise.train.progress import count
 from shardwise.train.resuming import find_start, settings_of, take_up
 from shardwise.train.run_state import Samples
 from shardwise.train.sampling import rank_samples
+from shardwise.train.stopping import Stopped, StopSignals
 from shardwise.train.tracing import Tracer, leave
 
 Built = TypeVar("Built")
 _SHOWN_TOKENS, _SAMPLE_TOKENS = 64, 160
 
 
-def run(config: RunConfig, channel: Channel, console: Console, *, resume: str | None = None) -> None:
+def run(
+    config: RunConfig,
+    channel: Channel,
+    console: Console,
+    *,
+    resume: str | None = None,
+    signals: StopSignals | None = None,
+) -> None:
     """Train as `config` asks; rank 0 alone leaves metrics and pictures in `config.output` and talks to `console`.
 
     resume: where to go on from: "auto" (the newest save of this run, if there is one), a path or an address of saves.
+    signals: of this process; when one has come to any rank, all save after the same update and raise Stopped.
     Every rank of `channel` makes this call. What is wrong before the first update is raised alike on all ranks.
     """
+    signals = signals if signals is not None else StopSignals()
     start = find_start(config, resume, channel)
     model, corpus, held_out = _on_all(channel, "building the run", lambda: _built(config))
     sizes = sizes_of(model)
@@ -50,14 +60,16 @@ def run(config: RunConfig, channel: Channel, console: Console, *, resume: str | 
     baseline = frequency_loss(corpus.training, held_out, corpus.vocabulary_size)
     title = f"{config.name}: {count(sum(sizes.values()))} parameters, {channel.size} ranks"
     tracer = Tracer(engine) if config.train.trace else None
-    with Audience() as audience:
-        if channel.rank == 0:
-            placement = None if engine.pipeline is None else engine.pipeline.placement
-            _say(console, *announcement(config, model, sizes, corpus, held_out, placement=placement), *words)
-            audience.open(config, console, begin, title=title, baseline=baseline)
+    with Audience() as audience, signals.noted(channel) as stop:
         with RunKeeper(
             config, engine, channel, samples=samples, settings=settings, on_commit=audience.on_commit
         ) as keeper:
+            if number := signals.of_all(channel):
+                raise Stopped(number, "before the first update")
+            if channel.rank == 0:
+                placement = None if engine.pipeline is None else engine.pipeline.placement
+                _say(console, *announcement(config, model, sizes, corpus, held_out, placement=placement), *words)
+                audience.open(config, console, begin, title=title, baseline=baseline)
             loss = fit(
                 tracer or engine,
                 config.train,
@@ -67,7 +79,11 @@ def run(config: RunConfig, channel: Channel, console: Console, *, resume: str | 
                 observers=audience.observers,
                 begin=begin,
                 keeper=keeper,
+                stop=stop,
             )
+        if number := signals.of_all(channel):
+            raise Stopped(number, keeper.words())
+    assert loss is not None, "only a signal ends the loop before the last update"
     trace = None if tracer is None else tracer.gathered(channel)
     row = held_out[0].tolist()
     goes_on = continued(engine, model, row, num_tokens=_SAMPLE_TOKENS, seed=config.train.seed)

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,11 +68,11 @@ class Tracer:
         """See `loop.Trainee`."""
         return self._engine.optimizers
 
-    def step(self, batch: dict[str, torch.Tensor]) -> StepReport:
+    def step(self, batch: dict[str, torch.Tensor], *, stop: Callable[[], bool] | None = None) -> StepReport:
         """One update, and a note of what this rank does in it."""
         spans = self._runner.spans = []
         try:
-            report = self._engine.step(batch)
+            report = self._engine.step(batch, stop=stop)
         finally:
             self._runner.spans = None
         self._updates.append(spans)

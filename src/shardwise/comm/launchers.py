@@ -1,0 +1,174 @@
+"""The processes that a launcher has started together, as it announces them to each one in the environment.
+
+    torchrun, --nproc       RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT                  always wins: it is the innermost
+    mpirun of Open MPI      OMPI_COMM_WORLD_RANK, ..._SIZE, ..._LOCAL_RANK, ..._LOCAL_SIZE
+    mpirun of MPICH, Intel  PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
+    srun                    SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST
+
+A batch script and the shell of `salloc` are no tasks of a step: SLURM_NTASKS is set there, for the steps to come, and
+a program runs once.
+"""
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import PlanError
+
+_BATCH_STEP = 0xFFFFFFF0
+"""Numbers of steps from here on are those of SLURM itself: the batch script, the shell of `salloc`."""
+
+_FIRST_PORT, _NUM_PORTS = 15_000, 15_000
+"""Ports for rank 0 to listen on: below those that the kernel gives away."""
+
+_ALONE = "for a program that runs by itself, start one process, or set RANK=0 and WORLD_SIZE=1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Announced:
+    """One process among those that were started together."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None
+    """The rank among those of this host; None where the launcher does not say."""
+    host: str
+    """Where rank 0 runs; empty where the environment does not say."""
+    port: int
+    """Where rank 0 listens; 0 where the environment does not say."""
+    job: str
+    """What sets the processes apart from those of other jobs that might meet at the same port."""
+
+    def checked(self) -> "Announced":
+        """Raises PlanError where the processes could not find each other."""
+        missing = [name for name, value in (("MASTER_ADDR", self.host), ("MASTER_PORT", self.port)) if not value]
+        if missing:
+            raise PlanError(
+                f"{self.launcher} has started {self.size} processes, of which this is rank {self.rank}, but does not "
+                f"say where rank 0 is to be met; export {' and '.join(missing)} to all of them (the host of rank 0, "
+                f"and a free port there), or start with torchrun. {_ALONE[0].upper()}{_ALONE[1:]}"
+            )
+        return self
+
+    def way_out(self) -> str:
+        """What to do when the processes do not meet."""
+        return (
+            f"{self.launcher} announces {self.size} processes, of which this is rank {self.rank}. Where rank 0 runs "
+            f"elsewhere, or the port is taken, export MASTER_ADDR and MASTER_PORT to all of them; {_ALONE}"
+        )
+
+
+def announced(environment: Mapping[str, str]) -> Announced | None:
+    """What a launcher other than torchrun announces; None where it is torchrun, or where there is but one process.
+
+    Raises PlanError where the environment contradicts itself.
+    """
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return None
+    found = _mpi(environment)
+    slurm = _slurm(environment)
+    # srun speaks PMI as well; where both say the same, it says more. mpirun inside a job starts its own daemons by
+    # srun, whose variables its processes inherit.
+    if found is None or (slurm is not None and (slurm.rank, slurm.size) == (found.rank, found.size)):
+        found = slurm
+    if found is None or found.size <= 1:
+        return None
+    if not 0 <= found.rank < found.size:
+        raise PlanError(
+            f"{found.launcher} announces rank {found.rank} of {found.size} processes; ranks are 0 to {found.size - 1}"
+        )
+    return found
+
+
+def place_of(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """The rank of this process and the number of those that were started with it; None where it runs by itself.
+
+    Raises PlanError where the processes could not find each other.
+    """
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():
+        rank, size = _number(environment, "RANK") or 0, _number(environment, "WORLD_SIZE") or 1
+        return None if size == 1 and "MASTER_ADDR" not in environment else (rank, size)
+    found = announced(environment)
+    return None if found is None else (found.rank, found.checked().size)
+
+
+def _mpi(environment: Mapping[str, str]) -> Announced | None:
+    for launcher, rank_name, size_name, local_names, local_size_name in (
+        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",),
+         "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("mpiexec", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), "MPI_LOCALNRANKS"),
+        ("a PMIx launcher", "PMIX_RANK", "PMIX_SIZE", ("PMIX_LOCAL_RANK",), "PMIX_LOCAL_SIZE"),
+    ):  # fmt: skip
+        rank, size = _number(environment, rank_name), _number(environment, size_name)
+        if rank is None or size is None:
+            continue
+        local_ranks = (_number(environment, name) for name in (*local_names, "LOCAL_RANK"))
+        # All on one host, which is then this one.
+        host = "127.0.0.1" if _number(environment, local_size_name) == size else ""
+        job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or ""
+        return Announced(
+            launcher=launcher,
+            rank=rank,
+            size=size,
+            local_rank=next((local for local in local_ranks if local is not None), None),
+            host=environment.get("MASTER_ADDR", host),
+            port=_number(environment, "MASTER_PORT") or (_port_of(job) if job else 0),
+            job=f"mpi {job}",
+        )
+    return None
+
+
+def _slurm(environment: Mapping[str, str]) -> Announced | None:
+    rank = _number(environment, "SLURM_PROCID")
+    step = _number(environment, "SLURM_STEP_ID", "SLURM_STEPID")
+    says_so = rank or step is not None or "SLURM_STEP_NUM_TASKS" in environment
+    if rank is None or not says_so or (step is not None and not 0 <= step < _BATCH_STEP):
+        return None  # no job, or its batch script, or its shell
+    size = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    if size is None:
+        return None
+    nodes = next((environment[name] for name in _NODES if environment.get(name)), "")
+    # With an arbitrary distribution rank 0 may be on any node.
+    first = "" if environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary") else first_host(nodes)
+    job = f"{environment.get('SLURM_JOB_ID', environment.get('SLURM_JOBID', ''))}.{step if step is not None else ''}"
+    return Announced(
+        launcher="srun",
+        rank=rank,
+        size=size,
+        local_rank=_number(environment, "SLURM_LOCALID"),
+        host=environment.get("MASTER_ADDR", first),
+        port=_number(environment, "MASTER_PORT") or _port_of(job),
+        job=f"slurm {job}",
+    )
+
+
+_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as SLURM writes it.
+
+    >>> first_host("node[003-005,9],gpu1"), first_host("gpu1,gpu2"), first_host("r[1-2]n[07,09]-ib")
+    ('node003', 'gpu1', 'r1n07-ib')
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def _number(environment: Mapping[str, str], *names: str) -> int | None:
+    """The value of the first variable that is set. Raises PlanError where it is no whole number."""
+    for name in names:
+        if text := environment.get(name, "").strip():
+            if not re.fullmatch(r"-?\d+", text):
+                raise PlanError(
+                    f"the environment has {name}={text!r}, which is no whole number; set it right or unset it"
+                )
+            return int(text)
+    return None
+
+
+def _port_of(job: str) -> int:
+    """A port that the processes of a job find without asking, and those of another one seldom."""
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS

@@ -1,0 +1,104 @@
+"""Signals that ask a run to end, as schedulers send them before they take the machine away.
+
+before the first update    the run ends at once: nothing is lost
+while it trains            the update under way is finished and saved on all ranks, then the run ends
+a second signal            the run ends at once
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from shardwise.comm import Channel
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""SIGTERM is what schedulers send; SIGUSR1 is what `--signal=USR1@...` of SLURM asks for, which else kills."""
+
+_ONE_REQUEST_SECONDS = 1.0
+"""Signals that follow each other so closely are one request: a scheduler sends it to all processes of a job, and the
+launchers among them pass it on to their own."""
+
+
+class Stopped(BaseException):
+    """A run that a signal has ended. Like KeyboardInterrupt it is no error that code in between may catch.
+
+    number: of the signal. where: what all ranks have agreed on; without it this rank stops alone.
+    """
+
+    def __init__(self, number: int, where: str = "") -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} {where}".strip())
+        self.is_agreed = bool(where)
+        self.exit_code = 128 + number
+        """As shells have it."""
+
+
+class StopSignals:
+    """The stop signals of this process, while its context lasts; what others have asked to handle is left to them."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Of the signal that has come; 0 while there was none."""
+        self._came_s = 0.0
+        self._channel: Channel | None = None
+        """Where the run trains: whom to tell of a sudden end. None: the first signal ends the run."""
+        self._pid = os.getpid()
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    self._previous[number] = signal.signal(number, self._came)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def has_come(self) -> bool:
+        """Whether this process is asked to stop."""
+        return self.number != 0
+
+    def of_all(self, channel: "Channel") -> int:
+        """The signal that has come on any rank, the same on all ranks, which call this together; 0 for none."""
+        numbers = channel.exchange(str(self.number).encode(), purpose="signals that ask to stop")
+        return next((number for number in map(int, numbers) if number), 0)
+
+    @contextlib.contextmanager
+    def noted(self, channel: "Channel") -> Iterator[Callable[[], bool]]:
+        """While this lasts a first signal is only noted; a second one tells the peers and ends the process."""
+        self._channel = channel
+        try:
+            yield self.has_come
+        finally:
+            self._channel = None
+        if self.number:  # it came when the ranks had agreed to go on
+            raise Stopped(self.number)
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child, such as a worker that reads data, is no run
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        now_s = time.monotonic()
+        if not self.number:
+            self.number, self._came_s = number, now_s
+            if self._channel is None:
+                raise Stopped(number)
+        elif now_s - self._came_s > _ONE_REQUEST_SECONDS:
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        """End at once: nothing is unwound, because a save under way would be waited for."""
+        try:
+            if self._channel is not None:
+                self._channel.abort(f"{signal.Signals(number).name} came twice")
+        finally:
+            os._exit(128 + number)

@@ -1,0 +1,142 @@
+"""What launchers announce: several processes make one world or none starts, and a program that runs once runs alone."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from shardwise.comm import default_channel
+from shardwise.comm.launchers import announced, first_host, place_of
+from shardwise.errors import PlanError
+
+JOB = {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "4", "SLURM_NODELIST": "node[07-08]", "SLURM_JOB_NODELIST": "node[07-08]"}
+BATCH = {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "ENVIRONMENT": "BATCH"}
+STEP = {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node08,node10"}
+TASK = {**BATCH, **STEP, "SLURM_PROCID": "2", "SLURM_LOCALID": "1"}
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-node07-81@1",
+    "PMIX_RANK": "1",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node07", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, None),
+        (JOB, None),  # the shell of salloc
+        (BATCH, None),
+        ({**BATCH, "SLURM_STEP_ID": str(0xFFFFFFFB)}, None),
+        (
+            {**BATCH, "SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_STEP_NUM_TASKS": "1"},
+            None,
+        ),  # salloc with a step of its own
+        ({**TASK, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),  # srun -n 1 in a job of four tasks
+        (TASK, (2, 4)),
+        ({**JOB, "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, (3, 4)),
+        ({**TASK, **TORCHRUN}, (0, 2)),  # torchrun as the one task of each node
+        ({**OMPI, **TORCHRUN}, (0, 2)),
+        (OMPI, (1, 2)),
+        ({**OMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({**TASK, **OMPI}, (1, 2)),  # its daemon is the task
+        ({**TASK, "PMI_RANK": "2", "PMI_SIZE": "4"}, (2, 4)),  # srun --mpi=pmi2
+        ({**HYDRA, "MASTER_PORT": "29500"}, (1, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "0"}, None),
+    ],
+)
+def test_who_is_started_together_and_who_runs_alone(
+    environment: Mapping[str, str], place: tuple[int, int] | None
+) -> None:
+    assert place_of(environment) == place
+
+
+def test_tasks_of_a_step_find_rank_0_without_being_told() -> None:
+    tasks = [announced({**TASK, "SLURM_PROCID": str(rank)}) for rank in range(4)]
+    (port,) = {task.port for task in tasks if task is not None}
+    assert 15_000 <= port < 30_000
+    assert {(task.host, task.port, task.job) for task in tasks if task is not None} == {("node08", port, "slurm 71.3")}
+    other = announced({**TASK, "SLURM_STEP_ID": "4"})
+    assert other is not None
+    assert other.port != port
+    named = announced({**TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
+    assert named is not None
+    assert (named.host, named.port, named.local_rank) == ("10.0.0.1", 4000, 1)
+    local = announced(OMPI)
+    assert local is not None
+    assert (local.host, local.local_rank) == ("127.0.0.1", 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            r"mpirun has started 2 processes.* rank 1.* export MASTER_ADDR to",
+        ),
+        (HYDRA, r"mpiexec has started 2 processes.* export MASTER_PORT to all of them.* set RANK=0 and WORLD_SIZE=1"),
+        ({**TASK, "SLURM_DISTRIBUTION": "arbitrary"}, "srun has started 4 processes.* export MASTER_ADDR to"),
+        ({**TASK, "SLURM_PROCID": "4"}, "srun announces rank 4 of 4 processes; ranks are 0 to 3"),
+        ({**TASK, "SLURM_STEP_NUM_TASKS": "four"}, "SLURM_STEP_NUM_TASKS='four', which is no whole number"),
+    ],
+)
+def test_several_processes_that_cannot_meet_are_refused_with_the_way_out(
+    environment: Mapping[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [*os.environ]:
+        if name.startswith(("SLURM_", "OMPI_", "PMI", "MASTER_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlanError, match=message):
+        default_channel()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[003-005,9],gpu1", "node003"),
+        ("node[9,003-005]", "node9"),
+        ("gpu1,gpu2", "gpu1"),
+        ("r[1-2]n[07,09]-ib", "r1n07-ib"),
+        ("", ""),
+    ],
+)
+def test_the_first_of_a_list_of_hosts(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+PROGRAM = """
+import shardwise as sw
+channel = sw.default_channel()
+print(channel.size, [int(each) for each in channel.exchange(str(channel.rank).encode(), purpose="ranks")])
+channel.close()
+"""
+
+
+@pytest.mark.processes
+def test_tasks_of_srun_are_one_world() -> None:
+    step = {**JOB, **STEP, "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env={
+                **os.environ,
+                **step,
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [task.communicate(timeout=60)[0] for task in tasks] == ["2 [0, 1]\n"] * 2
