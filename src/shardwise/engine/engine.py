@@ -48,6 +48,7 @@ from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.state import placed, state_of
+from shardwise.engine.tensor.proof import Proof
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
@@ -77,6 +78,7 @@ class Engine:
         counters: Counters,
         sizes: Sizes,
         summed: SummedGradients,
+        proof: Proof,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
@@ -98,6 +100,7 @@ class Engine:
         self._sizes = sizes
         self._model_buffers = model_buffers
         self._summed = summed
+        self._proof = proof
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         self._places = places_in(model)
         self._has_gradients = False
@@ -138,9 +141,11 @@ class Engine:
             self._ties.begin(num_microbatches)
             self._writes.begin()
             factors = weighting.factors(self._channels.everyone.rank)
-            losses = self._computation.train(
-                parts, factors, joint=weighting.joint, before_last_backward=self._gradients.expect_last
-            )
+            with self._proof.explaining():
+                losses = self._computation.train(
+                    parts, factors, joint=weighting.joint, before_last_backward=self._gradients.expect_last
+                )
+            self._proof.judge(self._channels.world)
             gradients = self._reduce()
             self._has_gradients = True
             closing, grad_norm = self._close(losses, weighting, gradients)
@@ -169,7 +174,9 @@ class Engine:
         parts, weighting = self._open(batch, None, purpose="weights of an evaluation")
         own = weighting.by_rank[self._channels.everyone.rank]
         with self._stopping_peers("an evaluation"), self._writes.refused():
-            losses = self._computation.evaluate(parts, own, weighting.joint)
+            with self._proof.explaining():
+                losses = self._computation.evaluate(parts, own, weighting.joint)
+            self._proof.judge(self._channels.world)
             self.counters.exchanges += 1
             loss = exchange_loss(self._channels.world, self._share_of_loss(losses, weighting), self._alike)
         return EvaluationReport(loss=loss, weight=weighting.total)
@@ -185,7 +192,10 @@ class Engine:
         device = self._channels.everyone.device
         moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         with self._stopping_peers("a prediction"), self._writes.refused():
-            return self._computation.predict(moved, output_of)
+            with self._proof.explaining():
+                output = self._computation.predict(moved, output_of)
+            self._proof.judge(None)
+            return output
 
     def state(self) -> dict[Piece, torch.Tensor]:
         """What this rank owns, as views: pieces of parameters, masters and optimizer state; the model's buffers.

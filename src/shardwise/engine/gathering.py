@@ -342,6 +342,14 @@ class Gathering:
                 return _Saved(tensor, call)
         return tensor
 
+    @contextmanager
+    def holding(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """These parameters have their values inside, whatever module reads them."""
+        wanted = set(parameters)
+        units = [each for each in self.units if any(parameter in wanted for parameter, _, _ in each.parameters)]
+        with self.using(units, RECOMPUTATION):
+            yield
+
     # Units ------------------------------------------------------------------------------------------------------------
 
     @contextmanager

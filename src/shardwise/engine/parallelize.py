@@ -16,6 +16,7 @@ from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.engine import Engine
 from shardwise.engine.given_dtensors import portions_of_dtensors
+from shardwise.engine.gathering import Gathering
 from shardwise.engine.hand_over import ModelNames
 from shardwise.engine.initialisation import Initialisation
 from shardwise.engine.inventory import Inventory, describe_model, take_inventory
@@ -38,7 +39,8 @@ from shardwise.engine.sharded import (
     units_of,
 )
 from shardwise.engine.sizes import Sizes
-from shardwise.engine.tensor.cutting import agree_on_tensor_plan, keep_portions
+from shardwise.engine.tensor.cutting import NO_CUTS, agree_on_tensor_plan, keep_portions
+from shardwise.engine.tensor.proof import Proof
 from shardwise.engine.tensor.running import TensorParallel
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
@@ -144,6 +146,13 @@ def parallelize_with(
         layout, owned, plan, owners=channels.owners, replicas=channels.replicas, counters=counters
     )
     sharded = attend(model, layout, owned, plan, buffers, gradients, owners=channels.owners, counters=counters)
+    proof = Proof(
+        model,
+        tensor_plan if plan.tensor.prove else NO_CUTS,
+        channels.tensor,
+        gather=sharded.holding if isinstance(sharded, Gathering) else None,
+        is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
+    )
     summed = SummedGradients(
         held.parameters,
         cut=[spec.name for spec in held.specs if spec.portion is not None],
@@ -198,6 +207,7 @@ def parallelize_with(
         counters=counters,
         sizes=Sizes(plan, layout, owner=channels.owners.rank, ties=ties, sharded=sharded, runner=runner),
         summed=summed,
+        proof=proof,
     )
 
 
@@ -269,6 +279,11 @@ def _inspect(
         hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
     )
     return inventory, optimizers, portions, seeds[0][1] if seed is None else seed
+
+
+def _is_within(name: str, other: str) -> bool:
+    """Whether a name is that of a module or of what is in it."""
+    return name == other or name.startswith(f"{other}.")
 
 
 def _num_owners(plan: Plan) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import CO_VARARGS, CO_VARKEYWORDS
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 from torch import nn
@@ -22,12 +22,14 @@ def module_noted(model: nn.Module) -> Iterator[None]:
     except ShardwiseError:
         raise  # its words name what they mean
     except Exception as error:
-        if (note := _note(model, error.__traceback__)) is not None:
+        if (note := note_on(model, error)) is not None:
             error.add_note(note)
         raise
 
 
-def _note(model: nn.Module, traceback: TracebackType | None) -> str | None:
+def note_on(model: nn.Module, error: Exception) -> str | None:
+    """What is to be known of the module in which an error was raised; None where no rule cuts the model."""
+    traceback = error.__traceback__
     names = {module: name for name, module in model.named_modules()}
     if not any(_rules(module) for module in names):
         return None
