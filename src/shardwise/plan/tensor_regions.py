@@ -17,7 +17,9 @@ from shardwise.plan.tensor_plan import Style, TensorPlan
 End = Literal["begins", "ends", "bare"]
 """What a module leaves open; `bare`: it holds a parameter that is cut without it."""
 
-_CUTS_THE_MODULE = frozenset({"column", "row", "vocab", "channels"})
+CUTS_THE_MODULE = frozenset({"column", "row", "vocab", "channels"})
+"""Styles of modules whose own parameters are cut with them."""
+
 _CLOSED = frozenset({"sum", "sequence", "split"})
 """Styles of modules that take and give what is whole (or, `split`, what is cut in a known way)."""
 
@@ -70,7 +72,7 @@ def _ends(plan: TensorPlan) -> list[tuple[str, End]]:
                 found.append((name, "ends"))
     for parameter in plan.cuts:
         holder = parameter.rpartition(".")[0]
-        if not any(style.kind in _CUTS_THE_MODULE for style in plan.styles.get(holder, ())):
+        if not any(style.kind in CUTS_THE_MODULE for style in plan.styles.get(holder, ())):
             found.append((holder, "bare"))
     return found
 

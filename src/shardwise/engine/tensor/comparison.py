@@ -18,7 +18,7 @@ from shardwise.engine.wrapping import Forward
 from shardwise.errors import ShardwiseError
 from shardwise.plan.tensor_heads import GROUPS, HEADS
 from shardwise.plan.tensor_plan import TensorPlan
-from shardwise.plan.tensor_regions import Region
+from shardwise.plan.tensor_regions import CUTS_THE_MODULE, Region
 from shardwise.space import even_cuts
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
@@ -234,10 +234,12 @@ class Comparison:
 
     def _rules(self) -> str:
         listed = [f"{name!r}: {', '.join(style.kind for style in held)}" for name, held in self.region.styles.items()]
-        cut = [self._names[each] for each in self.module.parameters()]
-        holders = self.region.styles.keys()
-        bare = [name for name in cut if name in self._plan.cuts and name.rpartition(".")[0] not in holders]
-        listed += [f"{name!r}: cut along dim {self._plan.cuts[name].dim}" for name in bare]
+        held = [self._names[each] for each in self.module.parameters() if self._names[each] in self._plan.cuts]
+        listed += [
+            f"{name!r}: cut along dim {self._plan.cuts[name].dim}"
+            for name in held
+            if not any(style.kind in CUTS_THE_MODULE for style in self._plan.styles.get(name.rpartition(".")[0], ()))
+        ]
         more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
         return f"What the rules do in it: {'; '.join(listed[:8])}{more}."
 
