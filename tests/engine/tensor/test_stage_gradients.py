@@ -147,7 +147,6 @@ def test_norms_of_heads_are_summed_where_a_rank_has_several_stages() -> None:
     assert_close(train(case, plan), in_one_process(case, plan), relative=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:tensor.rules. not compared")  # a cut that begins and ends on two stages
 @pytest.mark.parametrize("cut_at", ["q", "head_norm", "last_norm", "o"])
 def test_what_crosses_tells_what_its_gradient_is(cut_at: str) -> None:
     names = ["embedding", "norm", "q", "head_norm", "last_norm", "o", "head"]
