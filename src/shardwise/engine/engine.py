@@ -125,6 +125,11 @@ class Engine:
         """What runs the stages of this rank; None where the model is not cut into stages."""
         return self._computation.runner
 
+    @property
+    def unproved(self) -> Mapping[str, str]:
+        """The modules with cuts along `tp` that could not be compared with the uncut ones, and why."""
+        return self._proof.unproved
+
     def step(self, batch: Batch, *, microbatches: int | None = None) -> StepReport:
         """Train on this data rank's share of a batch: one update of all parameters.
 

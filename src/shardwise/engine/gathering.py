@@ -343,12 +343,15 @@ class Gathering:
         return tensor
 
     @contextmanager
-    def holding(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """These parameters have their values inside, whatever module reads them."""
-        wanted = set(parameters)
-        units = [each for each in self.units if any(parameter in wanted for parameter, _, _ in each.parameters)]
-        with self.using(units, RECOMPUTATION):
-            yield
+    def holding(self, parameter: nn.Parameter) -> Iterator[None]:
+        """A parameter has its values inside, whatever module reads it. What it takes is not counted."""
+        units = [each for each in self.units if any(held is parameter for held, _, _ in each.parameters)]
+        counted, self._counters = self._counters, Counters()
+        try:
+            with self.using(units, RECOMPUTATION):
+                yield
+        finally:
+            self._counters = counted
 
     # Units ------------------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from shardwise.plan.tensor_plan import TensorPlan
 from shardwise.plan.tensor_regions import CUTS_THE_MODULE, Region
 from shardwise.space import even_cuts
 
-Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
-"""Inside, these parameters have their values."""
+Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
+"""Inside, the parameter has its values."""
 
 _ATTEMPTS = 3
 """Times that a difference has to be seen, each with other parameters: a choice (of experts, say) may be a close one."""
@@ -151,18 +151,17 @@ class Comparison:
         """Whole ones, and this rank's portions of them: the same changed values."""
         whole: dict[nn.Parameter, torch.Tensor] = {}
         own: dict[nn.Parameter, torch.Tensor] = {}
-        held = list(dict.fromkeys(self.module.parameters()))
-        with self._gather(held):
-            for parameter in held:
-                name = self._names[parameter]
+        for parameter in self.module.parameters():
+            with self._gather(parameter):
                 value = parameter.detach().clone()
-                value = widened(value) if is_wide else value
-                cut = self._plan.cuts.get(name)
-                if cut is not None:
-                    value = self._movements.whole(value, cut.dim, cut.ranges)
-                whole[parameter] = value = perturbed(value, name, attempt)
-                portion = value if cut is None else taken(value, cut.dim, cut.ranges[self._channel.rank])
-                own[parameter] = portion.contiguous()
+            name = self._names[parameter]
+            value = widened(value) if is_wide else value
+            cut = self._plan.cuts.get(name)
+            if cut is not None:
+                value = self._movements.whole(value, cut.dim, cut.ranges)
+            whole[parameter] = value = perturbed(value, name, attempt)
+            portion = value if cut is None else taken(value, cut.dim, cut.ranges[self._channel.rank])
+            own[parameter] = portion.contiguous()
         return whole, own
 
     # Both ways ------------------------------------------------------------------------------------------------------
