@@ -1,15 +1,17 @@
 """Regions are the smallest modules in which every cut that begins ends."""
 
+from collections.abc import Mapping
+
 from shardwise.plan.tensor_plan import ParameterCut, Style, TensorPlan
 from shardwise.plan.tensor_regions import regions_of
 
 RANGES = (((0, 1),), ((1, 2),))
-COLUMN = (Style(kind="column", ranges=RANGES),)
-ROW = (Style(kind="row", ranges=RANGES),)
+COLUMN: tuple[Style, ...] = (Style(kind="column", ranges=RANGES),)
+ROW: tuple[Style, ...] = (Style(kind="row", ranges=RANGES),)
 CUT = ParameterCut(shape=(2, 2), dim=0, ranges=RANGES)
 
 
-def needed(styles: dict[str, tuple[Style, ...]], *bare: str) -> list[str]:
+def needed(styles: Mapping[str, tuple[Style, ...]], *bare: str) -> list[str]:
     held = {f"{name}.weight": CUT for name, each in styles.items() if each[0].kind in ("column", "row", "vocab")}
     plan = TensorPlan(num_ranks=2, cuts={**held, **dict.fromkeys(bare, CUT)}, styles=styles)
     return [region.name for region in regions_of(plan) if region.is_needed]

@@ -11,6 +11,7 @@ from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
 from shardwise.engine.rounds import Joint, Rounds, Sharded
 from shardwise.engine.tensor.notes import module_noted
+from shardwise.engine.tensor.proof import Proof
 from shardwise.engine.weights import Weighting
 from shardwise.errors import BatchError, ModelError
 
@@ -34,10 +35,11 @@ class Computation:
         data_rank: int,
         sharded: Sharded | None = None,
         on_loss: Sequence[Callable[[torch.Tensor], None]] = (),
+        proof: Proof,
     ) -> None:
         """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `sharded`: None
         where whole working copies and gradients are held. `on_loss`: see each loss before its backward, where the
-        whole model is here."""
+        whole model is here. `proof`: of the plan of tensor parallelism."""
         self.random = random
         self.step = 0
         """The steps begun so far."""
@@ -49,6 +51,7 @@ class Computation:
         self._data_rank = data_rank
         self._sharded = sharded
         self._on_loss = on_loss
+        self.proof = proof
 
     def check_even(self, weighting: Weighting) -> None:
         """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
@@ -80,7 +83,11 @@ class Computation:
         self.step += 1
         counted = [at for at, factor in enumerate(factors) if factor]
         losses = [torch.zeros((), device=self._device) for _ in parts]
-        with Rounds(self._sharded, counted, joint) as rounds, module_noted(self._model):
+        with (
+            self.proof.judging(by_all=True),
+            Rounds(self._sharded, counted, joint) as rounds,
+            module_noted(self._model),
+        ):
             self._train_counted(parts, factors, streams, counted, losses, rounds, before_last_backward)
         return losses
 
@@ -126,6 +133,7 @@ class Computation:
         with (
             torch.no_grad(),
             _evaluating(self._model),
+            self.proof.judging(by_all=True),
             Rounds(self._sharded, counted, joint, trains=False) as rounds,
             module_noted(self._model),
         ):
@@ -149,6 +157,7 @@ class Computation:
         with (
             torch.no_grad(),
             _evaluating(self._model),
+            self.proof.judging(by_all=False),
             Rounds(self._sharded, [], [], trains=False, is_agreed=False),
             module_noted(self._model),
         ):

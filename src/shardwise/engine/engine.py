@@ -48,7 +48,6 @@ from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.state import placed, state_of
-from shardwise.engine.tensor.proof import Proof
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
@@ -78,7 +77,6 @@ class Engine:
         counters: Counters,
         sizes: Sizes,
         summed: SummedGradients,
-        proof: Proof,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
@@ -100,7 +98,6 @@ class Engine:
         self._sizes = sizes
         self._model_buffers = model_buffers
         self._summed = summed
-        self._proof = proof
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         self._places = places_in(model)
         self._has_gradients = False
@@ -125,11 +122,6 @@ class Engine:
         """What runs the stages of this rank; None where the model is not cut into stages."""
         return self._computation.runner
 
-    @property
-    def unproved(self) -> Mapping[str, str]:
-        """The modules with cuts along `tp` that could not be compared with the uncut ones, and why."""
-        return self._proof.unproved
-
     def step(self, batch: Batch, *, microbatches: int | None = None) -> StepReport:
         """Train on this data rank's share of a batch: one update of all parameters.
 
@@ -146,11 +138,9 @@ class Engine:
             self._ties.begin(num_microbatches)
             self._writes.begin()
             factors = weighting.factors(self._channels.everyone.rank)
-            with self._proof.explaining():
-                losses = self._computation.train(
-                    parts, factors, joint=weighting.joint, before_last_backward=self._gradients.expect_last
-                )
-            self._proof.judge(self._channels.world)
+            losses = self._computation.train(
+                parts, factors, joint=weighting.joint, before_last_backward=self._gradients.expect_last
+            )
             gradients = self._reduce()
             self._has_gradients = True
             closing, grad_norm = self._close(losses, weighting, gradients)
@@ -179,9 +169,7 @@ class Engine:
         parts, weighting = self._open(batch, None, purpose="weights of an evaluation")
         own = weighting.by_rank[self._channels.everyone.rank]
         with self._stopping_peers("an evaluation"), self._writes.refused():
-            with self._proof.explaining():
-                losses = self._computation.evaluate(parts, own, weighting.joint)
-            self._proof.judge(self._channels.world)
+            losses = self._computation.evaluate(parts, own, weighting.joint)
             self.counters.exchanges += 1
             loss = exchange_loss(self._channels.world, self._share_of_loss(losses, weighting), self._alike)
         return EvaluationReport(loss=loss, weight=weighting.total)
@@ -197,10 +185,7 @@ class Engine:
         device = self._channels.everyone.device
         moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         with self._stopping_peers("a prediction"), self._writes.refused():
-            with self._proof.explaining():
-                output = self._computation.predict(moved, output_of)
-            self._proof.judge(None)
-            return output
+            return self._computation.predict(moved, output_of)
 
     def state(self) -> dict[Piece, torch.Tensor]:
         """What this rank owns, as views: pieces of parameters, masters and optimizer state; the model's buffers.

@@ -15,8 +15,8 @@ from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.engine import Engine
-from shardwise.engine.given_dtensors import portions_of_dtensors
 from shardwise.engine.gathering import Gathering
+from shardwise.engine.given_dtensors import portions_of_dtensors
 from shardwise.engine.hand_over import ModelNames
 from shardwise.engine.initialisation import Initialisation
 from shardwise.engine.inventory import Inventory, describe_model, take_inventory
@@ -116,7 +116,6 @@ def parallelize_with(
     channels = EngineChannels.of(plan, channel)
     inventory = inventory.cut({**tensor_plan.portions(channels.tensor.rank), **given})
     stages = assign_parameters(model, inventory, placement)
-    coordinate = channels.pipeline.rank
     random = KeyedRandom(model, channel.device, agreed_seed)
     model_buffers = ModelBuffers(model)
     inventory.tie()
@@ -124,11 +123,11 @@ def parallelize_with(
     is_partial = sliced or plan.mesh.tp > 1
     whole_keys = [find_whole_keys(each, channel.device) if is_partial else frozenset() for each in optimizers]
     keep_portions(inventory)
-    kept_buffers = drop_foreign(model, inventory, stages, coordinate)
-    inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, channel.device)
+    kept_buffers = drop_foreign(model, inventory, stages, channels.pipeline.rank)
+    inventory = give_room(inventory, stages.held_by(channels.pipeline.rank), kept_buffers, channel.device)
     move_to(model, channel.device)
-    held = inventory.restricted(stages.held_by(coordinate))
-    owned = inventory.restricted(stages.owned_by(coordinate))
+    held = inventory.restricted(stages.held_by(channels.pipeline.rank))
+    owned = inventory.restricted(stages.owned_by(channels.pipeline.rank))
     layout = plan_layout(owned, stages, plan, units, owners=channels.owners, replicas=channels.replicas)
     known = know(optimizers, inventory, whole_keys)
     counters = Counters()
@@ -150,6 +149,7 @@ def parallelize_with(
         model,
         tensor_plan if plan.tensor.prove else NO_CUTS,
         channels.tensor,
+        world=channel,
         gather=sharded.holding if isinstance(sharded, Gathering) else None,
         is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
     )
@@ -196,6 +196,7 @@ def parallelize_with(
             data_rank=data_rank_of(plan, channel.rank),
             sharded=sharded,
             on_loss=watchers,
+            proof=proof,
         ),
         loss_weight=loss_weight,
         channels=channels,
@@ -207,7 +208,6 @@ def parallelize_with(
         counters=counters,
         sizes=Sizes(plan, layout, owner=channels.owners.rank, ties=ties, sharded=sharded, runner=runner),
         summed=summed,
-        proof=proof,
     )
 
 

@@ -42,5 +42,10 @@ def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> Ada
         if (each is module or each.name.startswith(f"{module.name}.")) and each.name not in known
         for attribute in each.parameters
     ]
-    odd = [f"{each.name}.{attribute}" for each in (*downs, *ups) if each.computes != "linear" for attribute in each.parameters]
+    odd = [
+        f"{each.name}.{attribute}"
+        for each in (*downs, *ups)
+        if each.computes != "linear"
+        for attribute in each.parameters
+    ]
     return Adapted(base=base, downs=downs, ups=ups, others=(*others, *odd))

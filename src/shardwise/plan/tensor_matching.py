@@ -106,7 +106,9 @@ def _add_ties(outline: TensorOutline, automatic: set[str], found: dict[Target, R
             holders.setdefault(module.parameters["weight"], []).append(module)
     for modules in holders.values():
         rules = [found.get(Target(module.name)) for module in modules]
-        if not any(rule is not None and _cuts_tokens(rule, module) for rule, module in zip(rules, modules, strict=True)):
+        if not any(
+            rule is not None and _cuts_tokens(rule, module) for rule, module in zip(rules, modules, strict=True)
+        ):
             continue
         for module, rule in zip(modules, rules, strict=True):
             if rule is None and automatic.intersection([module.name, *parents(module.name), ""]):

@@ -1,4 +1,4 @@
-"""Models in wrappers, with adapters beside their linear maps (the structure of the library peft), under carried plans."""
+"""Models in wrappers, with adapters beside their linear maps (as the library peft makes them), under carried plans."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -146,7 +146,7 @@ def test_an_adapter_trains_as_in_one_process_and_is_proved() -> None:
 def test_what_is_no_linear_adapter_is_refused() -> None:
     def make(channel: sw.Channel) -> None:
         model = adapted(("up",), head=False)
-        model.model.model.layers[1].up.magnitude = nn.Parameter(torch.ones(12))
+        model.get_submodule("model.model.layers.1.up").register_parameter("magnitude", nn.Parameter(torch.ones(12)))
         sw.parallelize(
             model, sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")), optimizer=adamw, channel=channel
         )

@@ -1,7 +1,7 @@
 """One region, cut and whole: what the plan makes of it, beside what the module itself gives."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +134,7 @@ class Comparison:
             return None
         if len(set(shapes)) == 1 and tensor.is_floating_point():
             every = self._movements.gathered(tensor)
-            if differ([each for each in every], [every[0]] * len(every)) <= _CLOSE * torch.finfo(tensor.dtype).eps:
+            if differ(list(every), [every[0]] * len(every)) <= _CLOSE * torch.finfo(tensor.dtype).eps:
                 return every[0], every[0]
         for dim in self.region.dims:
             rests = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
@@ -197,7 +197,13 @@ class Comparison:
         return Unknown(f"it does not run by itself with whole parameters ({problem})")
 
     def _try(
-        self, forward: Forward, inputs: Inputs, parameters: Mapping[nn.Parameter, torch.Tensor], *, is_cut: bool, is_wide: bool
+        self,
+        forward: Forward,
+        inputs: Inputs,
+        parameters: Mapping[nn.Parameter, torch.Tensor],
+        *,
+        is_cut: bool,
+        is_wide: bool,
     ) -> tuple[list[torch.Tensor], str, float]:
         """The tensors that the module gives, or what it raises, and the precision of what it computes with."""
         try:
@@ -207,8 +213,11 @@ class Comparison:
         return made, "", torch.finfo(coarsest or torch.float32).eps
 
     def _pairs(
-        self, made: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor] | None]:
+        self,
+        made: Sequence[torch.Tensor],
+        expected: Sequence[torch.Tensor],
+        shapes: Sequence[Sequence[tuple[int, ...]]],
+    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """For each tensor what it is compared with; None for one of which the rank has a part that nobody knows."""
         pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for at, (cut, whole) in enumerate(zip(made, expected, strict=True)):

@@ -43,7 +43,9 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return apart / size if size else apart
 
 
-def leaf_of(cut: torch.Tensor, whole: torch.Tensor, sizes: Sequence[tuple[int, ...]], rank: int) -> tuple[Leaf, torch.Tensor]:
+def leaf_of(
+    cut: torch.Tensor, whole: torch.Tensor, sizes: Sequence[tuple[int, ...]], rank: int
+) -> tuple[Leaf, torch.Tensor]:
     """What a tensor of the cut module is, and what it is compared with; `sizes`: its shapes on all ranks."""
     if len({*sizes, tuple(whole.shape)}) == 1:
         return "alike", whole

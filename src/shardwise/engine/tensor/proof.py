@@ -32,7 +32,7 @@ from shardwise.engine.tensor.rehearsal import Inputs
 from shardwise.engine.wrapping import Forward, take_off, wrap
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.plan.tensor_plan import TensorPlan
-from shardwise.plan.tensor_regions import Region, regions_of
+from shardwise.plan.tensor_regions import regions_of
 
 State = Literal["waiting", "standby", "done"]
 
@@ -46,16 +46,18 @@ class Proof:
         plan: TensorPlan,
         channel: Channel,
         *,
+        world: Channel,
         gather: Gather | None = None,
         is_local: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """gather: see `Comparison`. is_local: whether a module runs as one on this rank."""
+        """channel: along tp. gather: see `Comparison`. is_local: whether a module runs as one on this rank."""
         self.unproved: dict[str, str] = {}
         """Modules that could not be compared, and why."""
         self.is_at_work = False
         """Whether modules run for the proof's sake."""
         self._model = model
         self._channel = channel
+        self._world = world
         self._has_styles = bool(plan.styles)
         self._has_agreed = False
         self._refusals: list[str] = []
@@ -101,13 +103,19 @@ class Proof:
     def explain(self, watch: "_Watch", forward: Forward, inputs: Inputs, error: Exception) -> None:
         """Raise ModelError for an error of a forward that the whole module does not raise, the same on all ranks."""
         with self._working():
-            text = watch.comparison.explanation(forward, inputs, f"{error}\n{note_on(self._model, error) or ''}".strip())
+            text = watch.comparison.explanation(
+                forward, inputs, f"{error}\n{note_on(self._model, error) or ''}".strip()
+            )
         if text:
             raise ModelError(text) from error
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """An error of a forward that comes after a refusal is that refusal."""
+    def judging(self, *, by_all: bool) -> Iterator[None]:
+        """Modules run inside. Raises ModelError for what is refused, also in the place of an error that follows it.
+
+        The whole world agrees the first time that it asks together (`by_all`). What needs no proof any more runs
+        unwatched from then on.
+        """
         try:
             yield
         except ShardwiseError:
@@ -116,16 +124,13 @@ class Proof:
             if self._refusals:
                 raise ModelError(self._refusals[0]) from error
             raise
+        self._judge(by_all=by_all)
 
-    def judge(self, world: Channel | None) -> None:
-        """Raise ModelError for what was refused; the same on all ranks of `world`, the first time they ask together.
-
-        What needs no proof any more runs unwatched from here on.
-        """
+    def _judge(self, *, by_all: bool) -> None:
         refusal = ModelError(self._refusals[0]) if self._refusals else None
-        if world is not None and self._has_styles and not self._has_agreed:
+        if by_all and self._has_styles and not self._has_agreed:
             self._has_agreed = True
-            agree(world, refusal, purpose="verdict on the proof of tensor.rules")
+            agree(self._world, refusal, purpose="verdict on the proof of tensor.rules")
         if refusal is not None:
             raise refusal
         for watch in self._watched:

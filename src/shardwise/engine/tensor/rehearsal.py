@@ -28,7 +28,7 @@ class Inputs:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     has_state: bool
-    """Whether tensors are hidden in objects (a cache of keys and values, say), of which nobody knows how they are cut."""
+    """Whether tensors are hidden in objects (a cache of keys and values), and nobody knows how they are cut."""
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Inputs":
@@ -127,6 +127,9 @@ def _prepare(module: nn.Module, parameters: Parameters, *, is_wide: bool) -> Non
     for each in module.modules():
         each.training = False
         vars(each)["_compiled_call_impl"] = None
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+            for number in [number for number, hook in hooks.items() if not _is_of_the_module(hook)]:
+                del hooks[number]
         for name, held in each._parameters.items():
             if held is not None:
                 each._parameters[name] = nn.Parameter(parameters[held], requires_grad=False)
@@ -161,16 +164,21 @@ class _FloatsSeen(TorchDispatchMode):
     """Notes the coarsest float dtype of all that is computed inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.coarsest: torch.dtype | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for each in made if isinstance(made, tuple | list) else (made,):
             if isinstance(each, torch.Tensor) and each.is_floating_point():
-                if self.coarsest is None or torch.finfo(each.dtype).eps > torch.finfo(self.coarsest).eps:
-                    self.coarsest = each.dtype
+                self.coarsest = max(self.coarsest or each.dtype, each.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return made
+
+
+def _is_of_the_module(hook: Any) -> bool:
+    """Hooks of torch (normed weights) and ours belong to the module; those of others look at the calls of a program."""
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return origin.partition(".")[0] in ("torch", "shardwise")
 
 
 def _tensors_of(thing: Any) -> list[torch.Tensor]:
