@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.tensor.differences import FACTOR, differ, leaf_of, perturbed, rounded
+from shardwise.engine.tensor.differences import differ, factor_of, finest_eps, leaf_of, perturbed, rounded
 from shardwise.engine.tensor.movements import Movements, taken
 from shardwise.engine.tensor.rehearsal import Inputs, is_half, run_apart, widened
 from shardwise.engine.wrapping import Forward
@@ -188,12 +188,14 @@ class Comparison:
             if not compared or (len(compared) < len(pairs) and not is_outermost):
                 return Unknown("it gives tensors of which each rank has its own part")
             relative = max(self._told(differ(*map(list, zip(*compared, strict=True)))))
-            if relative <= 4 * eps:
+            if relative <= 4 * finest_eps(expected):
                 return None
             inexact, values = rounded(whole, parameters, eps)
             again, _, _ = self._try(forward, inexact, values, is_cut=False, is_wide=is_wide)
-            noise = max(eps, *self._told(differ(again, expected) if len(again) == len(expected) else 0.0))
-            return None if relative <= FACTOR * noise else _Difference(relative, noise)
+            noise = max(
+                finest_eps(expected), *self._told(differ(again, expected) if len(again) == len(expected) else 0.0)
+            )
+            return None if relative <= factor_of(eps) * noise else _Difference(relative, noise)
         return Unknown(f"it does not run by itself with whole parameters ({problem})")
 
     def _try(
@@ -207,10 +209,10 @@ class Comparison:
     ) -> tuple[list[torch.Tensor], str, float]:
         """The tensors that the module gives, or what it raises, and the precision of what it computes with."""
         try:
-            made, coarsest = run_apart(self.module, forward, inputs, parameters, is_cut=is_cut, is_wide=is_wide)
+            made, eps = run_apart(self.module, forward, inputs, parameters, is_cut=is_cut, is_wide=is_wide)
         except Exception as error:  # whatever a module raises
             return [], f"{type(error).__name__}: {error}", 0.0
-        return made, "", torch.finfo(coarsest or torch.float32).eps
+        return made, "", eps
 
     def _pairs(
         self,

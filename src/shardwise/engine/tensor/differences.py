@@ -1,4 +1,4 @@
-"""How far what a cut module gives is from what the whole one gives, and how far rounding alone would bring it."""
+"""How far what a cut module gives is from what the whole one gives, and how far rounding alone brings it."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,12 +9,13 @@ from torch import nn
 
 from shardwise.engine.tensor.rehearsal import Inputs, Parameters
 
-FACTOR = 64.0
+_FACTOR, _COARSE_FACTOR = 64.0, 8.0
 """A plan is refused where outputs differ more than this times what rounding makes of them.
 
-Rounding is measured: every input and parameter is changed by a random half of its last digit. A sum over ranks takes
-another order of the same additions, and changes no result by more than a few such roundings. Wrong plans change some
-digit that is not the last: with half precision computed as float32, by a thousandth and more.
+Rounding is measured: every input and parameter is changed by up to one last digit. A sum over ranks takes another order
+of the same additions, and changes no result by more than a few such roundings; wrong plans change a thousandth or more.
+So the factor is generous where digits are fine (float32, as which half precision is computed, and float64), and small
+where a forward insists on coarse ones.
 """
 
 PERTURBATION = 0.1
@@ -43,6 +44,17 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return apart / size if size else apart
 
 
+def factor_of(eps: float) -> float:
+    """How many times the rounding is allowed, where the coarsest value has this precision."""
+    return _FACTOR if eps <= torch.finfo(torch.float32).eps else _COARSE_FACTOR
+
+
+def finest_eps(tensors: Sequence[torch.Tensor]) -> float:
+    """The precision of the finest dtype among what a module gives."""
+    floats = [each.dtype for each in tensors if each.is_floating_point() or each.is_complex()]
+    return min((torch.finfo(dtype).eps for dtype in floats), default=torch.finfo(torch.float32).eps)
+
+
 def leaf_of(
     cut: torch.Tensor, whole: torch.Tensor, sizes: Sequence[tuple[int, ...]], rank: int
 ) -> tuple[Leaf, torch.Tensor]:
@@ -69,7 +81,7 @@ def perturbed(value: torch.Tensor, name: str, attempt: int) -> torch.Tensor:
 
 
 def rounded(inputs: Inputs, parameters: Parameters, eps: float) -> tuple[Inputs, dict[nn.Parameter, torch.Tensor]]:
-    """Inputs and parameters, each changed by up to half of its last digit."""
+    """Inputs and parameters, each changed by up to one last digit of this precision."""
     numbers = iter(range(1 << 30))
 
     def change(value: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,9 @@ from shardwise.engine.wrapping import Forward, eager, strip
 Parameters = Mapping[nn.Parameter, torch.Tensor]
 """What a module runs with in the place of its parameters."""
 
+_TF32 = 2.0**-10
+"""The precision of float32 products of 10 bits."""
+
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -95,22 +98,22 @@ def run_apart(
     *,
     is_cut: bool,
     is_wide: bool,
-) -> tuple[list[torch.Tensor], torch.dtype | None]:
-    """The tensors that the module gives in evaluation mode, and the coarsest float dtype among all that it computed.
+) -> tuple[list[torch.Tensor], float]:
+    """The tensors that the module gives in evaluation mode, and the coarsest precision of all that it computed.
 
     Not `is_cut`: it runs, and all in it, with its own forward inside of `forward`. is_wide: half precision is float32
     meanwhile. Random numbers begin where they are now, each time. Raises what the module raises.
     """
     device = next((each.device for each in parameters.values()), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
-    seen = _FloatsSeen()
+    precision = _Precision()
     given = inputs.changed(widened if is_wide else _same)
     with (
         _left_alone(module),
         torch.no_grad(),
         torch.random.fork_rng(devices=devices),
         torch.autocast(device.type, enabled=False),
-        seen,
+        precision,
     ):
         _prepare(module, parameters, is_wide=is_wide)
         if is_cut:
@@ -119,7 +122,7 @@ def run_apart(
             forget_heads(module)
             forward = strip(module, forward)
         output = forward(*given.args, **given.kwargs)
-        return [each.detach() for each in tensors_in(output)], seen.coarsest
+        return [each.detach() for each in tensors_in(output)], precision.eps
 
 
 def _prepare(module: nn.Module, parameters: Parameters, *, is_wide: bool) -> None:
@@ -160,19 +163,32 @@ def _left_alone(module: nn.Module) -> Iterator[None]:
                 held.extend(content) if isinstance(held, list) else held.update(content)
 
 
-class _FloatsSeen(TorchDispatchMode):
-    """Notes the coarsest float dtype of all that is computed inside."""
+class _Precision(TorchDispatchMode):
+    """Notes the coarsest precision of all that is computed inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.coarsest: torch.dtype | None = None
+        self.eps = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for each in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(each, torch.Tensor) and each.is_floating_point():
-                self.coarsest = max(self.coarsest or each.dtype, each.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
+                self.eps = max(self.eps, torch.finfo(each.dtype).eps, _eps_inside(str(func), each))
         return made
+
+
+def _eps_inside(operation: str, made: torch.Tensor) -> float:
+    """Of products that torch is allowed to take in less precision than they are given in."""
+    if made.dtype != torch.float32:
+        return 0.0
+    if "convolution" in operation:
+        return _TF32 if made.is_cuda and torch.backends.cudnn.allow_tf32 else 0.0
+    if any(word in operation for word in ("mm", "matmul", "linear", "addmv", "dot", "attention")):
+        return {"highest": 0.0, "high": _TF32}.get(
+            torch.get_float32_matmul_precision(), torch.finfo(torch.bfloat16).eps
+        )
+    return 0.0
 
 
 def _is_of_the_module(hook: Any) -> bool:
