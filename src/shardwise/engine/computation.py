@@ -12,6 +12,7 @@ from shardwise.engine.precision import dtypes_explained
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
 from shardwise.engine.rounds import Joint, Rounds, Sharded
 from shardwise.engine.tensor.notes import module_noted
+from shardwise.engine.tensor.proof import Proof
 from shardwise.engine.weights import Weighting
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import Precision
@@ -37,10 +38,11 @@ class Computation:
         precision: Precision,
         sharded: Sharded | None = None,
         on_loss: Sequence[Callable[[torch.Tensor], None]] = (),
+        proof: Proof,
     ) -> None:
         """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `sharded`: None
         where whole working copies and gradients are held. `on_loss`: see each loss before its backward, where the
-        whole model is here."""
+        whole model is here. `proof`: of the plan of tensor parallelism."""
         self.random = random
         self.step = 0
         """The steps begun so far."""
@@ -53,6 +55,7 @@ class Computation:
         self._precision = precision
         self._sharded = sharded
         self._on_loss = on_loss
+        self.proof = proof
 
     def check_even(self, weighting: Weighting) -> None:
         """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
@@ -84,7 +87,11 @@ class Computation:
         self.step += 1
         counted = [at for at, factor in enumerate(factors) if factor]
         losses = [torch.zeros((), device=self._device) for _ in parts]
-        with Rounds(self._sharded, counted, joint) as rounds, self._explained():
+        with (
+            self.proof.judging(by_all=True),
+            Rounds(self._sharded, counted, joint) as rounds,
+            self._explained(),
+        ):
             self._train_counted(parts, factors, streams, counted, losses, rounds, before_last_backward)
         return losses
 
@@ -130,6 +137,7 @@ class Computation:
         with (
             torch.no_grad(),
             _evaluating(self._model),
+            self.proof.judging(by_all=True),
             Rounds(self._sharded, counted, joint, trains=False) as rounds,
             self._explained(),
         ):
@@ -153,6 +161,7 @@ class Computation:
         with (
             torch.no_grad(),
             _evaluating(self._model),
+            self.proof.judging(by_all=False),
             Rounds(self._sharded, [], [], trains=False, is_agreed=False),
             self._explained(),
         ):

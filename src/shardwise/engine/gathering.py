@@ -392,6 +392,17 @@ class Gathering:
                 return _Saved(tensor, call)
         return tensor
 
+    @contextmanager
+    def holding(self, parameter: nn.Parameter) -> Iterator[None]:
+        """A parameter has its values inside, whatever module reads it. What it takes is not counted."""
+        units = [each for each in self.units if any(held is parameter for held, _, _ in each.parameters)]
+        counted, self._counters = self._counters, Counters()
+        try:
+            with self.using(units, RECOMPUTATION):
+                yield
+        finally:
+            self._counters = counted
+
     # Units ------------------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -15,6 +15,7 @@ from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.engine import Engine
+from shardwise.engine.gathering import Gathering
 from shardwise.engine.given_dtensors import portions_of_dtensors
 from shardwise.engine.hand_over import ModelNames
 from shardwise.engine.initialisation import Initialisation
@@ -39,7 +40,8 @@ from shardwise.engine.sharded import (
     units_of,
 )
 from shardwise.engine.sizes import Sizes
-from shardwise.engine.tensor.cutting import agree_on_tensor_plan, keep_portions
+from shardwise.engine.tensor.cutting import NO_CUTS, agree_on_tensor_plan, keep_portions
+from shardwise.engine.tensor.proof import Proof
 from shardwise.engine.tensor.running import TensorParallel
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
@@ -117,7 +119,6 @@ def parallelize_with(
     channels = EngineChannels.of(plan, channel)
     inventory = inventory.cut({**tensor_plan.portions(channels.tensor.rank), **given})
     stages = assign_parameters(model, inventory, placement)
-    coordinate = channels.pipeline.rank
     random = KeyedRandom(model, channel.device, agreed_seed)
     model_buffers = ModelBuffers(model)
     inventory.tie()
@@ -125,11 +126,11 @@ def parallelize_with(
     is_partial = sliced or plan.mesh.tp > 1
     whole_keys = [find_whole_keys(each, channel.device) if is_partial else frozenset() for each in optimizers]
     keep_portions(inventory)
-    kept_buffers = drop_foreign(model, inventory, stages, coordinate)
-    inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, channel.device)
+    kept_buffers = drop_foreign(model, inventory, stages, channels.pipeline.rank)
+    inventory = give_room(inventory, stages.held_by(channels.pipeline.rank), kept_buffers, channel.device)
     move_to(model, channel.device)
-    held = inventory.restricted(stages.held_by(coordinate))
-    owned = inventory.restricted(stages.owned_by(coordinate))
+    held = inventory.restricted(stages.held_by(channels.pipeline.rank))
+    owned = inventory.restricted(stages.owned_by(channels.pipeline.rank))
     layout = plan_layout(owned, stages, plan, units, owners=channels.owners, replicas=channels.replicas)
     known = know(optimizers, inventory, whole_keys)
     counters = Counters()
@@ -147,6 +148,14 @@ def parallelize_with(
         layout, owned, plan, owners=channels.owners, replicas=channels.replicas, counters=counters
     )
     sharded = attend(model, layout, owned, plan, buffers, gradients, owners=channels.owners, counters=counters)
+    proof = Proof(
+        model,
+        tensor_plan if plan.tensor.prove else NO_CUTS,
+        channels.tensor,
+        world=channel,
+        gather=sharded.holding if isinstance(sharded, Gathering) else None,
+        is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
+    )
     summed = SummedGradients(
         held.parameters,
         cut=[spec.name for spec in held.specs if spec.portion is not None],
@@ -191,6 +200,7 @@ def parallelize_with(
             precision=plan.precision,
             sharded=sharded,
             on_loss=watchers,
+            proof=proof,
         ),
         loss_weight=loss_weight,
         channels=channels,
@@ -282,6 +292,11 @@ def _inspect(
     if channel.rank == 0 and computes_in_float16(inventory.specs):
         warn_of_underflow("the model trains in float16")
     return inventory, optimizers, portions, seeds[0][1] if seed is None else seed
+
+
+def _is_within(name: str, other: str) -> bool:
+    """Whether a name is that of a module or of what is in it."""
+    return name == other or name.startswith(f"{other}.")
 
 
 def _num_owners(plan: Plan) -> int:

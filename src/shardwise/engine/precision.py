@@ -30,10 +30,7 @@ def let_inputs_follow(model: nn.Module, precision: Precision) -> None:
     Does nothing when the plan computes in each parameter's own dtype, or when all parameters share the master's dtype.
     Casts that an earlier plan installed are taken off.
     """
-    for module in model.modules():
-        for hook in list(module._forward_pre_hooks.values()):
-            if isinstance(hook, _InputsFollow):
-                hook.remove()
+    stop_following(model)
     if precision.compute is None:
         return
     compute = torch_dtype(precision.compute)
@@ -96,6 +93,14 @@ def _containers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield child
+
+
+def stop_following(model: nn.Module) -> None:
+    """Take the casts off."""
+    for module in model.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, _InputsFollow):
+                hook.remove()
 
 
 class _InputsFollow:

@@ -33,6 +33,7 @@ class _Wrapped:
         self.inner: Forward = module.forward
         self.was_own = "forward" not in vars(module)
         self.original = self.inner
+        self.__wrapped__ = self.inner  # where `inspect.signature` looks
         self.compiled: Forward | None = module._compiled_call_impl
         """What `module.compile()` made of the whole call. It stays inside of the wrapper, and hooks outside of both."""
         if self.compiled is not None:
@@ -68,13 +69,47 @@ def structures_of(forward: object) -> tuple[Hashable, ...]:
     return tuple(found)
 
 
+def eager(forward: Forward) -> Forward:
+    """What a wrapper was given to run, without what `module.compile()` made of it."""
+    holder = getattr(forward, "__self__", None)
+    return holder.original if isinstance(holder, _Wrapped) else forward
+
+
+def strip(module: nn.Module, forward: Forward) -> Forward:
+    """The module's own forward, inside of all that lies in `forward`; the modules in it have their own ones, too.
+
+    For a while: nothing is taken off, so `vars` of the modules have to be restored.
+    """
+    for each in module.modules():
+        if each is not module and isinstance(held := vars(each).get("forward"), _Wrapped):
+            vars(each)["forward"] = _innermost(held)
+    return _innermost(forward)
+
+
+def _innermost(forward: Forward) -> Forward:
+    while isinstance(forward := eager(forward), _Wrapped):
+        forward = forward.original
+    return forward
+
+
+def take_off(module: nn.Module, wrapper: Wrapper) -> None:
+    """Take a wrapper off that lies around all others; one that something else lies around stays."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, _Wrapped) and forward.wrapper is wrapper:
+        _give_back(module, forward)
+
+
 def unwrap(model: nn.Module) -> None:
     """Take all wrappers off the modules of `model`: they have the forwards with which they came."""
     for module in model.modules():
         while isinstance(forward := vars(module).get("forward"), _Wrapped):
-            if forward.compiled is not None:
-                vars(module)["_compiled_call_impl"] = forward.compiled
-            if forward.was_own:
-                del module.forward
-            else:
-                module.forward = forward.original
+            _give_back(module, forward)
+
+
+def _give_back(module: nn.Module, forward: _Wrapped) -> None:
+    if forward.compiled is not None:
+        vars(module)["_compiled_call_impl"] = forward.compiled
+    if forward.was_own:
+        del module.forward
+    else:
+        module.forward = forward.original

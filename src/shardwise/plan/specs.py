@@ -169,9 +169,13 @@ class Tensor:
 
     rules: Mapping[str, str] | Literal["auto"] | None = None
     """{name or glob of modules or parameters: rule}; "auto": the plan that the model itself carries; None: no cuts."""
+    prove: bool = True
+    """Whether the first forward of each module with cuts is compared with the uncut module."""
 
     def __post_init__(self) -> None:
         rules = self.rules
+        if not isinstance(self.prove, bool):
+            raise PlanError(f"tensor.prove: {self.prove!r} is neither true nor false")
         if rules is None or rules == "auto":
             return
         if not isinstance(rules, Mapping) or not all(isinstance(each, str) for pair in rules.items() for each in pair):

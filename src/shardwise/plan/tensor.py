@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Literal
 
 from shardwise.errors import PlanError
+from shardwise.plan.tensor_adapters import Adapted, adapted_in
 from shardwise.plan.tensor_heads import GROUPS, HEADS, groups_of_heads
-from shardwise.plan.tensor_matching import around, match_rules
+from shardwise.plan.tensor_matching import around as modules_around
+from shardwise.plan.tensor_matching import match_rules
 from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 from shardwise.plan.tensor_plan import ParameterCut, Ranges, Style, TensorPlan
 from shardwise.plan.tensor_rules import Rule
@@ -17,6 +19,9 @@ from shardwise.space import even_cuts
 __all__ = ["TensorPlan", "plan_tensor"]
 
 _ROPE_SIZE = "qk_rope_head_dim"
+
+_CUT_MAPS = frozenset({"column", "row", "vocab", "channels"})
+"""Kinds of rules for maps with a weight."""
 
 _SUM_THEMSELVES = frozenset({"column", "row", "vocab", "sum"})
 """Styles that sum outputs, or gradients of inputs."""
@@ -79,6 +84,9 @@ class _Planner:
     # Modules ------------------------------------------------------------------------------------------------------
 
     def _apply_to_module(self, module: TensorModule, rule: Rule) -> None:
+        if rule.kind in _CUT_MAPS and (adapted := adapted_in(self._modules, module)) is not None:
+            self._cut_adapted(module, adapted, rule)
+            return
         if rule.kind not in ("heads", "split"):  # which say nothing of the parameters inside
             self._named |= self._held(module)
         if rule.sums_gradients or rule.kind == "once":
@@ -97,7 +105,24 @@ class _Planner:
             case "heads":
                 self._count_heads(module, rule)
 
-    def _cut_linear(self, module: TensorModule, rule: Rule) -> None:
+    def _cut_adapted(self, module: TensorModule, adapted: Adapted, rule: Rule) -> None:
+        """A map with adapters beside it; what gives or takes whole values is cut alone."""
+        self._apply_to_module(adapted.base, rule)
+        if rule.gathers or rule.splits or rule.kind not in ("column", "row"):
+            return
+        if adapted.others:
+            self._refuse(
+                module,
+                rule,
+                f"beside its base_layer it has {adapted.others[0]!r}, which is no linear map of an adapter (lora_A, "
+                "lora_B); give it the rule 'replicate'",
+            )
+            return
+        for each in adapted.ups if rule.kind == "column" else adapted.downs:
+            self._cut_linear(each, rule, heads_around=adapted.base)
+
+    def _cut_linear(self, module: TensorModule, rule: Rule, *, heads_around: TensorModule | None = None) -> None:
+        """heads_around: the module from which heads are looked for; None: this one."""
         if module.computes == "embedding" and rule.kind == "column":
             self._cut_embedding(module, rule)
             return
@@ -111,7 +136,8 @@ class _Planner:
         outputs = 0 if module.computes == "linear" else 1
         dim = outputs if rule.kind == "column" else 1 - outputs
         needs_heads = not (rule.gathers or rule.splits)
-        ranges = self._ranges(_named(module), self._outline.shapes[weight][dim], rule, module if needs_heads else None)
+        around = (heads_around or module) if needs_heads else None
+        ranges = self._ranges(_named(module), self._outline.shapes[weight][dim], rule, around)
         if ranges is None:
             return
         if rule.kind == "column" and module.column_problem:
@@ -165,7 +191,7 @@ class _Planner:
 
     def _share_tail(self, module: TensorModule, rule: Rule) -> None:
         size = rule.size
-        for each in around(self._modules, module.name):
+        for each in modules_around(self._modules, module.name):
             size = size or each.numbers.get(_ROPE_SIZE) or each.configured.get(_ROPE_SIZE)
         if not size:
             self._refuse(
@@ -244,7 +270,7 @@ class _Planner:
             return None
         groups = None
         if rule.unit is None and heads_around is not None:
-            groups = groups_of_heads(around(self._modules, heads_around.name))
+            groups = groups_of_heads(modules_around(self._modules, heads_around.name))
         cuts = []
         start = 0
         for length in sizes:

@@ -68,6 +68,7 @@ def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[
         found[target] = next(iter(chosen.values()))
     if automatic:
         findings += _add_carried(outline, targets, automatic, found)
+        _add_ties(outline, automatic, found)
     return found, findings
 
 
@@ -95,6 +96,29 @@ def _add_carried(
         if (other := found.setdefault(target, rule)).text != rule.text:
             findings.append(f"{target} is carried by the model as {other.text!r} and as {rule.text!r}")
     return findings
+
+
+def _add_ties(outline: TensorOutline, automatic: set[str], found: dict[Target, Rule]) -> None:
+    """Where an embedding and a head are one parameter, and a rule cuts the tokens of one, cut those of the other."""
+    holders: dict[str, list[TensorModule]] = {}
+    for module in outline.modules:
+        if module.computes in ("linear", "embedding") and "weight" in module.parameters:
+            holders.setdefault(module.parameters["weight"], []).append(module)
+    for modules in holders.values():
+        rules = [found.get(Target(module.name)) for module in modules]
+        if not any(
+            rule is not None and _cuts_tokens(rule, module) for rule, module in zip(rules, modules, strict=True)
+        ):
+            continue
+        for module, rule in zip(modules, rules, strict=True):
+            if rule is None and automatic.intersection([module.name, *parents(module.name), ""]):
+                found[Target(module.name)] = read_rule("vocab")
+
+
+def _cuts_tokens(rule: Rule, module: TensorModule) -> bool:
+    if rule.parts != 1 or rule.unit is not None:
+        return False
+    return rule.kind == "vocab" or (module.computes == "linear" and rule.kind == "column" and rule.gathers)
 
 
 def _targets(outline: TensorOutline) -> dict[str, Target]:

@@ -22,7 +22,7 @@ def module_noted(model: nn.Module) -> Iterator[None]:
     except ShardwiseError:
         raise  # its words name what they mean
     except Exception as error:
-        if (note := _note(model, error.__traceback__)) is not None:
+        if (note := note_on(model, error)) is not None:
             error.add_note(note)
         raise
 
@@ -39,10 +39,11 @@ def innermost_module(model: nn.Module, traceback: TracebackType | None) -> tuple
     return innermost
 
 
-def _note(model: nn.Module, traceback: TracebackType | None) -> str | None:
+def note_on(model: nn.Module, error: Exception) -> str | None:
+    """What is to be known of the module in which an error was raised; None where no rule cuts the model."""
     if not any(map(_rules, model.modules())):
         return None
-    if (innermost := innermost_module(model, traceback)) is None:
+    if (innermost := innermost_module(model, error.__traceback__)) is None:
         return None
     path, module, frame = innermost
     name = repr(path) if path else "the model itself"

@@ -1,7 +1,7 @@
 """What a plan of tensor parallelism has to know of a model, read from the model itself."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -72,22 +72,34 @@ def _read(config: object, word: str) -> object:
 
 def _carried_rules(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """The rules of the outermost modules that carry any, for the names that they mean."""
+    names = list(names)
+    known = {*names, *map(_without_numbers, names)}
     carriers: list[tuple[str, Mapping[str, str]]] = []
     for prefix, module in model.named_modules():
         if any(_is_inside(prefix, outer) for outer, _ in carriers):
             continue
         config = getattr(module, "config", None)
         plans = (getattr(holder, word, None) for holder in (module, config) for word in _CARRIED)
-        if plan := next((plan for plan in plans if isinstance(plan, Mapping) and plan), None):
+        # A wrapper hands on the attributes of what it wraps, whose plan has other names.
+        if plan := next((plan for plan in plans if isinstance(plan, Mapping) and _means(plan, prefix, known)), None):
             carriers.append((prefix, plan))
     for name in names:
         for prefix, plan in carriers:
-            if not _is_inside(name, prefix):
-                continue
-            local = name[len(prefix) + 1 :] if prefix else name
-            rule = plan.get(local, plan.get(_without_numbers(local)))
-            if rule is not None:
+            if (rule := _rule_for(plan, prefix, name)) is not None:
                 yield name, rule
+
+
+def _means(plan: Mapping[str, str], prefix: str, names: Collection[str]) -> bool:
+    starred = _without_numbers(prefix)
+    keys = [(".".join(filter(None, (prefix, key))), ".".join(filter(None, (starred, key)))) for key in plan]
+    return any(exact in names or glob in names for exact, glob in keys)
+
+
+def _rule_for(plan: Mapping[str, str], prefix: str, name: str) -> str | None:
+    if not _is_inside(name, prefix):
+        return None
+    local = name[len(prefix) + 1 :] if prefix else name
+    return plan.get(local, plan.get(_without_numbers(local)))
 
 
 def _is_inside(name: str, prefix: str) -> bool:

@@ -1,0 +1,272 @@
+"""One region, cut and whole: what the plan makes of it, beside what the module itself gives."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import Channel
+from shardwise.comm.agreement import digest_of_values
+from shardwise.engine.tensor.differences import differ, factor_of, finest_eps, leaf_of, perturbed, rounded
+from shardwise.engine.tensor.movements import Movements, taken
+from shardwise.engine.tensor.rehearsal import Inputs, is_half, run_apart, widened
+from shardwise.engine.wrapping import Forward
+from shardwise.errors import ShardwiseError
+from shardwise.plan.tensor_heads import GROUPS, HEADS
+from shardwise.plan.tensor_plan import TensorPlan
+from shardwise.plan.tensor_regions import CUTS_THE_MODULE, Region
+from shardwise.space import even_cuts
+
+Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
+"""Inside, the parameter has its values."""
+
+_ATTEMPTS = 3
+"""Times that a difference has to be seen, each with other parameters: a choice (of experts, say) may be a close one."""
+
+_PURPOSE = "proof of tensor.rules"
+_CLOSE = 100.0
+"""Times the last digit that replicas may differ by, where kernels add in any order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Nothing can be said of a region by itself."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """The largest over the ranks, with what rounding makes."""
+
+    relative: float
+    noise: float
+
+
+class Comparison:
+    """Runs a region both ways. Ranks along tp do it together; all see the same result."""
+
+    def __init__(
+        self,
+        region: Region,
+        module: nn.Module,
+        plan: TensorPlan,
+        names: Mapping[nn.Parameter, str],
+        channel: Channel,
+        movements: Movements,
+        gather: Gather | None,
+    ) -> None:
+        """names: of parameters, as the plan has them. gather: of parameters at rest; None: all have their values."""
+        self.region = region
+        self.module = module
+        self._plan = plan
+        self._names = names
+        self._channel = channel
+        self._movements = movements
+        self._gather: Gather = gather or (lambda _: nullcontext())
+
+    def verdict(self, forward: Forward, inputs: Inputs, *, is_outermost: bool) -> Unknown | str | None:
+        """None where cut and whole agree; else why not, or why nobody knows.
+
+        forward: what the plan runs. is_outermost: no module around could be compared instead.
+        """
+        pair = self._shared(inputs)
+        if isinstance(pair, Unknown):
+            return pair
+        found: _Difference | Unknown | None = None
+        for attempt in range(_ATTEMPTS):
+            found = self._compare(forward, *pair, attempt, is_outermost=is_outermost)
+            if not isinstance(found, _Difference):
+                return found
+        assert isinstance(found, _Difference)
+        if inputs.has_state:
+            return Unknown("it reads tensors from an object that it is given, of which each rank may have its own part")
+        return (
+            f"tensor.rules: {self._named()} gives other numbers when it is cut. With whole parameters its output "
+            f"differs by {found.relative:.1e} (relative, largest over the ranks along tp), and rounding makes "
+            f"{found.noise:.1e}. {self._rules()} {self._advice()}"
+        )
+
+    def explanation(self, forward: Forward, inputs: Inputs, error: str) -> str:
+        """What to say of an error that only the cut module raises; empty for one that the whole module raises too."""
+        try:
+            errors = self._told(error, "a forward that failed")
+        except ShardwiseError:  # other ranks go on: they are stopped by the error itself
+            return ""
+        pair = self._shared(inputs)
+        if isinstance(pair, Unknown):
+            return ""
+        parameters, _ = self._parameters(0, is_wide=False)
+        if any(self._told(self._try(forward, pair[0], parameters, is_cut=False, is_wide=False)[1])):
+            return ""
+        return (
+            f"tensor.rules: {self._named()} fails when it is cut, and runs with whole parameters: {errors[0]}\n"
+            f"{self._rules()} {self._advice()}"
+        )
+
+    # Values ---------------------------------------------------------------------------------------------------------
+
+    def _shared(self, inputs: Inputs) -> tuple[Inputs, Inputs] | Unknown:
+        """Inputs for the whole module, and for this rank's part of it."""
+        tensors = inputs.tensors
+        mine = [[list(each.shape), str(each.dtype), digest_of_values(each)] for each in tensors]
+        answers = self._told(mine)
+        if any(len(each) != len(mine) for each in answers):
+            return Unknown("the ranks give it other inputs")
+        whole: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
+        for tensor, each in zip(tensors, zip(*answers, strict=True), strict=True):
+            shared = (tensor, tensor) if all(other == each[0] for other in each) else self._joined(tensor, each)
+            if shared is None:
+                return Unknown("each rank gives it other inputs")
+            whole.append(shared[0])
+            own.append(shared[1])
+        return inputs.with_tensors(whole), inputs.with_tensors(own)
+
+    def _joined(self, tensor: torch.Tensor, told: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Whole and own values of an input that has other bits on other ranks."""
+        shapes = [tuple(shape) for shape, _, _ in told]
+        if len({dtype for _, dtype, _ in told}) > 1:
+            return None
+        if len(set(shapes)) == 1 and tensor.is_floating_point():
+            every = self._movements.gathered(tensor)
+            if differ(list(every), [every[0]] * len(every)) <= _CLOSE * torch.finfo(tensor.dtype).eps:
+                return every[0], every[0]
+        for dim in self.region.dims:
+            rests = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+            if dim >= tensor.dim() or len(rests) > 1:
+                continue
+            cuts = even_cuts(sum(shape[dim] for shape in shapes), len(shapes))
+            if [stop - start for start, stop in cuts] == [shape[dim] for shape in shapes]:
+                return self._movements.whole(tensor, dim, [(each,) for each in cuts]), tensor
+        return None
+
+    def _parameters(
+        self, attempt: int, *, is_wide: bool
+    ) -> tuple[dict[nn.Parameter, torch.Tensor], dict[nn.Parameter, torch.Tensor]]:
+        """Whole ones, and this rank's portions of them: the same changed values."""
+        whole: dict[nn.Parameter, torch.Tensor] = {}
+        own: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in self.module.parameters():
+            with self._gather(parameter):
+                value = parameter.detach().clone()
+            name = self._names[parameter]
+            value = widened(value) if is_wide else value
+            cut = self._plan.cuts.get(name)
+            if cut is not None:
+                value = self._movements.whole(value, cut.dim, cut.ranges)
+            whole[parameter] = value = perturbed(value, name, attempt)
+            portion = value if cut is None else taken(value, cut.dim, cut.ranges[self._channel.rank])
+            own[parameter] = portion.contiguous()
+        return whole, own
+
+    # Both ways ------------------------------------------------------------------------------------------------------
+
+    def _compare(
+        self, forward: Forward, whole: Inputs, own: Inputs, attempt: int, *, is_outermost: bool
+    ) -> _Difference | Unknown | None:
+        problem = ""
+        for is_wide in (True, False) if self._has_halves(whole) else (True,):
+            parameters, portions = self._parameters(attempt, is_wide=is_wide)
+            expected, problem, eps = self._try(forward, whole, parameters, is_cut=False, is_wide=is_wide)
+            problem = next(filter(None, self._told(problem)), "")
+            if problem:
+                continue
+            made, failure, _ = self._try(forward, own, portions, is_cut=True, is_wide=is_wide)
+            told = self._told([failure, [list(each.shape) for each in made]])
+            if failure := next((each for each, _ in told if each), ""):
+                return Unknown(f"it runs, and fails in evaluation mode ({failure})")
+            shapes = [[tuple(shape) for shape in each] for _, each in told]
+            if any(len(each) != len(expected) for each in shapes):
+                return Unknown("it gives another number of tensors when it is cut")
+            pairs = self._pairs(made, expected, shapes)
+            compared = [pair for pair in pairs if pair is not None]
+            if not compared or (len(compared) < len(pairs) and not is_outermost):
+                return Unknown("it gives tensors of which each rank has its own part")
+            relative = max(self._told(differ(*map(list, zip(*compared, strict=True)))))
+            if relative <= 4 * finest_eps(expected):
+                return None
+            inexact, values = rounded(whole, parameters, eps)
+            again, _, _ = self._try(forward, inexact, values, is_cut=False, is_wide=is_wide)
+            noise = max(
+                finest_eps(expected), *self._told(differ(again, expected) if len(again) == len(expected) else 0.0)
+            )
+            return None if relative <= factor_of(eps) * noise else _Difference(relative, noise)
+        return Unknown(f"it does not run by itself with whole parameters ({problem})")
+
+    def _try(
+        self,
+        forward: Forward,
+        inputs: Inputs,
+        parameters: Mapping[nn.Parameter, torch.Tensor],
+        *,
+        is_cut: bool,
+        is_wide: bool,
+    ) -> tuple[list[torch.Tensor], str, float]:
+        """The tensors that the module gives, or what it raises, and the precision of what it computes with."""
+        try:
+            made, eps = run_apart(self.module, forward, inputs, parameters, is_cut=is_cut, is_wide=is_wide)
+        except Exception as error:  # whatever a module raises
+            return [], f"{type(error).__name__}: {error}", 0.0
+        return made, "", eps
+
+    def _pairs(
+        self,
+        made: Sequence[torch.Tensor],
+        expected: Sequence[torch.Tensor],
+        shapes: Sequence[Sequence[tuple[int, ...]]],
+    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """For each tensor what it is compared with; None for one of which the rank has a part that nobody knows."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        for at, (cut, whole) in enumerate(zip(made, expected, strict=True)):
+            kind, other = leaf_of(cut, whole, [each[at] for each in shapes], self._channel.rank)
+            # What a module gives first is what the modules behind it read; the rest may be there to look at only.
+            pairs.append((cut, other) if kind == "alike" or (kind == "part" and at == 0) else None)
+        return pairs
+
+    def _has_halves(self, inputs: Inputs) -> bool:
+        return any(is_half(each) for each in (*self.module.parameters(), *inputs.tensors))
+
+    def _told(self, value: Any, what: str = "") -> list[Any]:
+        """Every rank's value."""
+        answers = self._channel.exchange(json.dumps(value).encode(), purpose=f"{_PURPOSE} {what}".strip())
+        return [json.loads(each) for each in answers]
+
+    # Words ----------------------------------------------------------------------------------------------------------
+
+    def _named(self) -> str:
+        name = repr(self.region.name) if self.region.name else "the model itself"
+        return f"{name} ({type(self.module).__name__})"
+
+    def _rules(self) -> str:
+        listed = [f"{name!r}: {', '.join(style.kind for style in held)}" for name, held in self.region.styles.items()]
+        held = [self._names[each] for each in self.module.parameters() if self._names[each] in self._plan.cuts]
+        listed += [
+            f"{name!r}: cut along dim {self._plan.cuts[name].dim}"
+            for name in held
+            if not any(style.kind in CUTS_THE_MODULE for style in self._plan.styles.get(name.rpartition(".")[0], ()))
+        ]
+        more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+        return f"What the rules do in it: {'; '.join(listed[:8])}{more}."
+
+    def _advice(self) -> str:
+        counting = [
+            ".".join(filter(None, (self.region.name, name)))
+            for name, each in self.module.named_modules()
+            if any(type(vars(each).get(word)) is int for word in HEADS + GROUPS)
+            and not any(
+                style.kind == "heads"
+                for style in self.region.styles.get(".".join(filter(None, (self.region.name, name))), ())
+            )
+        ]
+        heads = f"; {counting[0]!r} counts heads in attributes: try the rule 'heads' for it" if counting else ""
+        return (
+            "Where a mean, a norm or a softmax reads a dim that is cut, give the map before it 'colwise_gather_output' "
+            "or 'replicate'; where a parameter holds parts side by side, say parts=, and leave it whole ('replicate') "
+            f"where they alternate{heads}. Rules that are given beat the plan that a model carries. sw.Tensor(prove="
+            "False) trains without this comparison"
+        )
