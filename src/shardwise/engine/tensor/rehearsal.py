@@ -1,0 +1,192 @@
+"""Runs a model with the portions of each rank, one rank after the other in this process, and compares with the whole.
+
+What comes of a sum or a gathering is taken from a run of the whole model, so that no rank waits for another: each module
+that ends a cut is given what it would read, which has to be this rank's part of what it reads in the whole model, and
+gives what it gives there. So all that lies outside of cuts is what it is in the whole model, bit for bit, and what lies
+inside is computed once for each rank, by the forward that will train.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.engine.pipeline.outline import unchanged
+from shardwise.engine.tensor.movements import taken
+from shardwise.engine.tensor.styles import STYLES, SharedInputs, parameters_set
+from shardwise.engine.wrapping import Forward, unwrap, wrap
+from shardwise.plan.tensor_outline import TensorOutline
+from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan
+
+_ROUNDINGS = 64
+"""A part is computed as the whole is but for the order of sums inside products: so many roundings of the largest."""
+
+
+class WrongPlan(Exception):
+    """A plan under which a module computes something else; `module` is where that shows."""
+
+    def __init__(self, module: str, why: str) -> None:
+        super().__init__(why)
+        self.module = module
+        self.why = why
+
+
+def rehearse(model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: Callable[[], Any]) -> None:
+    """Raise WrongPlan where `call()`, which runs the model, gives another result with the portions of some rank."""
+    with torch.no_grad(), unchanged(model):
+        model.eval()
+        heard = _hear(model, plan, call)
+        for rank in range(plan.num_ranks):
+            with torch.random.fork_rng(devices=[]), _as_rank(model, outline, plan, rank, heard):
+                try:
+                    call()
+                except WrongPlan:
+                    raise
+                except Exception as error:
+                    where = _innermost(model, error.__traceback__)
+                    raise WrongPlan(where, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+_Calls = Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]
+"""What modules read and gave, call by call."""
+
+
+def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> _Calls:
+    ends = {name: [] for name, styles in plan.styles.items() if any(_ends(style) for style in styles)}
+    heard: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = ends
+    try:
+        for name in heard:
+            wrap(model.get_submodule(name), _Listener(heard[name]))
+        with torch.random.fork_rng(devices=[]):
+            call()
+    finally:
+        unwrap(model)
+    return heard
+
+
+def _ends(style: Style) -> bool:
+    return style.kind in ("row", "vocab") or style.gathers
+
+
+class _Listener:
+    """Keeps what a module reads and gives."""
+
+    structure = "heard"
+
+    def __init__(self, calls: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._calls = calls
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `engine.wrapping.Wrapper`."""
+        output = forward(*args, **kwargs)
+        self._calls.append((_first(args, kwargs).clone(), output.clone()))
+        return output
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+
+
+class _Prompter:
+    """Compares what a module reads with what it reads in the whole model, and gives what it gives there."""
+
+    structure = "rehearsed"
+
+    def __init__(self, name: str, style: Style, rank: int, calls: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._name = name
+        self._style = style
+        self._rank = rank
+        self._calls = iter(calls)
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `engine.wrapping.Wrapper`."""
+        given, output = next(self._calls, (None, None))
+        if given is None or output is None:
+            raise WrongPlan(self._name, "it runs more often than in the whole model")
+        style = self._style
+        if style.kind == "row" and not style.splits:
+            self._compare(_first(args, kwargs), given, style.ranges, "reads")
+        else:
+            self._compare(_first(args, kwargs), given, None, "reads")
+        if style.gathers:
+            self._compare(forward(*args, **kwargs), output, style.ranges, "gives")
+        return output.clone()
+
+    def _compare(self, own: torch.Tensor, whole: torch.Tensor, ranges: Sequence[Ranges] | None, verb: str) -> None:
+        expected = whole if ranges is None else taken(whole, whole.dim() - 1, ranges[self._rank])
+        if own.shape != expected.shape:
+            raise WrongPlan(
+                self._name,
+                f"what it {verb} has the shape {tuple(own.shape)} with the portions of rank {self._rank}, and "
+                f"{tuple(expected.shape)} is its part",
+            )
+        if own.is_meta or not own.numel():
+            return
+        if not own.is_floating_point():
+            same = torch.equal(own, expected)
+        else:
+            bound = _ROUNDINGS * torch.finfo(own.dtype).eps * float(expected.abs().max())
+            same = bool(((own - expected).abs() <= bound).all() | (own.isnan() & expected.isnan()).any())
+        if not same:
+            raise WrongPlan(
+                self._name, f"what it {verb} with the portions of rank {self._rank} is not its part of the whole"
+            )
+
+
+class _Offline:
+    """Movements of a rank that is alone: nothing moves."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+
+    def share(self, value: torch.Tensor) -> torch.Tensor:
+        """The value."""
+        return value
+
+
+@contextmanager
+def _as_rank(model: nn.Module, outline: TensorOutline, plan: TensorPlan, rank: int, heard: _Calls) -> Iterator[None]:
+    """The model has the portions of one rank meanwhile, and modules that end cuts are prompted."""
+    offline: Any = _Offline(rank, plan.num_ranks)
+    with ExitStack() as stack:
+        for known in outline.modules:
+            module = model.get_submodule(known.name)
+            held: dict[str, torch.Tensor | None] = {}
+            for attribute, name in known.parameters.items():
+                if (cut := plan.cuts.get(name)) is not None:
+                    whole = module._parameters[attribute]
+                    assert whole is not None
+                    own = taken(whole.detach(), cut.dim, cut.ranges[rank])
+                    held[attribute] = nn.Parameter(own, requires_grad=False)
+            if held:
+                stack.enter_context(parameters_set(module, held))
+        stack.callback(unwrap, model)
+        shared = SharedInputs()
+        for name, styles in plan.styles.items():
+            module = model.get_submodule(name)
+            for style in styles:
+                if style.gathers:
+                    wrap(module, STYLES[style.kind](name, replace(style, gathers=False), offline, shared))
+                if _ends(style):
+                    wrap(module, _Prompter(name, style, rank, heard[name]))
+                else:
+                    wrap(module, STYLES[style.kind](name, style, offline, shared))
+        yield
+
+
+def _innermost(model: nn.Module, traceback: TracebackType | None) -> str:
+    """The name of the module in whose forward an error came up."""
+    names = {module: name for name, module in model.named_modules()}
+    found = ""
+    while traceback is not None:
+        each = traceback.tb_frame.f_locals.get("self")
+        if isinstance(each, nn.Module) and each in names:
+            found = names[each]
+        traceback = traceback.tb_next
+    return found
