@@ -48,6 +48,7 @@ from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.state import placed, state_of
+from shardwise.engine.tensor.deciding import TensorDecision
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
@@ -77,6 +78,7 @@ class Engine:
         counters: Counters,
         sizes: Sizes,
         summed: SummedGradients,
+        tensor_decision: TensorDecision,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
@@ -98,6 +100,8 @@ class Engine:
         self._sizes = sizes
         self._model_buffers = model_buffers
         self._summed = summed
+        self.tensor_decision = tensor_decision
+        """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         self._places = places_in(model)
         self._has_gradients = False

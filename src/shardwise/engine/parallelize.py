@@ -68,7 +68,8 @@ def parallelize(
     loss_weight: f(microbatch) -> what the microbatch counts (say, its target tokens); None: its rows.
     seed: of the random numbers that forwards draw (dropout): they depend on it, on the step and on the microbatch, not
         on the plan; None: the seed that rank 0 last gave to torch.manual_seed.
-    sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds".
+    sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds", and from which
+        tensor.rules "auto" infers a plan for a model that carries none (see `engine.tensor_decision`).
     channel: None takes the initialised process group, else the processes that torchrun announces, else a world of one.
 
     A model that was built on the meta device, in part or as a whole, is initialised from `seed`, module by module: each
@@ -106,7 +107,8 @@ def parallelize_with(
     unwrap(model)
     placement = agree_on_placement(model, plan, loss, sample, channel)
     units = units_of(model, inventory, plan, placement)
-    tensor_plan = agree_on_tensor_plan(model, plan, channel, given=given)
+    decision = agree_on_tensor_plan(model, plan, channel, given=given, loss=loss, sample=sample)
+    tensor_plan = decision.plan
     waiting = inventory.waiting()
     if waiting and values is None:
         values = _agree_on_initialisation(model, agreed_seed, channel)
@@ -198,6 +200,7 @@ def parallelize_with(
         counters=counters,
         sizes=Sizes(plan, layout, owner=channels.owners.rank, ties=ties, sharded=sharded, runner=runner),
         summed=summed,
+        tensor_decision=decision,
     )
 
 

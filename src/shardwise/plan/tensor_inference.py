@@ -117,7 +117,7 @@ def infer_rules(trace: Trace, *, num_ranks: int, without: Mapping[str, str] | No
     for each in roles:
         left.pop(each, None)
     vocabulary = dict(_vocabulary(trace, roles, num_ranks, without))
-    left |= {name: "it did not run on the sample" for name in trace.not_run}
+    left |= dict.fromkeys(trace.not_run, "it did not run on the sample")
     left = {name: why for name, why in left.items() if name not in vocabulary}
     return Inference(families=tuple(families), vocabulary=vocabulary, left=left)
 
@@ -178,7 +178,9 @@ def _problem(
     if any(WHOLE in groups for groups in sequences):
         return next((why for each in columns if (why := maps[each].why_whole)), "it meets what every rank has whole")
     if any(each.dim is None for each in parameters):
-        return f"the parameter {next(each.name for each in parameters if each.dim is None)!r} would be cut along two dims"
+        return (
+            f"the parameter {next(each.name for each in parameters if each.dim is None)!r} would be cut along two dims"
+        )
     if not rows:
         return "no linear map reads what it gives, feature by feature"
     if both := [each for each in columns if each in rows]:

@@ -140,7 +140,11 @@ def _value(text: str, name: str, value: str) -> object:
         return tuple(each.strip() for each in value.split("+"))
     numbers = [int(each) for each in value.split("+") if each.strip().isdigit()]
     least = 0 if name in ("dim", "gather", "scatter") else 1
-    if len(numbers) != value.count("+") + 1 or min(numbers) < least or (len(numbers) > 1 and name not in ("parts", "groups")):
+    if (
+        len(numbers) != value.count("+") + 1
+        or min(numbers) < least
+        or (len(numbers) > 1 and name not in ("parts", "groups"))
+    ):
         examples = {"parts": "parts=3, or parts=4096+1024+1024", "attributes": "attributes=num_heads+hidden_size"}
         wanted = "name" if name == "attributes" else f"number from {least} on"
         raise PlanError(

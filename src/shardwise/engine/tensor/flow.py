@@ -24,24 +24,116 @@ _CONSTANT, _OF_PARAMETERS, _OF_ACTIVATIONS = range(3)
 """Where the gradient of a whole value goes."""
 
 _SAME = frozenset(
-    "clone _to_copy contiguous detach alias lift_fresh masked_fill tril triu masked_fill_ fill_ zero_ dropout "
-    "floor_divide log_sigmoid_forward hardswish native_dropout nan_to_num_ tril_ triu_ cumsum_placeholder".split()
+    [
+        "clone",
+        "_to_copy",
+        "contiguous",
+        "detach",
+        "alias",
+        "lift_fresh",
+        "masked_fill",
+        "tril",
+        "triu",
+        "masked_fill_",
+        "fill_",
+        "zero_",
+        "dropout",
+        "floor_divide",
+        "log_sigmoid_forward",
+        "hardswish",
+        "native_dropout",
+        "nan_to_num_",
+        "tril_",
+        "triu_",
+        "cumsum_placeholder",
+    ]
 )
 _MOVED = frozenset(
-    "permute transpose t unsqueeze squeeze expand slice select split split_with_sizes unbind diagonal repeat unfold "
-    "narrow chunk movedim swapaxes".split()
+    [
+        "permute",
+        "transpose",
+        "t",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "diagonal",
+        "repeat",
+        "unfold",
+        "narrow",
+        "chunk",
+        "movedim",
+        "swapaxes",
+    ]
 )
 _REDUCED = frozenset(
-    "sum mean amax amin var std norm linalg_vector_norm prod any all argmax argmin logsumexp max min median var_mean "
-    "nansum cumsum cumprod cummax logcumsumexp _softmax _log_softmax softmax log_softmax sort topk kthvalue mode "
-    "roll flip softmax_backward renorm".split()
+    [
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "var",
+        "std",
+        "norm",
+        "linalg_vector_norm",
+        "prod",
+        "any",
+        "all",
+        "argmax",
+        "argmin",
+        "logsumexp",
+        "max",
+        "min",
+        "median",
+        "var_mean",
+        "nansum",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "logcumsumexp",
+        "_softmax",
+        "_log_softmax",
+        "softmax",
+        "log_softmax",
+        "sort",
+        "topk",
+        "kthvalue",
+        "mode",
+        "roll",
+        "flip",
+        "softmax_backward",
+        "renorm",
+    ]
 )
 _ATTENTION = frozenset(
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention _scaled_dot_product_attention_math "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-    "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention".split()
+    [
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "scaled_dot_product_attention",
+    ]
 )
-_CONSTANTS = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor".split())
+_CONSTANTS = frozenset(
+    [
+        "zeros",
+        "ones",
+        "full",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "scalar_tensor",
+    ]
+)
 
 
 class Flow(TorchDispatchMode):
@@ -211,7 +303,12 @@ class Flow(TorchDispatchMode):
         self.atoms.tie_along(numbers, dim, self._why(f"{what} over dim {dim}"))
 
     def _only(
-        self, name: str, is_written: bool, cut: Sequence[torch.Tensor], given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+        self,
+        name: str,
+        is_written: bool,
+        cut: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
     ) -> None:
         """One tensor in, the same elements out."""
         if len(given) > 1 or given[0].shape != made[0].shape:
@@ -221,7 +318,9 @@ class Flow(TorchDispatchMode):
             if each.shape == given[0].shape:
                 self._numbers[each] = self._numbers[cut[0]]
 
-    def _elementwise(self, name: str, is_written: bool, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+    def _elementwise(
+        self, name: str, is_written: bool, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> None:
         shape = made[0].shape
         wholes = [each for each in given if each not in self._numbers]
         leading = [each for each in given if each in self._numbers]
@@ -315,7 +414,9 @@ class Flow(TorchDispatchMode):
                 return torch.zeros((), dtype=torch.int64).expand(part.shape)
         if name == "stack":
             return model
-        return model.narrow(dim, 0, 1).expand([n if at == dim else s for at, (n, s) in enumerate(zip(part.shape, model.shape, strict=True))])
+        return model.narrow(dim, 0, 1).expand(
+            [n if at == dim else s for at, (n, s) in enumerate(zip(part.shape, model.shape, strict=True))]
+        )
 
     def _reduce(self, func: Any, name: str, args: Any, kwargs: Any, made: Sequence[torch.Tensor]) -> None:
         source = args[0]
@@ -352,11 +453,12 @@ class Flow(TorchDispatchMode):
 
     def _multiply(self, name: str, args: Any, made: torch.Tensor) -> None:
         """Products of matrices, one or many: what is summed over is one group, and so are row and column."""
-        tensors = list(args)
+        tensors, added = list(args), None
         if name in ("addmm", "baddbmm"):
             if args[0] in self._numbers:
                 self._refuse([args[0]], f"'{name}'")
             tensors = tensors[1:]
+            added = args[0] if args[0] not in self._numbers else None
         one, other = tensors[:2]
         if name in ("mv", "dot"):
             self._refuse([each for each in (one, other) if each in self._numbers], f"'{name}'")
@@ -374,6 +476,8 @@ class Flow(TorchDispatchMode):
             self.atoms.tie(rows, columns)
         numbers = columns if rows is None or (columns is not None and _spread(columns) > _spread(rows)) else rows
         assert numbers is not None
+        if added is not None:
+            self._meet(name, added, numbers)
         self._numbers[made] = numbers
 
     def _meet_matrix(self, name: str, whole: torch.Tensor, numbers: torch.Tensor) -> None:
@@ -404,7 +508,10 @@ class Flow(TorchDispatchMode):
         for each in [*rest, *kwargs.values()]:
             if isinstance(each, torch.Tensor):
                 if each in self._numbers:
-                    self.atoms.tie(heads[0][:, :, None, None].expand(query.shape[:3] + (each.shape[-1],)), self._numbers[each].expand(query.shape[:3] + (each.shape[-1],)))
+                    self.atoms.tie(
+                        heads[0][:, :, None, None].expand(query.shape[:3] + (each.shape[-1],)),
+                        self._numbers[each].expand(query.shape[:3] + (each.shape[-1],)),
+                    )
                 else:
                     self._meet(name, each, heads[0][:, :, None, None].expand(*query.shape[:3], each.shape[-1]))
         self._numbers[made[0]] = heads[0][:, :, None, None].expand(made[0].shape)

@@ -96,9 +96,12 @@ class _Search:
     # Heads --------------------------------------------------------------------------------------------------------
 
     def _kind_of(self, family: Family) -> _Kind:
-        key = tuple(sorted({(self.modules[each].kind, self._parent(each).kind) for each in family.columns})), (
-            family.num_groups,
-            family.widths,
+        key = (
+            tuple(sorted({(self.modules[each].kind, self._parent(each).kind) for each in family.columns})),
+            (
+                family.num_groups,
+                family.widths,
+            ),
         )
         if key not in self.kinds:
             self.kinds[key] = _Kind(list(self._choices(family)))
@@ -185,8 +188,10 @@ class _Search:
     def _give_up_planned(self, inference: Inference, error: PlanError) -> None:
         """Leave whole what the planner refuses."""
         text = str(error)
-        names = [name for name in inference.rules if repr(name) in text]
-        families = [each for each in inference.families if {*each.rules} & {*names}] or list(inference.families)
+        names = [name for name in inference.rules if f"'{name}'" in text or f"'{name}." in text]
+        families = [each for each in inference.families if {*each.rules} & {*names}] or (
+            [] if {*inference.vocabulary} & {*names} else list(inference.families)
+        )
         for family in families:
             self.without |= dict.fromkeys((*family.columns, *family.rows), error.problems[0])
         self.without |= {name: error.problems[0] for name in inference.vocabulary if name in names or not families}

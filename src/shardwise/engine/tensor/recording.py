@@ -207,6 +207,8 @@ class _Reading:
         known = each.known
         weight = known.parameters["weight"]
         outside = "another module reads its parameters" if known.name in self._flow.read_outside else ""
+        bias = known.parameters.get("bias")
+        tied = "its bias is shared with another module" if bias and self._holders[bias] > 1 else ""
         problem = known.problem or each.problem or outside
         outputs: Groups = () if each.atoms is None else self._tuple(each.atoms)
         inputs = [slim(self._groups[numbers]) for numbers in each.inputs]
@@ -214,14 +216,14 @@ class _Reading:
         is_head = each.atoms is not None and any(torch.equal(given, each.atoms) for given in self._given)
         is_embedding = known.computes == "embedding"
         rows = self._outline.shapes[weight][0] if is_embedding else len(outputs)
-        fits = not problem and each.atoms is not None and (each.is_lookup if is_embedding else is_head)
+        fits = not (problem or tied) and each.atoms is not None and (each.is_lookup if is_embedding else is_head)
         return TracedMap(
             module=known.name,
             is_embedding=is_embedding,
             outputs=outputs,
             inputs=tuple(dict.fromkeys(_tuple(numbers[(0,) * (numbers.dim() - 1)]) for numbers in inputs)),
             has_whole_input=each.has_whole_input,
-            column_problem=problem or known.column_problem,
+            column_problem=problem or tied or known.column_problem,
             row_problem=problem or ("what it reads is not cut by features alone" if mixed else ""),
             why_whole="" if each.atoms is None else self._why_whole(each.atoms),
             is_head=is_head,
