@@ -183,8 +183,6 @@ def _problem(
         )
     if not rows:
         return "no linear map reads what it gives, feature by feature"
-    if both := [each for each in columns if each in rows]:
-        return f"{both[0]!r} reads what it gives itself"
     if taken := [each for each in (*columns, *rows) if each in roles]:
         return f"{taken[0]!r} is cut along its other dim ({roles[taken[0]]})"
     for each in columns:
@@ -201,6 +199,8 @@ def _problem(
         reason = next((trace.reasons[group] for order in orders for group in order if group in trace.reasons), "")
         because = f", tied by {reason}" if reason else ""
         return f"{fewest} group{'s' * (fewest != 1)} of features that belong together{because}, for {num_ranks} ranks"
+    if both := [each for each in columns if each in rows]:
+        return f"{both[0]!r} reads what it gives itself"
     if len(members) != len(set(members)):
         return "its features lie in another order than those of what reads them"
     return ""

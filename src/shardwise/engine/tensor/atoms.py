@@ -25,6 +25,8 @@ class _Tie:
     why: str
     numbers: torch.Tensor
     is_forbidding: bool = False
+    is_expected: bool = False
+    """As of products of matrices, which tie what is in a head: not what makes heads one."""
 
 
 @dataclass(slots=True)
@@ -53,12 +55,12 @@ class Atoms:
         if why:
             self._ties.append(_Tie(why, one))
 
-    def tie_along(self, numbers: torch.Tensor, dim: int, why: str) -> None:
+    def tie_along(self, numbers: torch.Tensor, dim: int, why: str, *, is_expected: bool = False) -> None:
         """All that lies along a dim is one group."""
         if varies(numbers, dim):
             first = numbers.narrow(dim, 0, 1)
             self.tie(numbers, first.expand_as(numbers))
-            self._ties.append(_Tie(why, numbers))
+            self._ties.append(_Tie(why, numbers, is_expected=is_expected))
 
     def forbid(self, numbers: torch.Tensor, why: str) -> None:
         """These are whole on every rank."""
@@ -84,7 +86,7 @@ class Atoms:
 
     def reasons(self, groups: torch.Tensor) -> dict[int, str]:
         """What tied most of each group together, by the group; of what is whole, by each of its atoms."""
-        found: dict[int, tuple[int, str]] = {}
+        found: dict[int, tuple[tuple[bool, int], str]] = {}
         whole: dict[int, str] = {}
         for tie in self._ties:
             members = torch.unique(tie.numbers)
@@ -92,8 +94,9 @@ class Atoms:
             for atom in members[of == WHOLE].tolist() if tie.is_forbidding else ():
                 whole.setdefault(-atom, tie.why)
             for group, count in zip(*_counted(of), strict=True):
-                if group != WHOLE and count > found.get(group, (0, ""))[0]:
-                    found[group] = (count, tie.why)
+                weight = (not tie.is_expected, count)
+                if group != WHOLE and (group not in found or weight > found[group][0]):
+                    found[group] = (weight, tie.why)
         return {group: why for group, (_, why) in found.items()} | whole
 
 

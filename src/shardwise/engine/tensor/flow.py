@@ -299,8 +299,8 @@ class Flow(TorchDispatchMode):
         for each in tensors:
             self.atoms.forbid(self._numbers[each], self._why(f"{what}, which is not followed,"))
 
-    def _along(self, numbers: torch.Tensor, dim: int, what: str) -> None:
-        self.atoms.tie_along(numbers, dim, self._why(f"{what} over dim {dim}"))
+    def _along(self, numbers: torch.Tensor, dim: int, what: str, *, is_product: bool = False) -> None:
+        self.atoms.tie_along(numbers, dim, self._why(f"{what} over dim {dim}"), is_expected=is_product)
 
     def _only(
         self,
@@ -467,7 +467,7 @@ class Flow(TorchDispatchMode):
         inner, outer = one.dim() - 1, one.dim() - 2
         for numbers, whole, dim in ((left, other, inner), (right, one, outer)):
             if numbers is not None:
-                self._along(numbers, dim, f"'{name}'")
+                self._along(numbers, dim, f"'{name}'", is_product=True)
                 if whole not in self._numbers:
                     self._meet_matrix(name, whole, numbers)
         rows = None if left is None else left.narrow(inner, 0, 1).expand(made.shape)
@@ -499,7 +499,7 @@ class Flow(TorchDispatchMode):
         for each in tensors:
             numbers = self._numbers[each]
             for dim in range(2, numbers.dim()):
-                self._along(numbers, dim, f"'{name}'")
+                self._along(numbers, dim, f"'{name}'", is_product=True)
             heads.append(numbers[:, :, 0, 0])
         for each in heads[1:]:
             if each.shape[1] != heads[0].shape[1]:

@@ -48,8 +48,11 @@ def _owner(followed: dict[str, "_Followed"], module: nn.Module) -> str:
 
 @contextmanager
 def _named(module: nn.Module, name: str, flow: Flow) -> Iterator[None]:
+    def leave(*_: object) -> None:  # what a hook gives would take the place of the output
+        flow.where.pop()
+
     before = module.register_forward_pre_hook(lambda *_: flow.where.append(name))
-    after = module.register_forward_hook(lambda *_: flow.where.pop() and None)
+    after = module.register_forward_hook(leave)
     try:
         yield
     finally:
