@@ -26,8 +26,8 @@ import shardwise as sw
 from shardwise.engine.tensor.samples import sample_for
 
 TOLERANCE = 1e-9
-SECONDS_EACH = 40
-BATCH = 12
+SECONDS_EACH = 30
+BATCH = 40
 RESULTS = Path(__file__).parent / "results" / "tensor-auto.md"
 
 _SMALL: dict[str, Any] = {
@@ -161,6 +161,8 @@ def survey_one(kind: str) -> Answer:
 
     try:
         model = made()
+        if not _attends(model):
+            return {"kind": kind, "verdict": "no attention", "why": ""}
         batch = sample_for(model)
         if batch is None:
             return {"kind": kind, "verdict": "not built", "why": "no inputs known"}

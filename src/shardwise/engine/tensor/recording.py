@@ -21,10 +21,15 @@ from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) -> Trace:
     """The trace of `call()`, which runs the model; afterwards the model is as before."""
     followed = {each.name: _Followed(each, model.get_submodule(each.name)) for each in outline.modules if _is_map(each)}
-    places = {id(parameter): (_owner(followed, module), name) for module, _, name, parameter in named_places(model)}
+    names: dict[int, str] = {}
+    of_module = {each.module: name for name, each in followed.items()}
+    owners: dict[int, str] = {}
+    for module, _, name, parameter in named_places(model):
+        names.setdefault(id(parameter), name)
+        owners[id(parameter)] = of_module.get(module) or owners.get(id(parameter), "")
     with torch.no_grad(), unchanged(model), ExitStack() as stack:
         model.eval()
-        flow = Flow(Atoms(), places, followed)
+        flow = Flow(Atoms(), owners, followed)
         for each in followed.values():
             each.flow = flow
             wrap(each.module, each)
@@ -35,15 +40,11 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
             stack.enter_context(_named(module, name, flow))
         with flow:
             call()
-    return _Reading(flow, followed, outline, root.given, names={key: name for key, (_, name) in places.items()}).trace()
+    return _Reading(flow, followed, outline, root.given, names=names).trace()
 
 
 def _is_map(module: TensorModule) -> bool:
     return module.computes != "other"
-
-
-def _owner(followed: dict[str, "_Followed"], module: nn.Module) -> str:
-    return next((name for name, each in followed.items() if each.module is module), "")
 
 
 @contextmanager
