@@ -94,7 +94,7 @@ def tiny_model(kind: str) -> nn.Module:
         "AutoModel",
     ):
         known = getattr(transformers, mapping)
-        if config_class in known._model_mapping.keys():
+        if config_class in list(known._model_mapping.keys()):
             return known.from_config(config)  # type: ignore[no-any-return]
     raise LookupError("no automatic class makes a model of it")
 
@@ -127,7 +127,8 @@ def _first_that_builds(config_class: Any, settings: dict[str, Any]) -> Any:
     try:
         return config_class(**settings)
     except Exception as error:
-        for key in sorted(settings, key=lambda each: (each not in str(error), each)):
+        said = str(error)
+        for key in sorted(settings, key=lambda each: (each not in said, each)):
             try:
                 return config_class(**{name: value for name, value in settings.items() if name != key})
             except Exception:

@@ -108,13 +108,12 @@ def parallelize_with(
     placement = agree_on_placement(model, plan, loss, sample, channel)
     units = units_of(model, inventory, plan, placement)
     decision = agree_on_tensor_plan(model, plan, channel, given=given, loss=loss, sample=sample)
-    tensor_plan = decision.plan
     waiting = inventory.waiting()
     if waiting and values is None:
         values = _agree_on_initialisation(model, agreed_seed, channel)
     whole = inventory.specs
     channels = EngineChannels.of(plan, channel)
-    inventory = inventory.cut({**tensor_plan.portions(channels.tensor.rank), **given})
+    inventory = inventory.cut({**decision.plan.portions(channels.tensor.rank), **given})
     stages = assign_parameters(model, inventory, placement)
     coordinate = channels.pipeline.rank
     random = KeyedRandom(model, channel.device, agreed_seed)
@@ -141,7 +140,7 @@ def parallelize_with(
         fill(values, mine, held=held, model=model, buffers=buffers, ties=ties)
     model_buffers.settle(channels.pipeline)
     let_inputs_follow(model, plan.precision)
-    TensorParallel(model, tensor_plan, channels.tensor)
+    TensorParallel(model, decision.plan, channels.tensor)
     gradients = make_gradients(
         layout, owned, plan, owners=channels.owners, replicas=channels.replicas, counters=counters
     )
@@ -149,8 +148,8 @@ def parallelize_with(
     summed = SummedGradients(
         held.parameters,
         cut=[spec.name for spec in held.specs if spec.portion is not None],
-        summed=tensor_plan.summed,
-        named=tensor_plan.named,
+        summed=decision.plan.summed,
+        named=decision.plan.named,
     )
     runner = None
     if placement.num_stages > 1:
@@ -163,11 +162,11 @@ def parallelize_with(
             ties=ties,
             chains=chains_of(inventory.specs, stages),
             kinds=GradientKinds(summed, _tied_wholes(inventory, stages), channels.pipeline)
-            if tensor_plan.styles
+            if decision.plan.styles
             else None,
         )
         number_microbatches(sharded, runner)
-    watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if tensor_plan.styles else []
+    watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
     if given:  # their modules may have hooks of their own, which sum gradients over ranks, say
         watchers.append(lambda _: gradients.collectors.stay_last())
     return Engine(

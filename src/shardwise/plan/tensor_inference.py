@@ -1,22 +1,25 @@
 """From a trace of which features have to be on one rank to rules of tensor parallelism: what "auto" infers.
 
 A trace gives every feature of what linear maps read and give a group; features of one group have to be on one rank.
-Groups of which several maps have parts make a family: the maps that give them take `column`, those that read them `row`.
+Groups that several maps have make a family: the maps that give them take `column`, those that read them `row`.
 
     query  0 0 1 1 2 2 3 3                             column(groups=4)
     key    0 0 1 1 2 2 3 3   ->   out  0 0 1 1 2 2 3 3     row(groups=4)
     value  0 0 1 1 2 2 3 3
 
-A fused projection has the groups several times, side by side: `0 1 2 3 | 0 1 2 3 | 0 1 2 3` are three parts. A family is
-cut where all its members have their groups in one order, in as many groups as there are ranks or more, and where it
+A fused projection has the groups several times, side by side: `0 1 2 3 | 0 1 2 3 | 0 1 2 3` are three parts. A family
+is cut where all its members have their groups in one order, in as many groups as there are ranks or more, and where it
 begins with columns and ends in rows. A map that would be both is what the earlier family needs it to be.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 WHOLE = 0
 """The group of what every rank has."""
+
+_UNUSED = -1
+"""The group of an element of a parameter that nothing reads."""
 
 Groups = tuple[int, ...]
 """The group of each index of a dim."""
@@ -102,28 +105,44 @@ class Inference:
 def infer_rules(trace: Trace, *, num_ranks: int, without: Mapping[str, str] | None = None) -> Inference:
     """The rules for `num_ranks`. `without`: maps that stay whole -> why."""
     without = without or {}
-    left = dict(without)
+    left: dict[str, str] = {}
     maps = {each.module: each for each in trace.maps}
     families = []
     roles: dict[str, str] = {}
-    for members in _families(trace):
-        columns, rows, parameters = members
-        why = _problem(columns, rows, parameters, trace, maps, roles, without, num_ranks)
-        if why:
-            left |= dict.fromkeys(columns, why) | {each: left.get(each, why) for each in rows} | dict(without)
+    for members in _members(trace):
+        columns, rows = members.columns, members.rows
+        if why := _unfit(members, maps, without, roles) or _uneven(members, maps, trace, num_ranks):
+            left |= dict.fromkeys(columns, why) | {each: left.get(each, why) for each in rows}
             continue
-        families.append(_family(columns, rows, parameters, maps))
+        families.append(_family(members, maps))
         roles |= dict.fromkeys(columns, "column") | dict.fromkeys(rows, "row")
-    for each in roles:
-        left.pop(each, None)
     vocabulary = dict(_vocabulary(trace, roles, num_ranks, without))
-    left |= dict.fromkeys(trace.not_run, "it did not run on the sample")
-    left = {name: why for name, why in left.items() if name not in vocabulary}
-    return Inference(families=tuple(families), vocabulary=vocabulary, left=left)
+    left |= {**without, **dict.fromkeys(trace.not_run, "it did not run on the sample")}
+    cut = roles.keys() | vocabulary.keys()
+    return Inference(
+        families=tuple(families),
+        vocabulary=vocabulary,
+        left={name: why for name, why in left.items() if name not in cut},
+    )
 
 
-def _families(trace: Trace) -> Iterator[tuple[list[str], list[str], list[TracedParameter]]]:
+@dataclass(slots=True)
+class _Members:
     """Maps whose outputs, and maps whose inputs, share groups; with the parameters that they meet."""
+
+    columns: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    parameters: list[TracedParameter] = field(default_factory=list)
+
+    def sequences(self, maps: Mapping[str, TracedMap]) -> list[Groups]:
+        """The groups along every dim that would be cut."""
+        found = [maps[each].outputs for each in self.columns]
+        found += [groups for each in self.rows for groups in maps[each].inputs]
+        return found + [each.groups for each in self.parameters]
+
+
+def _members(trace: Trace) -> Iterator[_Members]:
+    """Families, in the order in which their first maps ran; those that are whole come first."""
     root: dict[int, int] = {}
 
     def find(group: int) -> int:
@@ -132,76 +151,70 @@ def _families(trace: Trace) -> Iterator[tuple[list[str], list[str], list[TracedP
             group = root[group]
         return group
 
-    ends: list[tuple[str, object, Groups]] = []
+    dims = [each.outputs for each in trace.maps] + [sum(each.inputs, ()) for each in trace.maps]
+    for groups in [*dims, *(each.groups for each in trace.parameters)]:
+        first, *others = {*groups} - {WHOLE, _UNUSED} or {WHOLE}
+        for group in others:
+            root[find(group)] = find(first)
+    found: dict[int, _Members] = {}
+
+    def family_of(groups: Groups) -> _Members:
+        group = next((group for group in groups if group not in (WHOLE, _UNUSED)), None)
+        return _Members() if group is None else found.setdefault(find(group), _Members())
+
     for each in trace.maps:
-        ends.append(("column", each.module, each.outputs))
-        ends += [("row", each.module, groups) for groups in each.inputs]
-    ends += [("parameter", each, each.groups) for each in trace.parameters]
-    for _, _, groups in ends:
-        own = set(groups) - {WHOLE, -1}
-        for group in own:
-            root[find(group)] = find(next(iter(own)))
-    found: dict[int, tuple[list[str], list[str], list[TracedParameter]]] = {}
-    for kind, what, groups in ends:
-        group = next((group for group in groups if group not in (WHOLE, -1)), None)
-        if group is None:
-            # All of it is whole: it is a family of its own, which nothing cuts.
-            yield ([what], [], []) if kind == "column" else ([], [], [])  # type: ignore[list-item]
-            continue
-        members = found.setdefault(find(group), ([], [], []))
-        held: list[object] = members[("column", "row", "parameter").index(kind)]  # type: ignore[assignment]
-        if what not in held:
-            held.append(what)
+        if each.outputs:
+            family = family_of(each.outputs)
+            family.columns.append(each.module)
+            if set(each.outputs) == {WHOLE}:
+                yield family
+        for groups in each.inputs:
+            rows = family_of(groups).rows
+            if each.module not in rows:
+                rows.append(each.module)
+    for parameter in trace.parameters:
+        family_of(parameter.groups).parameters.append(parameter)
     yield from found.values()
 
 
-def _problem(
-    columns: Sequence[str],
-    rows: Sequence[str],
-    parameters: Sequence[TracedParameter],
-    trace: Trace,
-    maps: Mapping[str, TracedMap],
-    roles: Mapping[str, str],
-    without: Mapping[str, str],
-    num_ranks: int,
+def _unfit(
+    members: _Members, maps: Mapping[str, TracedMap], without: Mapping[str, str], roles: Mapping[str, str]
 ) -> str:
-    """Why a family cannot be cut; nothing where it can."""
+    """Why single members cannot be cut as the family needs; nothing where they can."""
+    columns, rows = members.columns, members.rows
     for each in (*columns, *rows):
         if each in without:
             return without[each]
-    sequences = [maps[each].outputs for each in columns]
+        if each in roles:
+            return f"{each!r} is cut along its other dim ({roles[each]})"
+    if any(WHOLE in groups for groups in members.sequences(maps)):
+        return next((why for each in columns if (why := maps[each].why_whole)), "it meets what every rank has whole")
+    if split := [each.name for each in members.parameters if each.dim is None]:
+        return f"the parameter {split[0]!r} would be cut along two dims"
+    if not rows:
+        return "no linear map reads what it gives, feature by feature"
     for each in rows:
         if maps[each].has_whole_input:
             return f"{each!r} reads what is cut in one call, and what is whole in another"
-        sequences += maps[each].inputs
-    sequences += [each.groups for each in parameters]
-    if any(WHOLE in groups for groups in sequences):
-        return next((why for each in columns if (why := maps[each].why_whole)), "it meets what every rank has whole")
-    if any(each.dim is None for each in parameters):
-        return (
-            f"the parameter {next(each.name for each in parameters if each.dim is None)!r} would be cut along two dims"
-        )
-    if not rows:
-        return "no linear map reads what it gives, feature by feature"
-    if taken := [each for each in (*columns, *rows) if each in roles]:
-        return f"{taken[0]!r} is cut along its other dim ({roles[taken[0]]})"
-    for each in columns:
-        if why := maps[each].column_problem or _tied(maps[each]):
-            return f"{each!r}: {why}"
-    for each in rows:
-        if why := maps[each].row_problem or _tied(maps[each]):
-            return f"{each!r}: {why}"
-    stretches = [_stretches(groups) for groups in sequences]
-    orders = {stretch.order for each in stretches for stretch in each}
-    members = [group for order in orders for group in order]
-    fewest = min((len(order) for order in orders), default=0)
+        if len({_settings(groups) for groups in maps[each].inputs}) > 1:
+            return f"{each!r} reads what would be cut in several ways"
+    problems = [(each, maps[each].column_problem or _tied(maps[each])) for each in columns]
+    problems += [(each, maps[each].row_problem or _tied(maps[each])) for each in rows]
+    return next((f"{each!r}: {why}" for each, why in problems if why), "")
+
+
+def _uneven(members: _Members, maps: Mapping[str, TracedMap], trace: Trace, num_ranks: int) -> str:
+    """Why the groups of a family cannot be laid over the ranks; nothing where they can."""
+    orders = {stretch.order for groups in members.sequences(maps) for stretch in _stretches(groups)}
+    fewest = min(map(len, orders), default=0)
     if fewest < num_ranks:
         reason = next((trace.reasons[group] for order in orders for group in order if group in trace.reasons), "")
         because = f", tied by {reason}" if reason else ""
         return f"{fewest} group{'s' * (fewest != 1)} of features that belong together{because}, for {num_ranks} ranks"
-    if both := [each for each in columns if each in rows]:
+    if both := [each for each in members.columns if each in members.rows]:
         return f"{both[0]!r} reads what it gives itself"
-    if len(members) != len(set(members)):
+    groups = [group for order in orders for group in order]
+    if len(groups) != len(set(groups)):
         return "its features lie in another order than those of what reads them"
     return ""
 
@@ -250,17 +263,15 @@ def _settings(groups: Groups) -> str:
     return f"parts={'+'.join(str(each.size) for each in stretches)}, groups={counts}"
 
 
-def _family(
-    columns: Sequence[str], rows: Sequence[str], parameters: Sequence[TracedParameter], maps: Mapping[str, TracedMap]
-) -> Family:
-    rules = {each: f"column({_settings(maps[each].outputs)})" for each in columns}
-    rules |= {each: f"row({_settings(maps[each].inputs[0])})" for each in rows}
-    rules |= {each.name: f"column(dim={each.dim}, {_settings(each.groups)})" for each in parameters}
-    sequences = [maps[each].outputs for each in columns] + [maps[each].inputs[0] for each in rows]
+def _family(members: _Members, maps: Mapping[str, TracedMap]) -> Family:
+    rules = {each: f"column({_settings(maps[each].outputs)})" for each in members.columns}
+    rules |= {each: f"row({_settings(maps[each].inputs[0])})" for each in members.rows}
+    rules |= {each.name: f"column(dim={each.dim}, {_settings(each.groups)})" for each in members.parameters}
+    sequences = members.sequences(maps)
     stretches = [stretch for groups in sequences for stretch in _stretches(groups)]
     return Family(
-        columns=tuple(columns),
-        rows=tuple(rows),
+        columns=tuple(members.columns),
+        rows=tuple(members.rows),
         num_groups=min(len(each.order) for each in stretches),
         widths=frozenset({each.size for each in stretches} | {len(groups) for groups in sequences}),
         rules=rules,

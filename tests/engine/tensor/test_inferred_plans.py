@@ -141,5 +141,5 @@ def test_rules_of_ones_own_beat_what_is_inferred() -> None:
 
 
 def test_rules_of_ones_own_that_break_what_is_inferred_are_refused() -> None:
-    with pytest.raises(PlanError, match="'block.down' computes something else"):
+    with pytest.raises(PlanError, match=r"'block\.down' computes something else"):
         trained(around(odd.Feed), 2, rules={"*": "auto", "block.up": "replicate"})

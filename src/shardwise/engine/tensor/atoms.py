@@ -35,6 +35,8 @@ class Atoms:
 
     count: int = 1
     _pairs: list[torch.Tensor] = field(default_factory=list)
+    """Tied since groups were last asked for."""
+    _groups: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     _ties: list[_Tie] = field(default_factory=list)
 
     def fresh(self, count: int) -> torch.Tensor:
@@ -69,20 +71,18 @@ class Atoms:
 
     def groups(self) -> torch.Tensor:
         """The group of each atom: the smallest atom in it."""
-        groups = torch.arange(self.count, dtype=torch.int64)
-        if not self._pairs:
-            return groups
-        one, other = torch.cat(self._pairs, dim=1)
-        while True:
-            roots = groups[one], groups[other]
-            apart = roots[0] != roots[1]
-            if not bool(apart.any()):
-                return groups
+        groups = torch.cat([self._groups, torch.arange(len(self._groups), self.count, dtype=torch.int64)])
+        pairs, self._pairs = self._pairs, []
+        one, other = torch.cat(pairs, dim=1) if pairs else (groups[:0], groups[:0])
+        while one.numel():
+            low, high = torch.minimum(groups[one], groups[other]), torch.maximum(groups[one], groups[other])
+            apart = low != high
             one, other = one[apart], other[apart]
-            low, high = torch.minimum(*roots)[apart], torch.maximum(*roots)[apart]
-            groups.scatter_reduce_(0, high, low, "amin")
+            groups.scatter_reduce_(0, high[apart], low[apart], "amin")
             while not torch.equal(further := groups[groups], groups):
                 groups = further
+        self._groups = groups
+        return groups
 
     def reasons(self, groups: torch.Tensor) -> dict[int, str]:
         """What tied most of each group together, by the group; of what is whole, by each of its atoms."""

@@ -1,4 +1,4 @@
-"""How the parameters of a model are cut: by the rules that are given, those that it carries, or those that it allows."""
+"""How the parameters of a model are cut: by rules that are given, that it carries, or that a run of it allows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
 from shardwise.engine.tensor.inference import infer_plan
 from shardwise.engine.tensor.outline import tensor_outline
-from shardwise.engine.tensor.rehearsal import WrongPlan, rehearse
+from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.engine.tensor.samples import sample_for
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
@@ -53,11 +53,11 @@ def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | N
     mixed = plan_tensor(replace(outline, carried=inferred.rules), rules, num_ranks=num_ranks)
     try:
         rehearse(model, outline, mixed, call)
-    except WrongPlan as wrong:
+    except RehearsalError as wrong:
         raise PlanError(
-            f'tensor.rules: with these rules and what "auto" infers for the rest, {wrong.module or "the model itself"!r} '
-            f"computes something else: {wrong.why}; leave rules of yours out, or give all of them. Inferred: "
-            f"{dict(inferred.rules)}"
+            'tensor.rules: with these rules and what "auto" infers for the rest, '
+            f"{wrong.module or 'the model itself'!r} computes something else: {wrong.why}; leave rules of yours out, "
+            f"or give all of them. Inferred: {dict(inferred.rules)}"
         ) from wrong
     return TensorDecision(plan=mixed, inferred=inferred.rules, left=inferred.left)
 
@@ -66,9 +66,9 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
     tensors = [*model.parameters(), *model.buffers()]
     if any(each.is_meta for each in tensors):
         raise PlanError(
-            'tensor.rules: "auto" asks for the plan that the model carries, and it carries none; to infer one, the '
-            "model is run, and it has no values (it is on the meta device). Build it with values, or give {name: rule}: "
-            "engine.tensor_decision.inferred has those that a smaller model of this kind is given"
+            'tensor.rules: "auto" asks for the plan that the model carries, and it carries none; to infer one, it is '
+            "run, and it has no values (it is on the meta device). Build it with values, or give {name: rule}, "
+            "as engine.tensor_decision.inferred shows them for a smaller model of this kind"
         )
     device = next((each.device for each in tensors), torch.device("cpu"))
     if sample is not None:

@@ -1,9 +1,9 @@
 """Follows atoms through the operations of a forward.
 
-Beside its atoms, each tensor has what its gradient goes to, and, where it is whole, along which dims it is alike. A rank
-that has a part of something reads the same elements of a whole value as the other ranks do. So a dim along which the
-whole value differs cannot be cut in what it meets; and where gradients go back from it to activations, each rank would
-send its own, so that what meets it is whole.
+Beside its atoms, each tensor has what its gradient goes to, and, where it is whole, along which dims it is alike. A
+rank that has a part of something reads the same elements of a whole value as the other ranks do. So a dim along which
+the whole value differs cannot be cut in what it meets; and where gradients go back from it to activations, each rank
+would send its own, so that what meets it is whole.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ class Flow(TorchDispatchMode):
     def __init__(self, atoms: Atoms, parameters: Mapping[int, str], followed: Iterable[str]) -> None:
         """parameters: id of each -> the module that holds it. followed: modules of which only what they read and give
         counts."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.atoms = atoms
         self.paused = 0
         self.where: list[str] = []

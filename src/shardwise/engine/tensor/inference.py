@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.engine.tensor.recording import record
-from shardwise.engine.tensor.rehearsal import WrongPlan, rehearse
+from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.errors import PlanError
 from shardwise.plan.outlines import parents
 from shardwise.plan.tensor import TensorPlan, plan_tensor
@@ -87,7 +87,7 @@ class _Search:
                 continue
             try:
                 rehearse(self.model, self.outline, plan, self.call)
-            except WrongPlan as wrong:
+            except RehearsalError as wrong:
                 self._learn(inference, wrong)
                 continue
             return Inferred(plan=plan, rules=rules, left=inference.left)
@@ -157,7 +157,7 @@ class _Search:
 
     # What fails ---------------------------------------------------------------------------------------------------
 
-    def _learn(self, inference: Inference, wrong: WrongPlan) -> None:
+    def _learn(self, inference: Inference, wrong: RehearsalError) -> None:
         """Try the next numbers of heads for the families that lie where it shows, or leave them whole."""
         families = self._at(inference, wrong.module)
         if not families:
@@ -197,7 +197,7 @@ class _Search:
         self.without |= {name: error.problems[0] for name in inference.vocabulary if name in names or not families}
 
 
-def _said(wrong: WrongPlan) -> str:
+def _said(wrong: RehearsalError) -> str:
     return f"{wrong.module or 'the model itself'!r} computes something else: {wrong.why}"
 
 
@@ -205,6 +205,6 @@ def _nothing(left: Mapping[str, str]) -> str:
     shown = [f"{name!r}: {why}" for name, why in list(left.items())[:8]]
     more = f"; and {len(left) - 8} more" if len(left) > 8 else ""
     return (
-        'tensor.rules: the model carries no plan, and "auto" finds nothing in it that can be cut; give {name: rule}, or '
-        f"leave mesh.tp at 1. What it found: {'; '.join(shown) or 'no linear map ran'}{more}"
+        'tensor.rules: the model carries no plan, and "auto" finds nothing in it that can be cut; give {name: rule}, '
+        f"or leave mesh.tp at 1. What it found: {'; '.join(shown) or 'no linear map ran'}{more}"
     )

@@ -129,11 +129,15 @@ class _Followed:
                 if isinstance(each, torch.Tensor):
                     flow.give(each, None)
             return
+        if numbers and _varies_inside(numbers[0]):
+            numbers = [slim(flow.atoms.groups()[numbers[0]])]
+            if not bool(numbers[0].any()):
+                numbers = []  # by now it is whole
         if not numbers:
             self.has_whole_input = True
         elif self.known.computes == "embedding":
             flow.atoms.forbid(numbers[0], f"the embedding {self.known.name!r}")
-        elif any(varies(numbers[0], dim) for dim in range(numbers[0].dim() - 1)):
+        elif _varies_inside(numbers[0]):
             self._work_inside(flow, numbers[0], output)
             return
         else:
@@ -160,9 +164,14 @@ class _Followed:
         return not given.is_floating_point() and output.shape == (*given.shape, weight.shape[1])
 
 
+def _varies_inside(numbers: torch.Tensor) -> bool:
+    """Whether it varies along another dim than the last."""
+    return any(varies(numbers, dim) for dim in range(numbers.dim() - 1))
+
+
 def _is_lookup(weight: torch.Tensor, tokens: torch.Tensor, output: torch.Tensor) -> bool:
     """Whether an embedding with a forward of its own gives rows, scaled."""
-    if weight.is_meta or tokens.shape != output.shape[:-1] or tokens.numel() == 0:
+    if weight.is_meta or tokens.is_floating_point() or tokens.shape != output.shape[:-1] or tokens.numel() == 0:
         return False
     if int(tokens.min()) < 0 or int(tokens.max()) >= weight.shape[0]:
         return False
@@ -216,7 +225,7 @@ class _Reading:
         problem = known.problem or each.problem or outside
         outputs: Groups = () if each.atoms is None else self._tuple(each.atoms)
         inputs = [slim(self._groups[numbers]) for numbers in each.inputs]
-        mixed = any(varies(numbers, dim) for numbers in inputs for dim in range(numbers.dim() - 1))
+        mixed = any(map(_varies_inside, inputs))
         is_head = each.atoms is not None and any(torch.equal(given, each.atoms) for given in self._given)
         is_embedding = known.computes == "embedding"
         rows = self._outline.shapes[weight][0] if is_embedding else len(outputs)

@@ -1,9 +1,9 @@
 """Runs a model with the portions of each rank, one rank after the other in this process, and compares with the whole.
 
-What comes of a sum or a gathering is taken from a run of the whole model, so that no rank waits for another: each module
-that ends a cut is given what it would read, which has to be this rank's part of what it reads in the whole model, and
-gives what it gives there. So all that lies outside of cuts is what it is in the whole model, bit for bit, and what lies
-inside is computed once for each rank, by the forward that will train.
+What comes of a sum or a gathering is taken from a run of the whole model, so that no rank waits for another. A module
+that ends a cut has to read this rank's part of what it reads in the whole model, and gives what it gives there. So what
+lies outside of cuts is what it is in the whole model, bit for bit; what lies inside is computed for each rank, by the
+forward that will train.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ _ROUNDINGS = 64
 """A part is computed as the whole is but for the order of sums inside products: so many roundings of the largest."""
 
 
-class WrongPlan(Exception):
+class RehearsalError(Exception):
     """A plan under which a module computes something else; `module` is where that shows."""
 
     def __init__(self, module: str, why: str) -> None:
@@ -37,7 +37,7 @@ class WrongPlan(Exception):
 
 
 def rehearse(model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: Callable[[], Any]) -> None:
-    """Raise WrongPlan where `call()`, which runs the model, gives another result with the portions of some rank."""
+    """Run the model, by `call()`, with the portions of each rank. Raises RehearsalError where it computes otherwise."""
     with torch.no_grad(), unchanged(model):
         model.eval()
         heard = _hear(model, plan, call)
@@ -45,11 +45,11 @@ def rehearse(model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: C
             with torch.random.fork_rng(devices=[]), _as_rank(model, outline, plan, rank, heard):
                 try:
                     call()
-                except WrongPlan:
+                except RehearsalError:
                     raise
                 except Exception as error:
                     where = _innermost(model, error.__traceback__)
-                    raise WrongPlan(where, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+                    raise RehearsalError(where, f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 _Calls = Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]
@@ -57,8 +57,9 @@ _Calls = Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]
 
 
 def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> _Calls:
-    ends = {name: [] for name, styles in plan.styles.items() if any(_ends(style) for style in styles)}
-    heard: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = ends
+    heard: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {
+        name: [] for name, styles in plan.styles.items() if any(_ends(style) for style in styles)
+    }
     try:
         for name in heard:
             wrap(model.get_submodule(name), _Listener(heard[name]))
@@ -107,7 +108,7 @@ class _Prompter:
         """See `engine.wrapping.Wrapper`."""
         given, output = next(self._calls, (None, None))
         if given is None or output is None:
-            raise WrongPlan(self._name, "it runs more often than in the whole model")
+            raise RehearsalError(self._name, "it runs more often than in the whole model")
         style = self._style
         if style.kind == "row" and not style.splits:
             self._compare(_first(args, kwargs), given, style.ranges, "reads")
@@ -120,7 +121,7 @@ class _Prompter:
     def _compare(self, own: torch.Tensor, whole: torch.Tensor, ranges: Sequence[Ranges] | None, verb: str) -> None:
         expected = whole if ranges is None else taken(whole, whole.dim() - 1, ranges[self._rank])
         if own.shape != expected.shape:
-            raise WrongPlan(
+            raise RehearsalError(
                 self._name,
                 f"what it {verb} has the shape {tuple(own.shape)} with the portions of rank {self._rank}, and "
                 f"{tuple(expected.shape)} is its part",
@@ -133,7 +134,7 @@ class _Prompter:
             bound = _ROUNDINGS * torch.finfo(own.dtype).eps * float(expected.abs().max())
             same = bool(((own - expected).abs() <= bound).all() | (own.isnan() & expected.isnan()).any())
         if not same:
-            raise WrongPlan(
+            raise RehearsalError(
                 self._name, f"what it {verb} with the portions of rank {self._rank} is not its part of the whole"
             )
 

@@ -73,8 +73,7 @@ def _frames(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
 def _mel(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
     bins = sizes.number("num_mel_bins", "feature_size", "n_mels", default=16)
     if (positions := sizes.number("max_source_positions", default=0)) > 0:
-        frames = torch.randn(_ROWS, bins, 2 * positions, generator=generator)
-        return frames
+        return torch.randn(_ROWS, bins, 2 * positions, generator=generator)
     return torch.randn(_ROWS, 32, bins, generator=generator)
 
 
