@@ -216,7 +216,7 @@ def test_every_style_of_transformers_is_a_rule() -> None:
     ("text", "said"),
     [
         ("colum", "the rule 'colum' is unknown; the rules are column, row"),
-        ("column(size=3)", "of the settings of 'column', it knows dim, gather, parts, unit"),
+        ("column(size=3)", "of the settings of 'column', it knows dim, gather, groups, parts, unit"),
         ("replicate(unit=1)", "it knows none"),
         ("column(unit=0)", "unit='0', which is no number from 1 on; write unit=1"),
         ("column(unit=1+2)", "unit='1+2'"),

@@ -44,12 +44,13 @@ from shardwise.engine.norm import (
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.ties import StageTies
-from shardwise.engine.precision import computes_in_float16, warn_of_underflow
 from shardwise.engine.plain_calls import PlainCalls
+from shardwise.engine.precision import computes_in_float16, warn_of_underflow
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.state import placed, state_of
+from shardwise.engine.tensor.deciding import TensorDecision
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
@@ -81,6 +82,7 @@ class Engine:
         sizes: Sizes,
         summed: SummedGradients,
         plain_calls: PlainCalls,
+        tensor_decision: TensorDecision,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
@@ -103,6 +105,8 @@ class Engine:
         self._model_buffers = model_buffers
         self._summed = summed
         self._plain_calls = plain_calls
+        self.tensor_decision = tensor_decision
+        """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         self._places = places_in(model)
         self._has_gradients = False

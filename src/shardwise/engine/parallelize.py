@@ -71,7 +71,8 @@ def parallelize(
     loss_weight: f(microbatch) -> what the microbatch counts (say, its target tokens); None: its rows.
     seed: of the random numbers that forwards draw (dropout): they depend on it, on the step and on the microbatch, not
         on the plan; None: the seed that rank 0 last gave to torch.manual_seed.
-    sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds".
+    sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds", and from which
+        tensor.rules "auto" infers a plan for a model that carries none (see `engine.tensor_decision`).
     channel: None takes the initialised process group, else the processes that torchrun announces, else a world of one.
 
     A model that was built on the meta device, in part or as a whole, is initialised from `seed`, module by module: each
@@ -111,13 +112,13 @@ def parallelize_with(
     unwrap(model)
     placement = agree_on_placement(model, plan, loss, sample, channel)
     units = units_of(model, inventory, plan, placement)
-    tensor_plan = agree_on_tensor_plan(model, plan, channel, given=given)
+    decision = agree_on_tensor_plan(model, plan, channel, given=given, loss=loss, sample=sample)
     waiting = inventory.waiting()
     if waiting and values is None:
         values = _agree_on_initialisation(model, agreed_seed, channel)
     whole = inventory.specs
     channels = EngineChannels.of(plan, channel)
-    inventory = inventory.cut({**tensor_plan.portions(channels.tensor.rank), **given})
+    inventory = inventory.cut({**decision.plan.portions(channels.tensor.rank), **given})
     stages = assign_parameters(model, inventory, placement)
     random = KeyedRandom(model, channel.device, agreed_seed)
     model_buffers = ModelBuffers(model)
@@ -143,14 +144,14 @@ def parallelize_with(
         fill(values, mine, held=held, model=model, buffers=buffers, ties=ties)
     model_buffers.settle(channels.pipeline)
     let_inputs_follow(model, plan.precision)
-    TensorParallel(model, tensor_plan, channels.tensor)
+    TensorParallel(model, decision.plan, channels.tensor)
     gradients = make_gradients(
         layout, owned, plan, owners=channels.owners, replicas=channels.replicas, counters=counters
     )
     sharded = attend(model, layout, owned, plan, buffers, gradients, owners=channels.owners, counters=counters)
     proof = Proof(
         model,
-        tensor_plan if plan.tensor.prove else NO_CUTS,
+        decision.plan if plan.tensor.prove else NO_CUTS,
         channels.tensor,
         world=channel,
         gather=sharded.holding if isinstance(sharded, Gathering) else None,
@@ -159,8 +160,8 @@ def parallelize_with(
     summed = SummedGradients(
         held.parameters,
         cut=[spec.name for spec in held.specs if spec.portion is not None],
-        summed=tensor_plan.summed,
-        named=tensor_plan.named,
+        summed=decision.plan.summed,
+        named=decision.plan.named,
     )
     runner = None
     if placement.num_stages > 1:
@@ -173,11 +174,11 @@ def parallelize_with(
             ties=ties,
             chains=chains_of(inventory.specs, stages),
             kinds=GradientKinds(summed, _tied_wholes(inventory, stages), channels.pipeline)
-            if tensor_plan.styles
+            if decision.plan.styles
             else None,
         )
         number_microbatches(sharded, runner)
-    watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if tensor_plan.styles else []
+    watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
     if given:  # their modules may have hooks of their own, which sum gradients over ranks, say
         watchers.append(lambda _: gradients.collectors.stay_last())
     return Engine(
@@ -219,6 +220,7 @@ def parallelize_with(
             owns_all=channels.owners.size * placement.num_stages == 1
             and all(spec.portion is None for spec in inventory.specs),
         ),
+        tensor_decision=decision,
     )
 
 

@@ -203,7 +203,7 @@ class _Planner:
         self._add_style(module, Style(kind="tail", size=size))
 
     def _count_heads(self, module: TensorModule, rule: Rule) -> None:
-        groups = groups_of_heads([module])
+        groups = rule.groups if isinstance(rule.groups, int) else groups_of_heads([module])
         if groups is None:
             self._refuse(module, rule, f"it has none of the attributes that count heads: {', '.join(HEADS + GROUPS)}")
             return
@@ -268,12 +268,19 @@ class _Planner:
                 f"{what} ({rule.text}): the parts {'+'.join(map(str, sizes))} are {sum(sizes)} indices, not {size}"
             )
             return None
-        groups = None
-        if rule.unit is None and heads_around is not None:
-            groups = groups_of_heads(modules_around(self._modules, heads_around.name))
+        found = None
+        if rule.unit is None and rule.groups is None and heads_around is not None:
+            found = groups_of_heads(modules_around(self._modules, heads_around.name))
+        given = rule.groups if isinstance(rule.groups, tuple) else (rule.groups or found,) * len(sizes)
+        if len(given) != len(sizes):
+            self.findings.append(f"{what} ({rule.text}): it gives groups for {len(given)} parts, and has {len(sizes)}")
+            return None
         cuts = []
         start = 0
-        for length in sizes:
+        for length, groups in zip(sizes, given, strict=True):
+            if rule.groups is not None and groups is not None and length % groups:
+                self.findings.append(f"{what} ({rule.text}): {length} indices are not {groups} equal groups")
+                return None
             by_heads = groups is not None and length % groups == 0
             unit = rule.unit or (length // groups if groups is not None and by_heads else 1)
             if not self._check_units(what, rule, length, unit, groups if by_heads else None):

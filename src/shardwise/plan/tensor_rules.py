@@ -18,6 +18,7 @@ Of a bare parameter, `column` cuts the last dim but one (the last of a vector), 
 
     unit=64            so many indices stay together. Without it, what lies in a module of heads is cut between groups
                        of heads (a key-value head with its query heads)
+    groups=8           the dim, or each of its parts, is so many units side by side (8+8+1024: of each part)
     parts=3            the dim is 3 equal stretches side by side (query, key, value), each cut for itself;
     parts=8+2+2        or stretches of these sizes
     dim=1              of a bare parameter: the dim to cut; of `sequence` and `split`: that of the positions (1)
@@ -57,6 +58,8 @@ class Rule:
     """Stretches of the cut dim that are cut each for itself: so many equal ones, or of these sizes."""
     unit: int | None = None
     """Indices of the cut dim that stay together; None: the planner looks for heads."""
+    groups: int | tuple[int, ...] | None = None
+    """Units of the cut dim: so many in each of its parts, or these. Of `heads`: groups that the attributes count."""
     dim: int | None = None
     """Of a bare parameter: the dim that is cut. Of `sequence` and `split`: the dim of the positions."""
     size: int | None = None
@@ -69,8 +72,8 @@ class Rule:
     """Of `heads`: attributes of the module that are as many times larger as there are more heads on all ranks."""
 
 
-_COLUMN = frozenset({"parts", "unit", "dim", "gather"})
-_ROW = frozenset({"parts", "unit", "dim", "scatter"})
+_COLUMN = frozenset({"parts", "unit", "groups", "dim", "gather"})
+_ROW = frozenset({"parts", "unit", "groups", "dim", "scatter"})
 _NONE: frozenset[str] = frozenset()
 
 _WORDS: dict[str, tuple[Rule, frozenset[str]]] = {
@@ -82,7 +85,7 @@ _WORDS: dict[str, tuple[Rule, frozenset[str]]] = {
         (Rule(text="replicate", kind="whole"), _NONE),
         (Rule(text="sequence", kind="sequence", sums_gradients=True, dim=1), frozenset({"dim"})),
         (Rule(text="split", kind="split", dim=1), frozenset({"dim"})),
-        (Rule(text="heads", kind="heads"), frozenset({"attributes"})),
+        (Rule(text="heads", kind="heads"), frozenset({"attributes", "groups"})),
         (Rule(text="sum", kind="sum"), _NONE),
         (Rule(text="once", kind="once"), _NONE),
         (Rule(text="auto", kind="auto"), _NONE),
@@ -137,7 +140,11 @@ def _value(text: str, name: str, value: str) -> object:
         return tuple(each.strip() for each in value.split("+"))
     numbers = [int(each) for each in value.split("+") if each.strip().isdigit()]
     least = 0 if name in ("dim", "gather", "scatter") else 1
-    if len(numbers) != value.count("+") + 1 or min(numbers) < least or (len(numbers) > 1 and name != "parts"):
+    if (
+        len(numbers) != value.count("+") + 1
+        or min(numbers) < least
+        or (len(numbers) > 1 and name not in ("parts", "groups"))
+    ):
         examples = {"parts": "parts=3, or parts=4096+1024+1024", "attributes": "attributes=num_heads+hidden_size"}
         wanted = "name" if name == "attributes" else f"number from {least} on"
         raise PlanError(

@@ -103,7 +103,7 @@ def count_work(
     """
     named = dict(_named_modules(model))
     modules = {each.name: named[each.name] for each in outline_of(model).modules()}
-    with torch.no_grad(), _unchanged(model):
+    with torch.no_grad(), unchanged(model):
         model.eval()
         if kind == "flops":
             with _Flops() as flops:
@@ -175,7 +175,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Put back what a forward changes: modes, buffers and the state of random generators."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [

@@ -11,9 +11,9 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
+from shardwise.engine.tensor.apart import Inputs, is_half, run_apart, widened
 from shardwise.engine.tensor.differences import differ, factor_of, finest_eps, leaf_of, perturbed, rounded
 from shardwise.engine.tensor.movements import Movements, taken
-from shardwise.engine.tensor.rehearsal import Inputs, is_half, run_apart, widened
 from shardwise.engine.wrapping import Forward
 from shardwise.errors import ShardwiseError
 from shardwise.plan.tensor_heads import GROUPS, HEADS

@@ -8,12 +8,14 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree, compare
 from shardwise.comm.dtensors import is_dtensor
+from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.tensor.deciding import TensorDecision, decide
 from shardwise.engine.tensor.movements import taken
 from shardwise.engine.tensor.outline import tensor_outline
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan import Plan
-from shardwise.plan.tensor import TensorPlan, plan_tensor
+from shardwise.plan.tensor import TensorPlan
 from shardwise.plan.tensor_matching import match_rules
 from shardwise.plan.tensor_rules import read_rule
 from shardwise.space import Portion
@@ -22,16 +24,25 @@ NO_CUTS = TensorPlan(num_ranks=1)
 """Of a model that is whole on every rank."""
 
 
-def agree_on_tensor_plan(model: nn.Module, plan: Plan, channel: Channel, *, given: Mapping[str, Portion]) -> TensorPlan:
-    """Plan how the parameters of `model` are cut. Raises PlanError, the same on all ranks.
+def agree_on_tensor_plan(
+    model: nn.Module,
+    plan: Plan,
+    channel: Channel,
+    *,
+    given: Mapping[str, Portion],
+    loss: LossOfModel,
+    sample: Batch | None,
+) -> TensorDecision:
+    """Decide how the parameters of `model` are cut. Raises PlanError, the same on all ranks.
 
     given: what is cut already, because it came as DTensors. Their modules know what to do; nothing is planned then.
+    loss, sample: of a model that carries no plan, "auto" infers one from a run on the sample.
     """
     if plan.mesh.tp == 1:
         _check_names(model, plan, channel)
-        return NO_CUTS
+        return TensorDecision(plan=NO_CUTS)
     refusal: ShardwiseError | None = None
-    tensor_plan = NO_CUTS
+    decision = TensorDecision(plan=NO_CUTS)
     try:
         rules = plan.tensor.rules
         if rules is not None and given:
@@ -45,17 +56,17 @@ def agree_on_tensor_plan(model: nn.Module, plan: Plan, channel: Channel, *, give
                 'a DTensor; give rules="auto" for a model that carries a plan, or {name: rule}'
             )
         if rules is not None:
-            tensor_plan = plan_tensor(tensor_outline(model), rules, num_ranks=plan.mesh.tp)
+            decision = decide(model, plan, loss=loss, sample=sample)
     except ShardwiseError as error:
         refusal = error
     agree(channel, refusal, purpose="verdict on tensor parallelism")
     compare(
         channel,
-        tensor_plan.text().splitlines(),
+        decision.plan.text().splitlines(),
         subject="plans of tensor parallelism",
-        hint="Build the same model on every rank.",
+        hint="Build the same model on every rank, and give all samples of the same entries.",
     )
-    return tensor_plan
+    return decision
 
 
 def _check_names(model: nn.Module, plan: Plan, channel: Channel) -> None:

@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import nn
 
-from shardwise.engine.tensor.rehearsal import Inputs, Parameters
+from shardwise.engine.tensor.apart import Inputs, Parameters
 
 _FACTOR, _COARSE_FACTOR = 64.0, 8.0
 """A plan is refused where outputs differ more than this times what rounding makes of them.

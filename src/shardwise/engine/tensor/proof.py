@@ -25,10 +25,10 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.pipeline.nested import tensors_in
+from shardwise.engine.tensor.apart import Inputs
 from shardwise.engine.tensor.comparison import Comparison, Gather, Unknown
 from shardwise.engine.tensor.movements import Movements, is_fake, uncompiled
 from shardwise.engine.tensor.notes import note_on
-from shardwise.engine.tensor.rehearsal import Inputs
 from shardwise.engine.wrapping import Forward, take_off, wrap
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.plan.tensor_plan import TensorPlan

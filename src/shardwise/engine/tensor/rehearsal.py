@@ -1,220 +1,193 @@
-"""A module run apart from the training: on copies of its inputs, with other parameters, and nothing left behind."""
+"""Runs a model with the portions of each rank, one rank after the other in this process, and compares with the whole.
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+What comes of a sum or a gathering is taken from a run of the whole model, so that no rank waits for another. A module
+that ends a cut has to read this rank's part of what it reads in the whole model, and gives what it gives there. So what
+lies outside of cuts is what it is in the whole model, bit for bit; what lies inside is computed for each rank, by the
+forward that will train.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.pipeline.nested import is_plain, tensors_in, transform
-from shardwise.engine.precision import stop_following
-from shardwise.engine.tensor.vocabulary import forget_heads
-from shardwise.engine.wrapping import Forward, eager, strip
+from shardwise.engine.pipeline.outline import unchanged
+from shardwise.engine.tensor.movements import taken
+from shardwise.engine.tensor.styles import STYLES, SharedInputs, parameters_set
+from shardwise.engine.wrapping import Forward, unwrap, wrap
+from shardwise.plan.tensor_outline import TensorOutline
+from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan
 
-Parameters = Mapping[nn.Parameter, torch.Tensor]
-"""What a module runs with in the place of its parameters."""
-
-_TF32 = 2.0**-10
-"""The precision of float32 products of 10 bits."""
-
-_HALVES = (torch.bfloat16, torch.float16)
+_ROUNDINGS = 64
+"""A part is computed as the whole is but for the order of sums inside products: so many roundings of the largest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Copies of the arguments of a call."""
+class RehearsalError(Exception):
+    """A plan under which a module computes something else; `module` is where that shows."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    has_state: bool
-    """Whether tensors are hidden in objects (a cache of keys and values), and nobody knows how they are cut."""
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Inputs":
-        """Raises what an object raises that cannot be copied."""
-        known: dict[int, Any] = {}
-        hidden: list[torch.Tensor] = []
-
-        def copied(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                return leaf.detach().clone()
-            if is_plain(leaf) or callable(leaf) or isinstance(leaf, nn.Module):
-                return leaf
-            found = _tensors_of(leaf)
-            hidden.extend(found)
-            known.update({id(each): each.detach().clone() for each in found})
-            return copy.deepcopy(leaf, known)
-
-        args, kwargs = transform((args, kwargs), copied, fresh=True)
-        return cls(args, kwargs, bool(hidden))
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """In the order of the walk."""
-        return tensors_in((self.args, self.kwargs))
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "Inputs":
-        """The same call with other tensors."""
-        following = iter(tensors)
-        args, kwargs = transform(
-            (self.args, self.kwargs), lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf
-        )
-        return Inputs(args, kwargs, self.has_state)
-
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
-        """A copy whose tensors, hidden ones too, are what `change` gives."""
-        fresh = Inputs.of(self.args, self.kwargs)
-
-        def put(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                return change(leaf)
-            for each in _tensors_of(leaf):
-                each.data = change(each)
-            return leaf
-
-        args, kwargs = transform((fresh.args, fresh.kwargs), put)
-        return Inputs(args, kwargs, self.has_state)
+    def __init__(self, module: str, why: str) -> None:
+        super().__init__(why)
+        self.module = module
+        self.why = why
 
 
-def is_half(value: torch.Tensor) -> bool:
-    """Whether it is in half precision."""
-    return value.dtype in _HALVES
+def rehearse(model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: Callable[[], Any]) -> None:
+    """Run the model, by `call()`, with the portions of each rank. Raises RehearsalError where it computes otherwise."""
+    with torch.no_grad(), unchanged(model):
+        model.eval()
+        heard = _hear(model, plan, call)
+        for rank in range(plan.num_ranks):
+            with torch.random.fork_rng(devices=[]), _as_rank(model, outline, plan, rank, heard):
+                try:
+                    call()
+                except RehearsalError:
+                    raise
+                except Exception as error:
+                    where = _innermost(model, error.__traceback__)
+                    raise RehearsalError(where, f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
-def widened(value: torch.Tensor) -> torch.Tensor:
-    """Half precision as float32; everything else as it is."""
-    return value.float() if is_half(value) else value
+_Calls = Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]
+"""What modules read and gave, call by call."""
 
 
-def run_apart(
-    module: nn.Module,
-    forward: Forward,
-    inputs: Inputs,
-    parameters: Parameters,
-    *,
-    is_cut: bool,
-    is_wide: bool,
-) -> tuple[list[torch.Tensor], float]:
-    """The tensors that the module gives in evaluation mode, and the coarsest precision of all that it computed.
+def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> _Calls:
+    heard: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {
+        name: [] for name, styles in plan.styles.items() if any(_ends(style) for style in styles)
+    }
+    try:
+        for name in heard:
+            wrap(model.get_submodule(name), _Listener(heard[name]))
+        with torch.random.fork_rng(devices=[]):
+            call()
+    finally:
+        unwrap(model)
+    return heard
 
-    Not `is_cut`: it runs, and all in it, with its own forward inside of `forward`. is_wide: half precision is float32
-    meanwhile. Random numbers begin where they are now, each time. Raises what the module raises.
-    """
-    device = next((each.device for each in parameters.values()), torch.device("cpu"))
-    devices = [device] if device.type == "cuda" else []
-    precision = _Precision()
-    given = inputs.changed(widened if is_wide else _same)
-    with (
-        _left_alone(module),
-        torch.no_grad(),
-        torch.random.fork_rng(devices=devices),
-        torch.autocast(device.type, enabled=False),
-        precision,
-    ):
-        _prepare(module, parameters, is_wide=is_wide)
-        if is_cut:
-            forward = eager(forward)
+
+def _ends(style: Style) -> bool:
+    return style.kind in ("row", "vocab") or style.gathers
+
+
+class _Listener:
+    """Keeps what a module reads and gives."""
+
+    structure = "heard"
+
+    def __init__(self, calls: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._calls = calls
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `engine.wrapping.Wrapper`."""
+        output = forward(*args, **kwargs)
+        self._calls.append((_first(args, kwargs).clone(), output.clone()))
+        return output
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+
+
+class _Prompter:
+    """Compares what a module reads with what it reads in the whole model, and gives what it gives there."""
+
+    structure = "rehearsed"
+
+    def __init__(self, name: str, style: Style, rank: int, calls: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._name = name
+        self._style = style
+        self._rank = rank
+        self._calls = iter(calls)
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `engine.wrapping.Wrapper`."""
+        given, output = next(self._calls, (None, None))
+        if given is None or output is None:
+            raise RehearsalError(self._name, "it runs more often than in the whole model")
+        style = self._style
+        if style.kind == "row" and not style.splits:
+            self._compare(_first(args, kwargs), given, style.ranges, "reads")
         else:
-            forget_heads(module)
-            forward = strip(module, forward)
-        output = forward(*given.args, **given.kwargs)
-        return [each.detach() for each in tensors_in(output)], precision.eps
+            self._compare(_first(args, kwargs), given, None, "reads")
+        if style.gathers:
+            self._compare(forward(*args, **kwargs), output, style.ranges, "gives")
+        return output.clone()
+
+    def _compare(self, own: torch.Tensor, whole: torch.Tensor, ranges: Sequence[Ranges] | None, verb: str) -> None:
+        expected = whole if ranges is None else taken(whole, whole.dim() - 1, ranges[self._rank])
+        if own.shape != expected.shape:
+            raise RehearsalError(
+                self._name,
+                f"what it {verb} has the shape {tuple(own.shape)} with the portions of rank {self._rank}, and "
+                f"{tuple(expected.shape)} is its part",
+            )
+        if own.is_meta or not own.numel():
+            return
+        if not own.is_floating_point():
+            same = torch.equal(own, expected)
+        else:
+            bound = _ROUNDINGS * torch.finfo(own.dtype).eps * float(expected.abs().max())
+            same = bool(((own - expected).abs() <= bound).all() | (own.isnan() & expected.isnan()).any())
+        if not same:
+            raise RehearsalError(
+                self._name, f"what it {verb} with the portions of rank {self._rank} is not its part of the whole"
+            )
 
 
-def _prepare(module: nn.Module, parameters: Parameters, *, is_wide: bool) -> None:
-    buffers: dict[torch.Tensor, torch.Tensor] = {}
-    for each in module.modules():
-        each.training = False
-        vars(each)["_compiled_call_impl"] = None
-        for hooks in (each._forward_pre_hooks, each._forward_hooks):
-            for number in [number for number, hook in hooks.items() if not _is_of_the_module(hook)]:
-                del hooks[number]
-        for name, held in each._parameters.items():
-            if held is not None:
-                each._parameters[name] = nn.Parameter(parameters[held], requires_grad=False)
-        for name, buffer in each._buffers.items():
-            if buffer is not None:
-                fresh = widened(buffer).clone() if is_wide else buffer.clone()
-                each._buffers[name] = buffers.setdefault(buffer, fresh)
-    if is_wide:
-        stop_following(module)
+class _Offline:
+    """Movements of a rank that is alone: nothing moves."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+
+    def share(self, value: torch.Tensor) -> torch.Tensor:
+        """The value."""
+        return value
 
 
 @contextmanager
-def _left_alone(module: nn.Module) -> Iterator[None]:
-    """What a forward writes into the modules, their lists and dicts is taken back."""
-    saved = []
-    for each in module.modules():
-        attributes = dict(vars(each))
-        contents = [(held, copy.copy(held)) for held in attributes.values() if isinstance(held, list | dict | set)]
-        saved.append((each, attributes, contents))
-    try:
+def _as_rank(model: nn.Module, outline: TensorOutline, plan: TensorPlan, rank: int, heard: _Calls) -> Iterator[None]:
+    """The model has the portions of one rank meanwhile, and modules that end cuts are prompted."""
+    offline: Any = _Offline(rank, plan.num_ranks)
+    with ExitStack() as stack:
+        for known in outline.modules:
+            module = model.get_submodule(known.name)
+            held: dict[str, torch.Tensor | None] = {}
+            for attribute, name in known.parameters.items():
+                if (cut := plan.cuts.get(name)) is not None:
+                    whole = module._parameters[attribute]
+                    assert whole is not None
+                    own = taken(whole.detach(), cut.dim, cut.ranges[rank])
+                    held[attribute] = nn.Parameter(own, requires_grad=False)
+            if held:
+                stack.enter_context(parameters_set(module, held))
+        stack.callback(unwrap, model)
+        shared = SharedInputs()
+        for name, styles in plan.styles.items():
+            module = model.get_submodule(name)
+            for style in styles:
+                if style.gathers:
+                    wrap(module, STYLES[style.kind](name, replace(style, gathers=False), offline, shared))
+                if _ends(style):
+                    wrap(module, _Prompter(name, style, rank, heard[name]))
+                else:
+                    wrap(module, STYLES[style.kind](name, style, offline, shared))
         yield
-    finally:
-        for each, attributes, contents in saved:
-            vars(each).clear()
-            vars(each).update(attributes)
-            for held, content in contents:
-                held.clear()
-                held.extend(content) if isinstance(held, list) else held.update(content)
 
 
-class _Precision(TorchDispatchMode):
-    """Notes the coarsest precision of all that is computed inside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.eps = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for each in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
-                self.eps = max(self.eps, torch.finfo(each.dtype).eps, _eps_inside(str(func), each))
-        return made
-
-
-def _eps_inside(operation: str, made: torch.Tensor) -> float:
-    """Of products that torch is allowed to take in less precision than they are given in."""
-    if made.dtype != torch.float32:
-        return 0.0
-    if "convolution" in operation:
-        return _TF32 if made.is_cuda and torch.backends.cudnn.allow_tf32 else 0.0
-    if any(word in operation for word in ("mm", "matmul", "linear", "addmv", "dot", "attention")):
-        return {"highest": 0.0, "high": _TF32}.get(
-            torch.get_float32_matmul_precision(), torch.finfo(torch.bfloat16).eps
-        )
-    return 0.0
-
-
-def _is_of_the_module(hook: Any) -> bool:
-    """Hooks of torch (normed weights) and ours belong to the module; those of others look at the calls of a program."""
-    origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return origin.partition(".")[0] in ("torch", "shardwise")
-
-
-def _tensors_of(thing: Any) -> list[torch.Tensor]:
-    """The tensors in an object: in its attributes, and in what these hold."""
-    found: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
-    pending = [thing]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, torch.Tensor):
-            found[id(each)] = each
-        elif id(each) not in seen and not is_plain(each) and not isinstance(each, nn.Module):
-            seen.add(id(each))
-            if isinstance(each, MutableMapping):
-                pending += each.values()
-            if isinstance(each, list | tuple | MutableSet):
-                pending += each
-            pending += getattr(each, "__dict__", {}).values() if not callable(each) else []
-    return list(found.values())
-
-
-def _same(value: torch.Tensor) -> torch.Tensor:
-    return value
+def _innermost(model: nn.Module, traceback: TracebackType | None) -> str:
+    """The name of the module in whose forward an error came up."""
+    names = {module: name for name, module in model.named_modules()}
+    found = ""
+    while traceback is not None:
+        each = traceback.tb_frame.f_locals.get("self")
+        if isinstance(each, nn.Module) and each in names:
+            found = names[each]
+        traceback = traceback.tb_next
+    return found

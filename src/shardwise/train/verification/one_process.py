@@ -18,11 +18,10 @@ from shardwise.checkpoint import Catalogue, load
 from shardwise.comm import alone
 from shardwise.comm.agreement import digest_of_values
 from shardwise.engine.autograd_state import in_backward
+from shardwise.engine.batches import LossOfModel
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
-from shardwise.engine.tensor.outline import tensor_outline
-from shardwise.plan import Plan
-from shardwise.plan.tensor import plan_tensor
+from shardwise.engine.tensor.deciding import decide
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program
@@ -65,7 +64,7 @@ class OneProcess:
     def __init__(self, program: Program, device: torch.device) -> None:
         self._channel = alone(device)
         self.model = program.build()
-        portions = portions_along_tp(self.model, program.plan)
+        portions = portions_along_tp(self.model, program)
         loss = None if program.loss is None else NotedLoss(program.loss)
         self._engine = parallelize(
             self.model,
@@ -200,10 +199,11 @@ def _mean_square(tensor: torch.Tensor) -> float:
     return float(wide(tensor).abs().square().mean()) if tensor.numel() else 0.0
 
 
-def portions_along_tp(model: nn.Module, plan: Plan) -> list[Mapping[str, Portion]]:
+def portions_along_tp(model: nn.Module, program: Program) -> list[Mapping[str, Portion]]:
     """For each rank along tp, the portions of the parameters that are cut."""
+    plan = program.plan
     if plan.mesh.tp == 1 or plan.tensor.rules is None:
         return []
-    outline = tensor_outline(model)
-    tensor_plan = plan_tensor(outline, plan.tensor.rules, num_ranks=plan.mesh.tp)
-    return [tensor_plan.portions(rank) for rank in range(plan.mesh.tp)]
+    loss = LossOfModel(model, program.loss)
+    decision = decide(model, plan, loss=loss, sample=program.share(program.batches[0], 0))
+    return [decision.plan.portions(rank) for rank in range(plan.mesh.tp)]

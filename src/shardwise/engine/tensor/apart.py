@@ -1,0 +1,220 @@
+"""A module run apart from the training: on copies of its inputs, with other parameters, and nothing left behind."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.engine.pipeline.nested import is_plain, tensors_in, transform
+from shardwise.engine.precision import stop_following
+from shardwise.engine.tensor.vocabulary import forget_heads
+from shardwise.engine.wrapping import Forward, eager, strip
+
+Parameters = Mapping[nn.Parameter, torch.Tensor]
+"""What a module runs with in the place of its parameters."""
+
+_TF32 = 2.0**-10
+"""The precision of float32 products of 10 bits."""
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Copies of the arguments of a call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    has_state: bool
+    """Whether tensors are hidden in objects (a cache of keys and values), and nobody knows how they are cut."""
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Inputs":
+        """Raises what an object raises that cannot be copied."""
+        known: dict[int, Any] = {}
+        hidden: list[torch.Tensor] = []
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return leaf.detach().clone()
+            if is_plain(leaf) or callable(leaf) or isinstance(leaf, nn.Module):
+                return leaf
+            found = _tensors_of(leaf)
+            hidden.extend(found)
+            known.update({id(each): each.detach().clone() for each in found})
+            return copy.deepcopy(leaf, known)
+
+        args, kwargs = transform((args, kwargs), copied, fresh=True)
+        return cls(args, kwargs, bool(hidden))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """In the order of the walk."""
+        return tensors_in((self.args, self.kwargs))
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "Inputs":
+        """The same call with other tensors."""
+        following = iter(tensors)
+        args, kwargs = transform(
+            (self.args, self.kwargs), lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf
+        )
+        return Inputs(args, kwargs, self.has_state)
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
+        """A copy whose tensors, hidden ones too, are what `change` gives."""
+        fresh = Inputs.of(self.args, self.kwargs)
+
+        def put(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return change(leaf)
+            for each in _tensors_of(leaf):
+                each.data = change(each)
+            return leaf
+
+        args, kwargs = transform((fresh.args, fresh.kwargs), put)
+        return Inputs(args, kwargs, self.has_state)
+
+
+def is_half(value: torch.Tensor) -> bool:
+    """Whether it is in half precision."""
+    return value.dtype in _HALVES
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """Half precision as float32; everything else as it is."""
+    return value.float() if is_half(value) else value
+
+
+def run_apart(
+    module: nn.Module,
+    forward: Forward,
+    inputs: Inputs,
+    parameters: Parameters,
+    *,
+    is_cut: bool,
+    is_wide: bool,
+) -> tuple[list[torch.Tensor], float]:
+    """The tensors that the module gives in evaluation mode, and the coarsest precision of all that it computed.
+
+    Not `is_cut`: it runs, and all in it, with its own forward inside of `forward`. is_wide: half precision is float32
+    meanwhile. Random numbers begin where they are now, each time. Raises what the module raises.
+    """
+    device = next((each.device for each in parameters.values()), torch.device("cpu"))
+    devices = [device] if device.type == "cuda" else []
+    precision = _Precision()
+    given = inputs.changed(widened if is_wide else _same)
+    with (
+        _left_alone(module),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=devices),
+        torch.autocast(device.type, enabled=False),
+        precision,
+    ):
+        _prepare(module, parameters, is_wide=is_wide)
+        if is_cut:
+            forward = eager(forward)
+        else:
+            forget_heads(module)
+            forward = strip(module, forward)
+        output = forward(*given.args, **given.kwargs)
+        return [each.detach() for each in tensors_in(output)], precision.eps
+
+
+def _prepare(module: nn.Module, parameters: Parameters, *, is_wide: bool) -> None:
+    buffers: dict[torch.Tensor, torch.Tensor] = {}
+    for each in module.modules():
+        each.training = False
+        vars(each)["_compiled_call_impl"] = None
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+            for number in [number for number, hook in hooks.items() if not _is_of_the_module(hook)]:
+                del hooks[number]
+        for name, held in each._parameters.items():
+            if held is not None:
+                each._parameters[name] = nn.Parameter(parameters[held], requires_grad=False)
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                fresh = widened(buffer).clone() if is_wide else buffer.clone()
+                each._buffers[name] = buffers.setdefault(buffer, fresh)
+    if is_wide:
+        stop_following(module)
+
+
+@contextmanager
+def _left_alone(module: nn.Module) -> Iterator[None]:
+    """What a forward writes into the modules, their lists and dicts is taken back."""
+    saved = []
+    for each in module.modules():
+        attributes = dict(vars(each))
+        contents = [(held, copy.copy(held)) for held in attributes.values() if isinstance(held, list | dict | set)]
+        saved.append((each, attributes, contents))
+    try:
+        yield
+    finally:
+        for each, attributes, contents in saved:
+            vars(each).clear()
+            vars(each).update(attributes)
+            for held, content in contents:
+                held.clear()
+                held.extend(content) if isinstance(held, list) else held.update(content)
+
+
+class _Precision(TorchDispatchMode):
+    """Notes the coarsest precision of all that is computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
+                self.eps = max(self.eps, torch.finfo(each.dtype).eps, _eps_inside(str(func), each))
+        return made
+
+
+def _eps_inside(operation: str, made: torch.Tensor) -> float:
+    """Of products that torch is allowed to take in less precision than they are given in."""
+    if made.dtype != torch.float32:
+        return 0.0
+    if "convolution" in operation:
+        return _TF32 if made.is_cuda and torch.backends.cudnn.allow_tf32 else 0.0
+    if any(word in operation for word in ("mm", "matmul", "linear", "addmv", "dot", "attention")):
+        return {"highest": 0.0, "high": _TF32}.get(
+            torch.get_float32_matmul_precision(), torch.finfo(torch.bfloat16).eps
+        )
+    return 0.0
+
+
+def _is_of_the_module(hook: Any) -> bool:
+    """Hooks of torch (normed weights) and ours belong to the module; those of others look at the calls of a program."""
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return origin.partition(".")[0] in ("torch", "shardwise")
+
+
+def _tensors_of(thing: Any) -> list[torch.Tensor]:
+    """The tensors in an object: in its attributes, and in what these hold."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    pending = [thing]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, torch.Tensor):
+            found[id(each)] = each
+        elif id(each) not in seen and not is_plain(each) and not isinstance(each, nn.Module):
+            seen.add(id(each))
+            if isinstance(each, MutableMapping):
+                pending += each.values()
+            if isinstance(each, list | tuple | MutableSet):
+                pending += each
+            pending += getattr(each, "__dict__", {}).values() if not callable(each) else []
+    return list(found.values())
+
+
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value

@@ -1,0 +1,339 @@
+"""What operations do to the atoms of their tensors.
+
+Those that move elements (views, slices, concatenation) are done on the atoms themselves. Element by element, atoms that
+meet are tied. What mixes a dim (softmax, sums, products of matrices over it) ties all along it; so does what picks by
+positions, which each rank would count from its own first. What is unknown forbids all atoms that reach it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwise.engine.tensor.atoms import slim, varies
+from shardwise.engine.tensor.flow import Flow, Operation
+
+Numbers = torch.Tensor
+"""An atom for each element."""
+
+_VIEWS = frozenset({"view", "_unsafe_view", "_reshape_alias"})
+
+_MOVES = frozenset(
+    {
+        *("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select", "split"),
+        *("split_with_sizes", "unbind", "diagonal", "repeat", "unfold", "narrow", "chunk"),
+    }
+)
+_COPIES = frozenset(
+    {
+        *("clone", "_to_copy", "contiguous", "detach", "alias", "lift_fresh", "tril", "triu", "tril_", "triu_"),
+        *("fill_", "zero_", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+    }
+)
+_ELEMENTWISE = frozenset(
+    {
+        *("masked_fill", "masked_fill_", "copy_", "copy", "hardswish", "floor_divide", "log_sigmoid_forward"),
+        *("native_dropout", "nan_to_num_", "where"),
+    }
+)
+_MIXES = frozenset(
+    {
+        *("sum", "mean", "amax", "amin", "var", "std", "norm", "linalg_vector_norm", "prod", "any", "all", "argmax"),
+        *("argmin", "logsumexp", "max", "min", "median", "var_mean", "nansum", "cumsum", "cumprod", "cummax"),
+        *("logcumsumexp", "_softmax", "_safe_softmax", "_log_softmax", "sort", "topk", "kthvalue", "mode"),
+        *("roll", "flip"),
+    }
+)
+_LAST_BY_DEFAULT = frozenset({"topk", "sort", "kthvalue", "mode"})
+_ATTENTION = frozenset(
+    {
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+
+
+def follow(flow: Flow, operation: Operation) -> None:
+    """Give what an operation made the atoms that it has, and tie what it brings together."""
+    name = operation.name
+    if name in _FOLLOWED:
+        _FOLLOWED[name](flow, operation)
+    elif name in _VIEWS | _MOVES | _COPIES:
+        _move(flow, operation)
+    elif name in _ELEMENTWISE or torch.Tag.pointwise in operation.func.tags:
+        _meet_elementwise(flow, operation)
+    elif name in _MIXES:
+        _mix(flow, operation)
+    elif name in _ATTENTION:
+        _attend(flow, operation)
+    elif not name.startswith("new_"):
+        refuse(flow, operation.given, name)
+
+
+def refuse(flow: Flow, tensors: Iterable[torch.Tensor], name: str) -> None:
+    """All atoms that reach an operation that is not followed are whole."""
+    for each in flow.cut(tensors):
+        flow.forbid(flow.atoms_of(each), f"'{name}', which is not followed,")
+
+
+def moved(operation: Operation, numbers: Numbers) -> Sequence[Numbers] | None:
+    """The numbers of what a movement of one tensor makes; None for other operations."""
+    name = operation.name
+    if name in _VIEWS:
+        shape = operation.output.shape
+        if operation.output.numel() != numbers.numel():  # of another dtype
+            return None
+        answer = numbers.reshape(shape)
+        return [answer if answer.data_ptr() == numbers.data_ptr() else slim(answer)]
+    if name in _MOVES:
+        answers = operation.func(numbers, *operation.args[1:], **operation.kwargs)
+        if name == "repeat":
+            return [slim(answers)]
+        return [answers] if isinstance(answers, torch.Tensor) else list(answers)
+    if name in _COPIES or torch.Tag.pointwise in operation.func.tags:
+        return [numbers for each in operation.made if each.shape == numbers.shape]
+    return None
+
+
+def _move(flow: Flow, operation: Operation) -> None:
+    (source,) = flow.cut(operation.given)
+    answers = moved(operation, flow.atoms_of(source))
+    if answers is None:
+        refuse(flow, [source], operation.name)
+        return
+    for each, numbers in zip(operation.made, answers, strict=True):
+        flow.set(each, numbers)
+
+
+# Element by element ---------------------------------------------------------------------------------------------------
+
+
+def _meet_elementwise(flow: Flow, operation: Operation) -> None:
+    name, made = operation.name, operation.made
+    shape = made[0].shape
+    leading = flow.cut(operation.given)
+    wholes = [each for each in operation.given if flow.numbers(each) is None]
+    if activations := [each for each in leading if not flow.is_parameter(each)]:
+        for each in [each for each in leading if flow.is_parameter(each) and not _fits(flow, each, activations)]:
+            leading = [other for other in leading if other is not each]
+            wholes.append(each)
+            flow.forbid(flow.atoms_of(each), f"'{name}' with parts that it maps alike")
+    numbers = flow.atoms_of(leading[0]).expand(shape)
+    for each in leading[1:]:
+        other = flow.atoms_of(each).expand(shape)
+        flow.atoms.tie(numbers, other)
+        numbers = _finer(numbers, other)
+    for each in wholes:
+        flow.meet(name, each, numbers)
+    if operation.is_writing and flow.numbers(operation.given[0]) is None:
+        flow.forbid(numbers, f"'{name}' into a whole tensor")
+        return
+    for each in made:
+        if each.shape == shape:
+            flow.set(each, numbers)
+
+
+def _fits(flow: Flow, parameter: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Whether a parameter has elements of its own for all that differs in what it meets."""
+    for each in others:
+        numbers = flow.atoms_of(each)
+        for dim in range(1, numbers.dim() + 1):
+            size = parameter.shape[-dim] if dim <= parameter.dim() else 1
+            if size == 1 and varies(numbers, numbers.dim() - dim):
+                return False
+    return True
+
+
+def _finer(one: Numbers, other: Numbers) -> Numbers:
+    """Of numbers that are tied, those that differ along more dims."""
+    return max(one, other, key=lambda each: sum(map(bool, each.stride())))
+
+
+# Side by side ---------------------------------------------------------------------------------------------------------
+
+
+def _join(flow: Flow, operation: Operation) -> None:
+    name, made = operation.name, operation.made[0]
+    parts = [each for each in operation.args[0] if each.numel()]
+    dim = operation.argument("dim") % made.dim()
+    model = flow.atoms_of(flow.cut(parts)[0])
+    joined = []
+    for each in parts:
+        own = flow.numbers(each)
+        joined.append(_beside(flow, name, each, model, dim) if own is None else own)
+    flow.set(made, slim(torch.cat(joined, dim) if name == "cat" else torch.stack(joined, dim)))
+
+
+def _beside(flow: Flow, name: str, part: torch.Tensor, model: Numbers, dim: int) -> Numbers:
+    """Of a whole part beside a cut one: the numbers of the cut one, where the whole one is alike along what is cut."""
+    whole = torch.zeros((), dtype=torch.int64).expand(part.shape)
+    if flow.is_activation(part):
+        flow.forbid(model, f"'{name}' with a whole value that has a gradient")
+        return whole
+    for each in range(part.dim()):
+        if varies(model, each) and (flow.differs(part, each) or (name == "cat" and each == dim)):
+            return whole
+    return model if name == "stack" else model.narrow(dim, 0, 1).expand(part.shape)
+
+
+def _pad(flow: Flow, operation: Operation) -> None:
+    numbers = flow.atoms_of(operation.args[0])
+    sizes: Sequence[int] = operation.args[1]
+    for at in range(len(sizes) // 2):
+        dim = numbers.dim() - 1 - at
+        if sizes[2 * at] or sizes[2 * at + 1]:
+            flow.along(numbers, dim, f"'{operation.name}'")
+            numbers = numbers.narrow(dim, 0, 1)
+    flow.set(operation.made[0], numbers.expand(operation.made[0].shape))
+
+
+def _gate(flow: Flow, operation: Operation) -> None:
+    one, other = flow.atoms_of(operation.args[0]).chunk(2, operation.argument("dim"))
+    flow.atoms.tie(one, other)
+    flow.set(operation.made[0], one)
+
+
+# Along a dim ----------------------------------------------------------------------------------------------------------
+
+
+def _mix(flow: Flow, operation: Operation) -> None:
+    source = operation.args[0]
+    numbers = flow.atoms_of(source)
+    given = operation.argument("dim", operation.argument("dims"))
+    if given is None and operation.name in _LAST_BY_DEFAULT:
+        given = -1
+    listed = [given] if isinstance(given, int) else list(given or range(source.dim()))
+    dims = sorted({each % max(1, source.dim()) for each in listed}, reverse=True)
+    for dim in dims:
+        flow.along(numbers, dim, f"'{operation.name}'")
+    for each in operation.made:
+        own = numbers
+        if each.shape != source.shape:
+            for dim in dims:
+                own = own.narrow(dim, 0, 1) if each.dim() == source.dim() else own.select(dim, 0)
+        flow.set(each, own.expand(each.shape))
+
+
+def _normalize(flow: Flow, operation: Operation) -> None:
+    for each in flow.cut(operation.given):
+        if flow.is_parameter(each):
+            flow.forbid(flow.atoms_of(each), f"'{operation.name}'")
+    source = operation.args[0]
+    numbers = flow.numbers(source)
+    if numbers is None or flow.is_parameter(source):
+        return
+    for dim in range(numbers.dim() - len(operation.args[1]), numbers.dim()):
+        flow.along(numbers, dim, f"'{operation.name}'")
+    flow.set(operation.made[0], numbers)
+
+
+def _pick(flow: Flow, operation: Operation) -> None:
+    """Elements by their positions."""
+    name, source = operation.name, operation.args[0]
+    positions = [each for each in tree_leaves((operation.args[1:], operation.kwargs)) if isinstance(each, torch.Tensor)]
+    if flow.numbers(source) is None or flow.cut(positions) or any(each.is_meta for each in positions):
+        refuse(flow, operation.given, name)
+        return
+    numbers = flow.atoms_of(source)
+    if not flow.is_parameter(source):
+        for dim in _picked_dims(operation, source):
+            flow.along(numbers, dim, f"'{name}'")
+    args, kwargs = tree_map(_on_cpu, (operation.args[1:], operation.kwargs))
+    flow.set(operation.made[0], slim(operation.func(numbers, *args, **kwargs)))
+
+
+def _picked_dims(operation: Operation, source: torch.Tensor) -> list[int]:
+    if operation.name == "index_select":
+        return [operation.args[1] % source.dim()]
+    if operation.name == "gather":
+        return list(range(source.dim()))
+    dims, at = [], 0
+    for each in operation.args[1]:
+        count = each.dim() if each is not None and each.dtype in (torch.bool, torch.uint8) else 1
+        dims += [] if each is None else list(range(at, at + count))
+        at += count
+    return dims
+
+
+def _look_up(flow: Flow, operation: Operation) -> None:
+    weight, tokens = operation.args[:2]
+    if flow.numbers(weight) is None or flow.numbers(tokens) is not None or tokens.is_meta:
+        refuse(flow, operation.given, operation.name)
+        return
+    flow.set(operation.made[0], slim(flow.atoms_of(weight)[tokens.cpu()]))
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+def _multiply(flow: Flow, operation: Operation) -> None:
+    """Matrices, one pair or many: what is summed over is one group, and so are the row and the column that meet."""
+    name, made = operation.name, operation.made[0]
+    added = operation.args[0] if name in ("addmm", "baddbmm") else None
+    if added is not None and flow.numbers(added) is not None:
+        refuse(flow, [added], name)
+        added = None
+    one, other = operation.args[:2] if name in ("mm", "bmm") else operation.args[1:3]
+    left, right = flow.numbers(one), flow.numbers(other)
+    for numbers, whole, dim in ((left, other, one.dim() - 1), (right, one, one.dim() - 2)):
+        if numbers is not None:
+            flow.along(numbers, dim, f"'{name}'", is_product=True)
+            if flow.numbers(whole) is None:
+                flow.meet(name, whole, numbers, dims=[-3] if whole.dim() == 3 else [])
+    rows = None if left is None else left.narrow(-1, 0, 1).expand(made.shape)
+    columns = None if right is None else right.narrow(-2, 0, 1).expand(made.shape)
+    if rows is not None and columns is not None:
+        flow.atoms.tie(rows, columns)
+        numbers = _finer(rows, columns)
+    else:
+        numbers = rows if rows is not None else columns
+    if numbers is not None:
+        if added is not None:
+            flow.meet(name, added, numbers)
+        flow.set(made, numbers)
+
+
+def _attend(flow: Flow, operation: Operation) -> None:
+    """Attention of [rows, heads, positions, dims]: a head is one group, as are query, key and value of one."""
+    name = operation.name
+    tensors = operation.args[:3]
+    if len(flow.cut(tensors)) < len(tensors):
+        refuse(flow, tensors, f"{name} with a whole value")
+        return
+    heads = []
+    for each in tensors:
+        numbers = flow.atoms_of(each)
+        for dim in range(2, numbers.dim()):
+            flow.along(numbers, dim, f"'{name}'", is_product=True)
+        own = numbers[:, :, 0, 0]
+        heads.append(own.repeat_interleave(operation.made[0].shape[1] // own.shape[1], dim=1))
+    for own in heads[1:]:
+        flow.atoms.tie(heads[0], own)
+    numbers = heads[0][:, :, None, None]
+    for each in operation.given:
+        if not any(each is other for other in tensors):
+            shape = torch.broadcast_shapes(each.shape, numbers.shape)
+            if (mask := flow.numbers(each)) is not None:
+                flow.atoms.tie(numbers.expand(shape), mask.expand(shape))
+            else:
+                flow.meet(name, each, numbers.expand(shape))
+    flow.set(operation.made[0], numbers.expand(operation.made[0].shape))
+
+
+_FOLLOWED: Mapping[str, Callable[[Flow, Operation], None]] = {
+    **dict.fromkeys(("cat", "stack"), _join),
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _normalize),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), _multiply),
+    **dict.fromkeys(("index", "index_select", "gather"), _pick),
+    "constant_pad_nd": _pad,
+    "glu": _gate,
+    "embedding": _look_up,
+}

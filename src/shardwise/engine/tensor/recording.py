@@ -1,0 +1,272 @@
+"""Runs a forward once and writes down which features of its linear maps have to be on one rank."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.engine.inventory import named_places
+from shardwise.engine.pipeline.outline import unchanged
+from shardwise.engine.tensor.atoms import WHOLE, Atoms, slim, varies
+from shardwise.engine.tensor.flow import Flow
+from shardwise.engine.wrapping import Forward, unwrap, wrap
+from shardwise.plan.tensor_inference import Groups, Trace, TracedMap, TracedParameter
+from shardwise.plan.tensor_outline import TensorModule, TensorOutline
+
+
+def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) -> Trace:
+    """The trace of `call()`, which runs the model; afterwards the model is as before."""
+    followed = {each.name: _Followed(each, model.get_submodule(each.name)) for each in outline.modules if _is_map(each)}
+    names: dict[int, str] = {}
+    of_module = {each.module: name for name, each in followed.items()}
+    owners: dict[int, str] = {}
+    for module, _, name, parameter in named_places(model):
+        names.setdefault(id(parameter), name)
+        owners[id(parameter)] = of_module.get(module) or owners.get(id(parameter), "")
+    with torch.no_grad(), unchanged(model), ExitStack() as stack:
+        model.eval()
+        flow = Flow(Atoms(), owners, followed)
+        for each in followed.values():
+            each.flow = flow
+            wrap(each.module, each)
+        stack.callback(unwrap, model)
+        root = _Root(flow)
+        wrap(model, root)
+        for name, module in model.named_modules():
+            stack.enter_context(_named(module, name, flow))
+        with flow:
+            call()
+    return _Reading(flow, followed, outline, root.given, names=names).trace()
+
+
+def _is_map(module: TensorModule) -> bool:
+    return module.computes != "other"
+
+
+@contextmanager
+def _named(module: nn.Module, name: str, flow: Flow) -> Iterator[None]:
+    def leave(*_: object) -> None:  # what a hook gives would take the place of the output
+        flow.where.pop()
+
+    before = module.register_forward_pre_hook(lambda *_: flow.where.append(name))
+    after = module.register_forward_hook(leave)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+class _Root:
+    """Notes what the model gives."""
+
+    structure = "recorded"
+
+    def __init__(self, flow: Flow) -> None:
+        self.given: list[torch.Tensor] = []
+        self._flow = flow
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `engine.wrapping.Wrapper`."""
+        output = forward(*args, **kwargs)
+        for each in _tensors_in(output):
+            if (numbers := self._flow.numbers(each)) is not None:
+                self.given.append(numbers)
+                self._flow.atoms.forbid(numbers, "the model gives it")
+        return output
+
+
+def _tensors_in(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, dict):  # an output of transformers is one, whatever torch knows of it
+        output = dict(output)
+    return [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A linear map or an embedding, and what it read and gave."""
+
+    known: TensorModule
+    module: nn.Module
+    flow: Flow | None = None
+    atoms: torch.Tensor | None = None
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    has_whole_input: bool = False
+    problem: str = ""
+    is_lookup: bool = True
+    order: int = -1
+
+    structure = "recorded"
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `engine.wrapping.Wrapper`."""
+        flow = self.flow
+        assert flow is not None
+        flow.paused += 1
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            flow.paused -= 1
+        if flow.paused:
+            return output
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if self.order < 0:
+            self.order = flow.atoms.count
+        self._note(flow, given, output)
+        return output
+
+    def _note(self, flow: Flow, given: list[torch.Tensor], output: Any) -> None:
+        numbers = [each for each in map(flow.numbers, given) if each is not None]
+        if len(given) != 1 or not isinstance(output, torch.Tensor) or not self._is_plain(given[0], output):
+            self.problem = "it is called with other things than one tensor"
+            for each in numbers:
+                flow.atoms.forbid(each, f"{self.known.name!r}, which is called with other things than one tensor")
+            for each in tree_leaves(output):
+                if isinstance(each, torch.Tensor):
+                    flow.give(each, None)
+            return
+        if numbers and _varies_inside(numbers[0]):
+            numbers = [slim(flow.atoms.groups()[numbers[0]])]
+            if not bool(numbers[0].any()):
+                numbers = []  # by now it is whole
+        if not numbers:
+            self.has_whole_input = True
+        elif self.known.computes == "embedding":
+            flow.atoms.forbid(numbers[0], f"the embedding {self.known.name!r}")
+        elif _varies_inside(numbers[0]):
+            self._work_inside(flow, numbers[0], output)
+            return
+        else:
+            self.inputs.append(numbers[0])
+        if self.atoms is None:
+            self.atoms = flow.atoms.fresh(output.shape[-1])
+        flow.give(output, self.atoms.expand(output.shape))
+
+    def _work_inside(self, flow: Flow, numbers: torch.Tensor, output: torch.Tensor) -> None:
+        """Each head, say, is mapped alike: the map is whole on every rank, and works on what the rank has."""
+        self.problem = "it maps each part of what is cut alike"
+        last = numbers.dim() - 1
+        flow.atoms.tie_along(numbers, last, f"{self.known.name!r}, which maps each part alike")
+        flow.give(output, numbers.narrow(last, 0, 1).expand(output.shape))
+
+    def _is_plain(self, given: torch.Tensor, output: torch.Tensor) -> bool:
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        if self.known.computes != "embedding":
+            outputs = weight.shape[0 if self.known.computes == "linear" else 1]
+            return output.shape == (*given.shape[:-1], outputs) and output.dim() > 0
+        own = type(self.module).forward is not nn.Embedding.forward
+        self.is_lookup &= not own or _is_lookup(weight, given, output)
+        return not given.is_floating_point() and output.shape == (*given.shape, weight.shape[1])
+
+
+def _varies_inside(numbers: torch.Tensor) -> bool:
+    """Whether it varies along another dim than the last."""
+    return any(varies(numbers, dim) for dim in range(numbers.dim() - 1))
+
+
+def _is_lookup(weight: torch.Tensor, tokens: torch.Tensor, output: torch.Tensor) -> bool:
+    """Whether an embedding with a forward of its own gives rows, scaled."""
+    if weight.is_meta or tokens.is_floating_point() or tokens.shape != output.shape[:-1] or tokens.numel() == 0:
+        return False
+    if int(tokens.min()) < 0 or int(tokens.max()) >= weight.shape[0]:
+        return False
+    rows, given = weight[tokens].double(), output.double()
+    square = float(rows.square().sum())
+    scale = float((rows * given).sum()) / square if square else 1.0
+    return torch.allclose(given, rows * scale, rtol=1e-2, atol=1e-6)
+
+
+class _Reading:
+    """From what was noted to a trace."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        followed: dict[str, _Followed],
+        outline: TensorOutline,
+        given: list[torch.Tensor],
+        *,
+        names: dict[int, str],
+    ) -> None:
+        self._flow = flow
+        self._followed = sorted(followed.values(), key=lambda each: each.order)
+        self._outline = outline
+        self._names = names
+        self._groups = flow.atoms.groups()
+        self._reasons = flow.atoms.reasons(self._groups)
+        self._given = [torch.unique(each) for each in given]
+        self._holders: dict[str, int] = {}
+        for module in outline.modules:
+            for name in module.parameters.values():
+                self._holders[name] = self._holders.get(name, 0) + 1
+
+    def trace(self) -> Trace:
+        """The trace."""
+        ran = [each for each in self._followed if each.order >= 0]
+        parameters = [self._bare(parameter, numbers) for parameter, numbers in self._flow.bare.values()]
+        return Trace(
+            maps=tuple(map(self._map, ran)),
+            parameters=tuple(each for each in parameters if each is not None),
+            reasons={group: why for group, why in self._reasons.items() if group > 0},
+            not_run=tuple(each.known.name for each in self._followed if each.order < 0),
+        )
+
+    def _map(self, each: _Followed) -> TracedMap:
+        known = each.known
+        weight = known.parameters["weight"]
+        outside = "another module reads its parameters" if known.name in self._flow.read_outside else ""
+        bias = known.parameters.get("bias")
+        tied = "its bias is shared with another module" if bias and self._holders[bias] > 1 else ""
+        problem = known.problem or each.problem or outside
+        outputs: Groups = () if each.atoms is None else self._tuple(each.atoms)
+        inputs = [slim(self._groups[numbers]) for numbers in each.inputs]
+        mixed = any(map(_varies_inside, inputs))
+        is_head = each.atoms is not None and any(torch.equal(given, each.atoms) for given in self._given)
+        is_embedding = known.computes == "embedding"
+        rows = self._outline.shapes[weight][0] if is_embedding else len(outputs)
+        fits = not (problem or tied) and each.atoms is not None and (each.is_lookup if is_embedding else is_head)
+        return TracedMap(
+            module=known.name,
+            is_embedding=is_embedding,
+            outputs=outputs,
+            inputs=tuple(dict.fromkeys(_tuple(numbers[(0,) * (numbers.dim() - 1)]) for numbers in inputs)),
+            has_whole_input=each.has_whole_input,
+            column_problem=problem or tied or known.column_problem,
+            row_problem=problem or ("what it reads is not cut by features alone" if mixed else ""),
+            why_whole="" if each.atoms is None else self._why_whole(each.atoms),
+            is_head=is_head,
+            vocabulary=rows if fits else 0,
+            weight=weight,
+            num_holders=self._holders[weight],
+        )
+
+    def _why_whole(self, atoms: torch.Tensor) -> str:
+        return next((why for each in atoms.tolist() if (why := self._reasons.get(-each))), "")
+
+    def _tuple(self, numbers: torch.Tensor) -> Groups:
+        return _tuple(self._groups[numbers])
+
+    def _bare(self, parameter: nn.Parameter, numbers: torch.Tensor) -> TracedParameter | None:
+        """Along which dim the groups of a parameter lie; None where it meets nothing that is cut."""
+        groups = self._groups[numbers]
+        alone = torch.bincount(self._groups)[groups] == 1
+        groups = groups.masked_fill(alone, -1)
+        if not bool((groups > WHOLE).any()):
+            return None
+        name = self._names[id(parameter)]
+        largest = groups.masked_fill(groups < 0, torch.iinfo(groups.dtype).max)
+        for dim in range(groups.dim()):
+            highest = groups.movedim(dim, 0).reshape(groups.shape[dim], -1).amax(1)
+            lowest = largest.movedim(dim, 0).reshape(groups.shape[dim], -1).amin(1)
+            if bool((highest == lowest).all()) and (groups.shape[dim] > 1):
+                return TracedParameter(name=name, dim=dim, groups=_tuple(highest))
+        return TracedParameter(name=name, dim=None, groups=_tuple(torch.unique(groups)))
+
+
+def _tuple(numbers: torch.Tensor) -> Groups:
+    return tuple(numbers.tolist())

@@ -1,0 +1,101 @@
+"""Inputs for a model that says by its configuration what it takes."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_ROWS = 2
+_TOKENS = 8
+
+
+def sample_for(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """A small batch by the names of the forward's arguments and the sizes of `model.config`; None without one.
+
+    Tokens are arbitrary, small numbers; pixels and sounds are random. It is the same on every rank.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "dummy_inputs"):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    named = inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", "input_ids")
+    made: dict[str, torch.Tensor] = {}
+    for name in named:
+        make = _MAKERS.get(name)
+        if make is not None and (name == main or name in _BESIDE):
+            made[name] = make(_Sizes(config), generator)
+    if not made and main in _MAKERS:
+        made[main] = _MAKERS[main](_Sizes(config), generator)
+    return {name: each.to(dtype) if each.is_floating_point() else each for name, each in made.items()} or None
+
+
+class _Sizes:
+    """Numbers of a configuration, or of one inside it."""
+
+    def __init__(self, config: Any) -> None:
+        self._configs = [config]
+        for key in ("text_config", "vision_config", "audio_config", "encoder", "decoder", "backbone_config"):
+            inner = getattr(config, key, None)
+            if inner is not None and not isinstance(inner, Mapping | int | float | str | bool):
+                self._configs.append(inner)
+
+    def number(self, *names: str, default: int) -> int:
+        """The first of these that some configuration has."""
+        for config in self._configs:
+            for name in names:
+                value = getattr(config, name, None)
+                if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
+                    value = value[0]
+                if type(value) is int and value > 0:
+                    return value
+        return default
+
+
+def _tokens(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+    count = sizes.number("vocab_size", default=16)
+    return torch.randint(min(5, count - 1), count, (_ROWS, _TOKENS), generator=generator)
+
+
+def _pixels(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+    size = sizes.number("image_size", "img_size", "input_size", default=32)
+    return torch.randn(_ROWS, sizes.number("num_channels", "in_channels", default=3), size, size, generator=generator)
+
+
+def _frames(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+    images = [_pixels(sizes, generator) for _ in range(sizes.number("num_frames", default=2))]
+    return torch.stack(images, 1)
+
+
+def _mel(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+    bins = sizes.number("num_mel_bins", "feature_size", "n_mels", default=16)
+    if (positions := sizes.number("max_source_positions", default=0)) > 0:
+        return torch.randn(_ROWS, bins, 2 * positions, generator=generator)
+    return torch.randn(_ROWS, 32, bins, generator=generator)
+
+
+def _sound(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(_ROWS, 2000, generator=generator)
+
+
+def _boxes(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+    corner = torch.randint(0, 4, (_ROWS, _TOKENS, 2), generator=generator)
+    return torch.cat([corner, corner + 3], -1)
+
+
+_MAKERS: dict[str, Callable[[_Sizes, torch.Generator], torch.Tensor]] = {
+    "input_ids": _tokens,
+    "decoder_input_ids": _tokens,
+    "pixel_values": _pixels,
+    "pixel_values_videos": _frames,
+    "input_features": _mel,
+    "input_values": _sound,
+    "bbox": _boxes,
+}
+"""Arguments of forwards, by the names that they have in transformers."""
+
+_BESIDE = frozenset({"decoder_input_ids", "bbox", "input_ids", "pixel_values"})
+"""What a forward needs beside its main input, where it names it."""
