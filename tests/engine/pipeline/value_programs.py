@@ -90,9 +90,7 @@ UNARY: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "transpose": lambda x, n: x.transpose(0, -1),
     "mT": lambda x, n: x.mT,
     "permute": lambda x, n: x.permute(*range(1, x.dim()), 0),
-    "expand": lambda x, n: x.unsqueeze(_along(x, n)).expand(
-        *x.shape[: _along(x, n)], 2, *x.shape[_along(x, n) :]
-    ),
+    "expand": lambda x, n: x.unsqueeze(_along(x, n)).expand(*x.shape[: _along(x, n)], 2, *x.shape[_along(x, n) :]),
     "expand_as": lambda x, n: x[..., :1].expand_as(x),
     "unfold": lambda x, n: x.unfold(_along(x, n), 2, 1),
     "contiguous": lambda x, n: x.contiguous(),
