@@ -261,7 +261,9 @@ def _same(flow: Flow, tensor: torch.Tensor, value: Value | None, spec: Spec) -> 
     if not isinstance(tensor, StageTensor) or value is None:
         return flow.adopted(tensor)
     if tensor.value is not value:
-        return StageTensor(flow, value, tensor.family if value in tensor.family.copies.values() else Family(value))
+        if tensor.value.is_kept:
+            return StageTensor(flow, value, tensor.family if value in tensor.family.copies.values() else Family(value))
+        tensor.value = value  # the same object for the program, which goes on from where it has come to
     value.spec = spec  # requires_grad_(), unsqueeze_()
     return tensor
 

@@ -171,6 +171,8 @@ class Flow:
 
     def to_stage(self, tensor: StageTensor, stage: int) -> Value:
         """The value on a stage; it crosses when it is first used there."""
+        if tensor.value.memory.is_behind:
+            tensor.rebind(tensor.family.origin)  # it has been written to where it came from
         value = tensor.value
         if refusal := value.memory.refusal(value.maker):
             raise ModelError(f"{refusal} ({user_site()})")

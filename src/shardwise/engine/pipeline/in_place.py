@@ -26,7 +26,7 @@ def account_for_writes(
     for at, spec in entry.written:
         tensor = inputs.tensors[at]
         if not isinstance(tensor, StageTensor):
-            _write_to_plain(runner, flow, call, tensor, moved)
+            _write_to_plain(runner, flow, call, tensor, spec, moved)
             continue
         value = moved[at]
         if value.memory.doubt:
@@ -35,14 +35,12 @@ def account_for_writes(
                 "know which of these tensors share their memory; write to a copy (clone), or write inside of a module "
                 "that is placed on a stage"
             )
-        if tensor.value is not value:
-            _refuse_views_left_behind(call, inputs, tensor, moved)
-            if tensor.value.is_kept:
-                raise ModelError(
-                    f"{user_site()}: {call.name} writes values of stage {value.stage} to {tensor.value.maker!r}, which "
-                    f"the model keeps on stage {tensor.value.stage}; place both on one stage"
-                )
-            tensor.rebind(value)  # it was handed on and written to there: from now on it lives there
+        _refuse_views_left_behind(call, value, moved)
+        if tensor.value is not value and tensor.value.is_kept:
+            raise ModelError(
+                f"{user_site()}: {call.name} writes values of stage {value.stage} to {tensor.value.maker!r}, which "
+                f"the model keeps on stage {tensor.value.stage}; place both on one stage"
+            )
         if value.memory.plain is not None:
             flow.shade(value.memory.plain)
         origin = value.memory.origin
@@ -54,24 +52,21 @@ def account_for_writes(
             origin = origin.origin
         value.memory.num_writes += 1
         value.maker, value.spec = call.name, spec
-        tensor.family.reset()
+        tensor.rebind(value)  # where it was handed on and written to, it lives from now on
 
 
-def _refuse_views_left_behind(call: Call, inputs: Inputs, tensor: StageTensor, moved: Mapping[int, Value]) -> None:
+def _refuse_views_left_behind(call: Call, value: Value, moved: Mapping[int, Value]) -> None:
     """A call got copies of two views of one memory, and wrote to one of them: the other copy does not show it."""
-    for at in moved:
-        other = inputs.tensors[at]
-        assert isinstance(other, StageTensor)
-        if other is not tensor and other.value.memory is tensor.value.memory:
+    for other in moved.values():
+        if other.memory is not value.memory and other.memory.root is value.memory.root:
             raise ModelError(
-                f"{call.name!r} writes in place to what {tensor.value.maker!r} made on stage {tensor.value.stage}, and "
-                f"is given another view of it ({user_site()}), which stays as it was on stage {moved[at].stage}; write "
-                "to a copy (clone) instead"
+                f"{call.name!r} writes in place to what {value.maker!r} made, and is given another view of it "
+                f"({user_site()}), which stays as it was on stage {value.stage}; write to a copy (clone) instead"
             )
 
 
 def _write_to_plain(
-    runner: "PipelineRunner", flow: Flow, call: Call, tensor: torch.Tensor, moved: dict[int, Value]
+    runner: "PipelineRunner", flow: Flow, call: Call, tensor: torch.Tensor, spec: Spec, moved: dict[int, Value]
 ) -> None:
     """A tensor that all ranks have was written to on one: from now on it stands for a value of that stage."""
     if runner.is_buffer_of_all(tensor):
@@ -86,7 +81,6 @@ def _write_to_plain(
         )
     stage = max(value.stage for value in moved.values())
     local = tensor if any(value.local is not None for value in moved.values()) else None
-    spec = Spec.of(tensor)._replace(requires_grad=any(value.spec.requires_grad for value in moved.values()))
     flow.hold(tensor, Value(stage, spec, local, call.name))
     flow.shade(tensor)
 

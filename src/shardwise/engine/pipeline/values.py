@@ -70,6 +70,11 @@ class Memory:
         """Another number after every write."""
         return self.num_writes if self.plain is None else self.num_writes + self.plain._version
 
+    @property
+    def root(self) -> "Memory":
+        """What it was copied from in the end."""
+        return self if self.origin is None else self.origin.root
+
     def refusal(self, maker: str) -> str:
         """Why what `maker` gave may not be read; empty: it may."""
         if self.stale or not self.is_behind:
