@@ -69,7 +69,9 @@ def slotted(value: Any) -> Slotted:
     return made
 
 
-SPEC = Spec(shape=(2, 3), stride=(3, 1), dtype=torch.bfloat16, requires_grad=True, is_leaf=False, is_conj=False, is_neg=False)
+SPEC = Spec(
+    shape=(2, 3), stride=(3, 1), dtype=torch.bfloat16, requires_grad=True, is_leaf=False, is_conj=False, is_neg=False
+)
 
 
 @pytest.mark.parametrize(

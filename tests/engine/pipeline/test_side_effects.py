@@ -288,9 +288,15 @@ class KeepingTwo(Two):
         return out
 
 
-@pytest.mark.parametrize("make", [BorrowingTwo, KeepingTwo])
-def test_a_module_of_another_stage_inside_a_placed_one_is_refused(make: Callable[[], nn.Module]) -> None:
-    assert "a parameter or a buffer of a module on another stage" in refusal(make)
+@pytest.mark.parametrize(("schedule", "k"), [("1f1b", 3), ("interleaved", 2)])
+def test_a_module_that_is_handed_to_one_of_another_stage_brings_its_parameters_along(schedule: str, k: int) -> None:
+    stages = {"first": 0, "one": 1, "two": 2, "last": 3}
+    case = Case(make=seeded(BorrowingTwo), batches=BATCHES, stages=stages, loss=square)
+    assert_equals_one_process(case, schedule=schedule, pp=2, k=k)
+
+
+def test_a_module_that_keeps_one_of_another_stage_is_refused() -> None:
+    assert "a parameter or a buffer of a module on another stage" in refusal(KeepingTwo)
 
 
 class Packed(nn.Module):

@@ -67,7 +67,23 @@ class Looking(_Block):
         return x + self.bias * (1 + x.is_contiguous() + 2 * (x.stride()[0] > x.stride()[-1]) + 4 * x.requires_grad)
 
 
-MODULES: tuple[type[_Block], ...] = (Affine, Turning, Writing, Copying, Looking)
+class Returning(_Block):
+    """Gives its input, a view of it, and something new."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, x[..., :1], x + self.bias
+
+
+class Hiding(_Block):
+    """Writes to its input where no version shows it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = x + self.bias
+        x.data.add_(1)
+        return out
+
+
+MODULES: tuple[type[_Block], ...] = (Affine, Turning, Writing, Copying, Looking, Returning, Hiding)
 
 
 def _along(x: torch.Tensor, number: int) -> int:
@@ -90,9 +106,7 @@ UNARY: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "transpose": lambda x, n: x.transpose(0, -1),
     "mT": lambda x, n: x.mT,
     "permute": lambda x, n: x.permute(*range(1, x.dim()), 0),
-    "expand": lambda x, n: x.unsqueeze(_along(x, n)).expand(
-        *x.shape[: _along(x, n)], 2, *x.shape[_along(x, n) :]
-    ),
+    "expand": lambda x, n: x.unsqueeze(_along(x, n)).expand(*x.shape[: _along(x, n)], 2, *x.shape[_along(x, n) :]),
     "expand_as": lambda x, n: x[..., :1].expand_as(x),
     "unfold": lambda x, n: x.unfold(_along(x, n), 2, 1),
     "contiguous": lambda x, n: x.contiguous(),
@@ -149,18 +163,18 @@ class Program(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Seen]:
         """The loss, and what could be seen of every register after every instruction."""
-        registers: Registers = [self.last(x)]
+        registers: Registers = [x * 1, self.last(x)]  # one that all ranks have
         seen: Seen = []
         for step in self.steps:
             self._take(registers, step)
             seen.append([_seen(each) for each in registers])
-        seen.append([[one is other for one in registers] for other in registers])
+        seen.append([[one is other for one in registers[1:]] for other in registers[1:]])
         sums = [each.sum() * (at + 1) for at, each in enumerate(registers)]
         return torch.stack(sums).sum() + self.last(registers[-1].sum()).sum(), seen
 
     def valid(self, x: torch.Tensor) -> list[Step]:
         """The instructions that one process runs."""
-        registers: Registers = [self.last(x)]
+        registers: Registers = [x * 1, self.last(x)]
         found = []
         for step in self.steps:
             try:
@@ -185,6 +199,7 @@ class Program(nn.Module):
 
 def _seen(x: torch.Tensor) -> tuple[Any, ...]:
     strides = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]  # of one element: any
+    strides = strides if x.numel() else []
     return (
         *(tuple(x.shape), strides, x.dtype, x.requires_grad, x.is_leaf, x.is_contiguous()),
         x.storage_offset(),

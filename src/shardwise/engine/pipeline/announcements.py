@@ -60,11 +60,14 @@ def _written(value: Any) -> Any:
         return value
     if isinstance(value, int):
         return int(value) if abs(value) < _LARGEST_NUMBER else ["int", hex(value)]
-    for kind in (float, str):
-        if isinstance(value, kind):
-            return kind(value)
+    if isinstance(value, float | str):
+        return float(value) if isinstance(value, float) else str(value)
     if isinstance(value, tuple | list | MutableMapping) or is_dataclass(type(value)):
         return _written_container(value)
+    return _written_constant(value)
+
+
+def _written_constant(value: Any) -> Any:
     for name, kind in _OF_TORCH.items():
         if isinstance(value, kind):
             return [name, str(value).removeprefix("torch.")]
@@ -152,9 +155,10 @@ def _read_pairs(written: Any) -> list[tuple[Any, Any]]:
 
 
 def _read_sequence(written: Any, items: Any, attributes: Any) -> Any:
-    kind, values = _imported(written), [_read(each) for each in items]
+    kind: Any = _imported(written)
+    values = [_read(each) for each in items]
     if issubclass(kind, list):
-        made = list.__new__(kind)
+        made: Any = list.__new__(kind)
         list.extend(made, values)
         return _with_attributes(made, attributes)
     if kind is torch.Size or kind.__module__ == "torch.return_types":
@@ -163,11 +167,11 @@ def _read_sequence(written: Any, items: Any, attributes: Any) -> Any:
 
 
 def _read_mapping(written: Any, items: Any, attributes: Any) -> Any:
-    kind = _imported(written)
-    base = next((each for each in (OrderedDict, defaultdict, dict) if issubclass(kind, each)), None)
+    kind: Any = _imported(written)
+    base: Any = next((each for each in (OrderedDict, defaultdict, dict) if issubclass(kind, each)), None)
     if base is None:
         raise TypeError(f"{kind.__name__} is no dict")
-    made = base.__new__(kind)
+    made: Any = base.__new__(kind)
     for key, value in _read_pairs(items):
         base.__setitem__(made, key, value)
     return _with_attributes(made, attributes)

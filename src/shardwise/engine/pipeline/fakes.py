@@ -46,7 +46,7 @@ _UNLIKE_THEIR_FAKES = frozenset({"aten::_native_multi_head_attention"})
 
 
 class Trial(TorchDispatchMode):
-    """Sees what operations write to: versions of tensors do not show writes through `.data`, nor those of batch norm."""
+    """Sees what operations write to; versions of tensors do not show writes through `.data`, and of batch norm."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class Fakes:
 
     @contextmanager
     def trying(self) -> Iterator[Trial]:
-        """Operations give fake tensors, draw no random numbers that count, and compile nothing; what they write is noted."""
+        """Operations give fake tensors, draw no random numbers that count, compile nothing, and are watched."""
         state = torch.default_generator.get_state()
         was_disabled, _LOG.disabled = (
             _LOG.disabled,

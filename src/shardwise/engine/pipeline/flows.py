@@ -127,8 +127,7 @@ class Flow:
             return held[1]
         if (place := self._place_of(leaf)) is not None:
             stage, name = place
-            local = leaf if self._runner.is_local(stage) else None
-            lineage = zlib.crc32(name.encode())
+            local, lineage = leaf if self._runner.is_local(stage) else None, zlib.crc32(name.encode())
             return self.hold(leaf, Value(stage, Spec.of(leaf), local, name, lineage=lineage, is_kept=True))
         if self._is_shaded(leaf):
             raise ModelError(
@@ -157,13 +156,9 @@ class Flow:
 
     def stands_for_value(self, leaf: torch.Tensor) -> bool:
         """Whether `adopted` gives a value of a stage."""
-        return (
-            type(leaf) is StageTensor
-            or id(leaf) in self._held
-            or self._place_of(leaf) is not None
-            or leaf.is_meta
-            or self._is_shaded(leaf)
-        )
+        if type(leaf) is StageTensor or id(leaf) in self._held or leaf.is_meta:
+            return True
+        return self._place_of(leaf) is not None or self._is_shaded(leaf)
 
     def shade(self, tensor: torch.Tensor) -> None:
         """Values of a stage were written to a plain tensor: views of its memory have what it was on other ranks."""
@@ -176,14 +171,11 @@ class Flow:
 
     def to_stage(self, tensor: StageTensor, stage: int) -> Value:
         """The value on a stage; it crosses when it is first used there."""
+        if tensor.value.memory.is_behind:
+            tensor.rebind(tensor.family.origin)  # it has been written to where it came from
         value = tensor.value
-        if value.memory.stale:
-            raise ModelError(f"{value.memory.stale} ({user_site()})")
-        if value.memory.is_behind:
-            raise ModelError(
-                f"{value.maker!r} gave what it was given from an earlier stage, and that was written to since; what "
-                f"is on stage {value.stage} is as it was before ({user_site()}); write to a copy (clone) instead"
-            )
+        if refusal := value.memory.refusal(value.maker):
+            raise ModelError(f"{refusal} ({user_site()})")
         if value.stage == stage:
             return value
         family = tensor.family
@@ -317,10 +309,11 @@ class Flow:
                 f"what {self.last!r} gave on stage {stage} has to be announced while activations are recomputed in "
                 "backward: an activation checkpoint spans several stages; checkpoint each placed module by itself"
             )
-        is_owner = self._runner.is_local(stage)
-        told = news() if is_owner else None
-        announced = self._announce(stage, packed(told) if is_owner else None)
-        return told if is_owner else unpacked(announced)
+        if not self._runner.is_local(stage):
+            return unpacked(self._announce(stage, None))
+        told = news()
+        self._announce(stage, packed(told))
+        return told
 
     def shape_known(self, tensor: StageTensor) -> Spec:
         """The description of a value with its real shape, which its owner tells to all where they cannot know it."""
@@ -351,10 +344,9 @@ class Flow:
 
     def _take(self, kind: Kind, number: int, source: int, target: int) -> Message:
         """Wait for a message from the rank of a stage."""
+        key = Key(kind, self.number, number)
         with self._runner.noting("wait", self.number, target):
-            return self._post.take(
-                self._runner.rank_of(source), Key(kind, self.number, number), stages=(source, target)
-            )
+            return self._post.take(self._runner.rank_of(source), key, stages=(source, target))
 
     def _compare(self, message: Message, difference: str, *, fits: bool = True) -> None:
         """Raise MismatchError unless the sender's program had made the same calls."""

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.pipeline.calls import Operation
 from shardwise.engine.pipeline.execution import execute
-from shardwise.engine.pipeline.sites import user_site
+from shardwise.engine.pipeline.sites import outermost_method, user_site
 from shardwise.engine.pipeline.values import Spec, StageTensor, Value
 from shardwise.errors import ModelError
 
@@ -67,6 +68,17 @@ _RANDOM = _getters(
     for name in dir(functional)
     if "dropout" in name or name in ("rrelu", "gumbel_softmax", "scaled_dot_product_attention")
 }
+
+
+_WORDS = {
+    "__bool__": "bool(): if, while, and, or, not, assert",
+    "__contains__": "in",
+    "__repr__": "print, repr",
+    "__format__": "print, an f-string",
+    "__array__": "numpy",
+    **{f"__{name}__": f"{name}()" for name in ("int", "float", "index", "complex", "deepcopy", "dlpack")},
+}
+"""What a program has written where torch sees these."""
 
 
 class Glue(TorchFunctionMode):
@@ -172,14 +184,22 @@ class Glue(TorchFunctionMode):
             what = f"asks for the graph of a value ({name})"
             advice = "Backward is run by step(); put hooks that look at gradients on modules inside a placed one"
         else:
-            what = f"reads the elements of a value ({name})"
-            advice = (
-                "Do it inside a module that is placed on a stage, or with torch operations that give tensors "
-                "(torch.where instead of `if`); for logging use what step() reports"
-            )
+            what = f"reads the elements of a value ({_WORDS.get(name, name)})"
+            advice = self._advice_on_reads()
         raise ModelError(
             f"{user_site()}: this {what} {_provenance(value)} on stage {value.stage}; only the rank of that "
             f"stage has it, and all ranks run this line. {advice}"
+        )
+
+    def _advice_on_reads(self) -> str:
+        """What to do instead, where the innermost code that is the user's stands."""
+        if advice := advice_on_loops(self._runner.model):
+            return advice
+        if self._runner.is_predicting and not outermost_method(self._runner.model):
+            return "Return the tensor: engine.predict gives it to every rank, and what it holds can decide there"
+        return (
+            "Do it inside a module that is placed on a stage, or with torch operations that give tensors "
+            "(torch.where instead of `if`); for logging use what step() reports"
         )
 
     def _refuse_inside(self, func: Callable[..., Any]) -> None:
@@ -193,6 +213,18 @@ class Glue(TorchFunctionMode):
             f"{user_site()}: {name} got a value of a stage that came into a placed module inside an object that "
             "shardwise cannot look into; hand it over as an argument, in a tuple, list, dict or dataclass"
         )
+
+
+def advice_on_loops(model: nn.Module) -> str:
+    """What to do where a method of the model that is not its forward is running (generate, say); else nothing."""
+    method = outermost_method(model)
+    if method in ("", "forward", "_wrapped_call_impl", "_call_impl", "__call__"):
+        return ""
+    return (
+        f"{method}() decides by values what it does next, and cannot run over stages: write its loop around "
+        "engine.predict, which gives every rank the tensor that one turn makes, or call it on a model without stages "
+        "that has the weights of sw.full(engine)"
+    )
 
 
 def _provenance(value: Value) -> str:

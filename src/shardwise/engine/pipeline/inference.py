@@ -6,7 +6,8 @@ kernel for fake tensors, shapes that depend on values) all know that the shape o
 
 import copy
 import warnings
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -127,6 +128,7 @@ class Inputs:
         """Whether an object among them is known on one rank only, so that none can try the call."""
         self.containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
         """Lists, dicts and the like, as the program has them."""
+        self._lent: list[tuple[dict[str, Any], str, int]] = []
         self._opaque = opaque
         self._positions: dict[int, int] = {}
         self._tokens: list[Hashable] = []
@@ -157,6 +159,26 @@ class Inputs:
             return leaf
         self.objects.append(leaf)
         return ObjectSlot(len(self.objects) - 1)
+
+    def lend(self, module: nn.Module) -> None:
+        """Let the parameters and buffers of a module of another stage come along: the call is given that module."""
+        for each in module.modules():
+            for held in (each._parameters, each._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        self._lent.append((held, key, self._take_apart(tensor).number))
+
+    @contextmanager
+    def lending(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Modules of other stages have what came along of them."""
+        saved = [held[key] for held, key, _ in self._lent]
+        for held, key, at in self._lent:
+            held[key] = tensors[at]
+        try:
+            yield
+        finally:
+            for (held, key, _), tensor in zip(self._lent, saved, strict=True):
+                held[key] = tensor
 
     def signature(self, device: torch.device) -> Hashable:
         """Equal where outputs have equal descriptions."""
@@ -212,7 +234,8 @@ class Inference:
                 memories = [storage_of(each) for each in tensors]
                 args, kwargs = inputs.filled(tensors, objects)
                 writes = Writes(call, args, kwargs, objects)
-                answer, records = call.try_on_fakes(self._fakes, args, kwargs)
+                with inputs.lending(tensors):
+                    answer, records = call.try_on_fakes(self._fakes, args, kwargs)
                 result = (answer, records, writes.found())
                 written = [
                     at

@@ -154,7 +154,8 @@ class Post:
             maker,
             *sizes,
         ) = _HEADER.unpack(packed.numpy().tobytes())
-        if kind >= len(Kind) or num_dims > _MAX_DIMS or lead >= _ALIGNMENT_BYTES or min(sizes) < 0:
+        is_dtype = not has_content or isinstance(getattr(torch, _text(dtype), None), torch.dtype)
+        if kind >= len(Kind) or num_dims > _MAX_DIMS or lead >= _ALIGNMENT_BYTES or min(sizes) < 0 or not is_dtype:
             raise MismatchError(
                 f"rank {rank} of the pipeline sent bytes that are no message between stages; every rank has to run the "
                 "same version of shardwise, and nothing else may send to its ranks"

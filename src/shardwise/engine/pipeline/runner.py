@@ -15,7 +15,7 @@ from shardwise.engine.batches import Batch
 from shardwise.engine.pipeline.calls import Unit
 from shardwise.engine.pipeline.execution import execute
 from shardwise.engine.pipeline.flows import Flow
-from shardwise.engine.pipeline.glue import Glue
+from shardwise.engine.pipeline.glue import Glue, advice_on_loops
 from shardwise.engine.pipeline.gradient_kinds import GradientKinds
 from shardwise.engine.pipeline.inference import Inference
 from shardwise.engine.pipeline.post import SAME_FORWARD, Post
@@ -59,6 +59,8 @@ class PipelineRunner:
         self.flow: Flow | None = None
         """The microbatch that this rank works on."""
         self.is_training = False
+        self.is_predicting = False
+        self.model = model
         self.spans: list[Span] | None = None
         """What this rank did and when, while it is a list."""
         self.schedule: Schedule | None = None
@@ -191,6 +193,7 @@ class PipelineRunner:
     def predict(self, inputs: Batch, output_of: LossOf, *, stream: Stream | None) -> torch.Tensor:
         """What `output_of` makes of the inputs (a tensor, without a graph), given to every rank of the pipeline."""
         flow = Flow(self, 0, stream)
+        self.is_predicting = True
         try:
             with self.current(flow):
                 output = self.run_glue(output_of, inputs)
@@ -198,6 +201,7 @@ class PipelineRunner:
                     output = flow.give_all(output)
             self._end([flow])
         finally:
+            self.is_predicting = False
             flow.close()
             self.post.forget()
         return output.detach()
@@ -292,8 +296,8 @@ class PipelineRunner:
         flow = self.flow
         if flow is None:
             raise ModelError(
-                f"{unit.name!r} is called outside of engine.step and engine.evaluate, and its stage {unit.stage} may "
-                "lie on another rank; call the model through the engine"
+                f"{unit.name!r} is called outside of engine.step, engine.evaluate and engine.predict, and its stage "
+                f"{unit.stage} may lie on another rank; {advice_on_loops(self.model) or 'call the model through these'}"
             )
         if self.glue.is_inside:
             if self.is_local(unit.stage):

@@ -16,3 +16,14 @@ def user_site() -> str:
             return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "outside of any file"
+
+
+def outermost_method(owner: object) -> str:
+    """The name of the first method of `owner` in the calls that lead here; empty where there is none."""
+    frame = sys._getframe(1)
+    name = ""
+    while frame is not None:
+        if frame.f_locals.get("self") is owner:
+            name = frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return name

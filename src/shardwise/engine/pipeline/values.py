@@ -71,6 +71,20 @@ class Memory:
         return self.num_writes if self.plain is None else self.num_writes + self.plain._version
 
     @property
+    def root(self) -> "Memory":
+        """What it was copied from in the end."""
+        return self if self.origin is None else self.origin.root
+
+    def refusal(self, maker: str) -> str:
+        """Why what `maker` gave may not be read; empty: it may."""
+        if self.stale or not self.is_behind:
+            return self.stale
+        return (
+            f"{maker!r} gave what it was given from another stage, and that was written to since, but not what it "
+            "gave; write to a copy (clone) instead"
+        )
+
+    @property
     def is_behind(self) -> bool:
         """Whether what it was copied from was written to since."""
         origin = self.origin
