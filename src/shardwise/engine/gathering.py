@@ -17,17 +17,15 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.comm import Channel, Work
-from shardwise.engine.autograd_state import at_end_of_backward
+from shardwise.comm import Channel
 from shardwise.engine.counters import Counters
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.resting import RestingBuffers, resting_class
+from shardwise.engine.unit_calls import GatheredUnit, Saved, UnitCall, unpack
 from shardwise.engine.view_copies import Copy
 from shardwise.errors import MismatchError, ModelError
 from shardwise.plan.gathers import Use
@@ -35,90 +33,6 @@ from shardwise.plan.units import Unit
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 _END = b"end"
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class GatheredUnit:
-    """A unit on this rank."""
-
-    number: int
-    plan: Unit
-    buckets: tuple[int, ...]
-    reductions: tuple[int, ...]
-    """The numbers of its buckets among those that are reduced."""
-    parameters: tuple[tuple[nn.Parameter, type, type], ...]
-    """Each with its class while it is gathered, and while it is not."""
-    storages: frozenset[int]
-    stage: int
-    num_uses: int = 0
-    """Forwards and backwards that need it now."""
-    num_forwards: int = 0
-    """The forwards among them: only in these its parameters can be read as those of any module."""
-    is_resident: bool = False
-    works: list[Work] = field(default_factory=list)
-
-    def name_at(self, view: torch.Tensor) -> str:
-        """The parameter of which `view` shows a part, while the unit is gathered."""
-        place = view.untyped_storage()._cdata, view.storage_offset()
-        for name, (parameter, _, _) in zip(self.plan.parameters, self.parameters, strict=True):
-            start = parameter.storage_offset()
-            if parameter.untyped_storage()._cdata == place[0] and start <= place[1] < start + parameter.numel():
-                return name
-        return self.plan.name
-
-
-class UnitCall:
-    """One call of a module whose backward needs its units again."""
-
-    __slots__ = ("_gathering", "_has_ended", "entered", "has_begun", "left", "microbatch", "starts_graph", "units")
-
-    def __init__(self, gathering: "Gathering", units: Sequence[GatheredUnit], microbatch: int, entered: int) -> None:
-        self.units = units
-        self.microbatch = microbatch
-        self.entered = entered
-        """When its forward began, and ended, in the count of all calls."""
-        self.left = entered
-        self.starts_graph = False
-        """Whether the graph of the backward begins with an input of the call."""
-        self._gathering = gathering
-        self.has_begun = False
-        self._has_ended = False
-
-    def begin(self, _: object = None) -> None:
-        """The backward of the call begins."""
-        if not self.has_begun:
-            self.has_begun = True
-            self._gathering.begin_backward(self)
-            if self.starts_graph:
-                at_end_of_backward(self.end)
-
-    def end(self, _: object = None) -> None:
-        """Everything in the call has its gradient, if it gets one."""
-        if self.has_begun and not self._has_ended:
-            self._has_ended = True
-            self._gathering.end_backward(self)
-
-    def close(self) -> list[GatheredUnit]:
-        """The backward around it has ended; what it did not let go itself."""
-        held = [] if self._has_ended or not self.has_begun else list(self.units)
-        self.has_begun = self._has_ended = True
-        return held
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """What autograd saved of a parameter in a call: a view of memory that is filled when the backward has begun."""
-
-    tensor: torch.Tensor
-    call: UnitCall
-
-
-def _unpack(saved: Any) -> torch.Tensor:
-    if isinstance(saved, _Saved):
-        saved.call.begin()
-        return saved.tensor
-    assert isinstance(saved, torch.Tensor)
-    return saved
 
 
 class Gathering:
@@ -233,7 +147,7 @@ class Gathering:
             unit.num_uses = 0
             if unit.num_forwards:
                 unit.num_forwards = 0
-                _close(unit)
+                unit.close()
         for unit in list(self._resident):
             self._free(unit)
         self._open.clear()
@@ -377,7 +291,7 @@ class Gathering:
                 pack = self._pack
                 if "torch._dynamo" in sys.modules:  # or what is compiled would have the hook compiled too
                     pack = self._eager_pack = self._eager_pack or torch.compiler.disable(pack)
-                with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+                with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                     yield
             else:
                 yield
@@ -389,7 +303,7 @@ class Gathering:
         storage = tensor.untyped_storage()._cdata
         for call in reversed(self._calls):
             if any(storage in unit.storages for unit in call.units):
-                return _Saved(tensor, call)
+                return Saved(tensor, call)
         return tensor
 
     @contextmanager
@@ -432,7 +346,7 @@ class Gathering:
         if phase != BACKWARD:  # there autograd has what it saved, and a forward that it runs again is one of its own
             unit.num_forwards += 1
             if unit.num_forwards == 1:
-                _open(unit)
+                unit.open()
         if unit.num_uses == 1 and self._owners.progresses_alone:
             self._look_ahead(unit, phase)
 
@@ -443,7 +357,7 @@ class Gathering:
         if phase != BACKWARD:
             unit.num_forwards -= 1
             if not unit.num_forwards:
-                _close(unit)
+                unit.close()
 
     def _look_ahead(self, unit: GatheredUnit, phase: str) -> None:
         """Begin to gather what was used next in the last pass."""
@@ -490,13 +404,3 @@ def words_on_units(error: BaseException) -> str:
         "choose which modules run (experts, layers that are skipped), name one module around all of them in "
         "sharding.units"
     )
-
-
-def _open(unit: GatheredUnit) -> None:
-    for parameter, kind, _ in unit.parameters:
-        parameter.__class__ = kind
-
-
-def _close(unit: GatheredUnit) -> None:
-    for parameter, _, resting in unit.parameters:
-        parameter.__class__ = resting

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from shardwise.engine.autograd_state import in_backward
-from shardwise.engine.gathering import FORWARD, RECOMPUTATION, GatheredUnit, Gathering
+from shardwise.engine.gathering import FORWARD, RECOMPUTATION, Gathering
 from shardwise.engine.pipeline.nested import tensors_in, transform
+from shardwise.engine.unit_calls import GatheredUnit
 from shardwise.engine.view_copies import Copy, copy_of_view
 from shardwise.engine.wrapping import Forward
 

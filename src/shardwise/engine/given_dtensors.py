@@ -32,7 +32,8 @@ def put_on(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient of what this rank has of a parameter, dense; the parameter does not keep it."""
-    gradient, parameter.grad = parameter.grad, None
+    with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+        gradient, parameter.grad = parameter.grad, None
     if gradient is None:
         return None
     if is_dtensor(gradient):

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from shardwise.engine.autograd_state import in_backward
-from shardwise.engine.gathering import RECOMPUTATION, GatheredUnit, Gathering
+from shardwise.engine.gathering import RECOMPUTATION, Gathering
 from shardwise.engine.gathering_calls import run_gathered
 from shardwise.engine.resting import RestingBuffers
+from shardwise.engine.unit_calls import GatheredUnit
 from shardwise.engine.view_copies import refusal_of_write
 
 

@@ -74,10 +74,10 @@ def dtypes_explained(model: nn.Module, precision: Precision) -> Iterator[None]:
         name, kind = ("", type(model)) if found is None else (found[0], type(found[1]))
         where = repr(name) if name else "the model itself"
         raise ModelError(
-            f"{where} ({kind.__name__}) mixes dtypes under precision.compute={precision.compute!r}: {error}. Inputs are "
-            "cast for the parameters that a module holds; where it reads those of another module (child.weight), or of "
-            "several dtypes, cast there (x.to(weight.dtype)), name them in precision.keep, or call engine.step under "
-            "torch.autocast"
+            f"{where} ({kind.__name__}) mixes dtypes under precision.compute={precision.compute!r}: {error}. "
+            "Inputs are cast for the parameters that a module holds; where it reads those of another module "
+            "(child.weight), or of several dtypes, cast there (x.to(weight.dtype)), name them in precision.keep, or "
+            "call engine.step under torch.autocast"
         ) from error
 
 

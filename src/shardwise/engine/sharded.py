@@ -8,7 +8,7 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.counters import Counters
-from shardwise.engine.gathering import GatheredUnit, Gathering
+from shardwise.engine.gathering import Gathering
 from shardwise.engine.gathering_calls import GatheringCalls
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.gradients import Gradients
@@ -19,6 +19,7 @@ from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_parameters import StageParameters
 from shardwise.engine.resting import RestingBuffers
 from shardwise.engine.rounds import Sharded
+from shardwise.engine.unit_calls import GatheredUnit
 from shardwise.engine.wrapping import wrap
 from shardwise.plan import Ownership, Placement, Plan, plan_ownership
 from shardwise.plan.units import Units, plan_units

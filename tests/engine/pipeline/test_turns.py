@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.engine.pipeline.turns import Turn
 
@@ -34,6 +35,38 @@ def test_grad_mode_and_autocast_of_the_caller_hold_in_the_forward() -> None:
         turn = Turn(lambda: seen.append((torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))), CPU)
         turn.advance()
     assert seen == [(False, torch.bfloat16)]
+
+
+def test_modes_and_hooks_of_the_caller_hold_in_the_forward() -> None:
+    """A default device, a count of operations, and where what autograd saves goes."""
+    saved: list[torch.Tensor] = []
+    weight = torch.ones(3, requires_grad=True)
+    made: list[torch.Tensor] = []
+
+    def body() -> None:
+        made.append(torch.ones(2, 2))
+        made.append(made[0] @ made[0])
+        weight.exp()
+
+    counter = FlopCounterMode(display=False)
+
+    def pack(each: torch.Tensor) -> torch.Tensor:
+        saved.append(each)
+        return each
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each)
+    with torch.device("meta"), counter, hooks:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        before = counter.get_total_flops()
+        turn = Turn(body, CPU)
+        turn.advance()
+        assert counter.get_total_flops() == 2 * before > 0
+    assert made[0].is_meta
+    assert len(saved) == 1
+    with torch.inference_mode():
+        turn = Turn(lambda: made.append(torch.ones(1)), CPU)
+        turn.advance()
+    assert made[-1].is_inference()
 
 
 def test_what_a_forward_raises_is_raised_where_it_was_advanced() -> None:

@@ -4,15 +4,17 @@
     forward             runs ... park                    runs ... end
 
 A forward parks before it works on a stage whose action has not begun. Threads, because grad mode and autocast belong to
-a thread in torch, and a forward in the middle of a user's code cannot be left any other way.
+a thread in torch, and a forward in the middle of a user's code cannot be left any other way. What torch keeps for the
+caller's thread (modes, autocast, hooks of what is saved) holds in the threads of forwards too.
 """
 
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+from torch.utils import _python_dispatch
 
 
 class _Abandoned(BaseException):
@@ -28,10 +30,7 @@ class Turn:
         self._go, self._stop = threading.Semaphore(0), threading.Semaphore(0)
         self._has_ended = False
         self._is_abandoned = False
-        self._num_threads = torch.get_num_threads()
-        self._is_grad_enabled = torch.is_grad_enabled()
-        kind = device.type
-        self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        self._around = _ThreadState(device)
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run,), name="forward", daemon=True)
         self._thread.start()
@@ -63,8 +62,7 @@ class Turn:
         self._go.acquire()
         try:
             if not self._is_abandoned:
-                torch.set_num_threads(self._num_threads)  # a new thread would take all cores
-                with torch.set_grad_enabled(self._is_grad_enabled), self._casting():
+                with self._around.taken_over():
                     self._body()
         except _Abandoned:
             pass
@@ -74,8 +72,35 @@ class Turn:
             self._has_ended = True
             self._stop.release()
 
-    def _casting(self) -> contextlib.AbstractContextManager[object]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        kind, dtype = self._autocast
-        return torch.autocast(kind, dtype=dtype)
+
+class _ThreadState:
+    """What torch keeps for a thread, and forwards depend on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._num_threads = torch.get_num_threads()
+        self._is_grad_enabled = torch.is_grad_enabled()
+        self._is_inference = torch.is_inference_mode_enabled()
+        kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.is_autocast_enabled(kind)]
+        self._autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds]
+        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._function_modes = torch.overrides._get_current_function_mode_stack()
+        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
+
+    @contextlib.contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """A thread of its own has the same."""
+        torch.set_num_threads(self._num_threads)  # a new thread would take all cores
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._is_inference))
+            stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
+            for kind, dtype, caches in self._autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches))
+            if self._saving is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
+            for mode in self._function_modes:  # pushed, not entered: to enter may begin to count anew
+                torch.overrides._push_mode(mode)
+                stack.callback(torch.overrides._pop_mode)
+            for each in self._dispatch_modes:
+                _python_dispatch._push_mode(each)
+                stack.callback(_python_dispatch._pop_mode)
+            yield
