@@ -131,7 +131,8 @@ def test_the_certificate_says_what_was_lost(tmp_path: Path) -> None:
         "z": ("equal", ""),
     }
     assert str(report.certificate) == (
-        "round trip: 2 of 4 tensors come back to the bit; lossy: x (cast from float32 to bfloat16); y (dropped)"
+        "round trip: 2 of 4 tensors come back to the bit; lossy: x (cast from float32 to bfloat16); y (dropped); "
+        "compared with no original"
     )
     row = json.loads((tmp_path / "b/save-00000001/round-trip.json").read_text())["tensors"][2]
     assert (row["name"], row["returned_sha256"], row["verdict"], row["why"]) == ("y", None, "lossy", "dropped")
