@@ -24,7 +24,7 @@ To = Literal["pieces", "whole", "hf"]
 TEXT = """
 a.$L.q, a.$L.k, a.$L.v -> a.$L.qkv, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0
 a.$L.up^T -> a.$L.up
-e.*.w -> e, stack=1
+e.*.w -> e, stack=1, gaps=1
 wide -> left, right, axis=1
 half -> half, dtype='float32'
 cube -> cube, permute='[2,0,1]'

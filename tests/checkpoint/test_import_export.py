@@ -117,6 +117,41 @@ def test_the_certificate_names_every_tensor_with_its_digest_on_both_sides(tmp_pa
             assert (row["sha256"], row["returned_sha256"], row["verdict"]) == (digest, digest, "equal")
 
 
+def test_the_certificate_says_what_it_proves_and_compares_with_an_original(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(4, 2), "b": torch.randn(4, 2), "c": torch.ones(3), "d": torch.ones(2).bfloat16()}
+    checkpoint.save(tmp_path / "hub", tensors)
+    checkpoint.save(tmp_path / "trained", {**tensors, "b": tensors["b"] + 1, "d": torch.ones(2), "e": torch.ones(1)})
+    alone = export_hf(tmp_path / "trained", tmp_path / "alone", Rewrite("c -> C")).certificate
+    both = export_hf(tmp_path / "trained", tmp_path / "out", Rewrite("c -> C"), original=tmp_path / "hub").certificate
+    assert alone is not None
+    assert both is not None
+    assert str(alone) == "round trip: all 5 tensors come back to the bit; compared with no original"
+    assert {each.name: each.verdict for each in both.differing} == {
+        "b": "differs",
+        "c": "not written",
+        "d": "differs",  # in dtype
+        "C": "not in the original",
+        "e": "not in the original",
+    }
+    assert str(both).startswith("round trip: all 5 tensors come back to the bit; 1 of 6 are as in ")
+    assert str(both).endswith(
+        "hub/save-00000001; not: b (differs); c (not written); d (differs); e (not in the original); "
+        "C (not in the original)"
+    )
+    written = json.loads((tmp_path / "out/round-trip.json").read_text())
+    digest = {name: of for name, (_, _, of) in digests(tensors).items()}
+    rows = {row["name"]: row for row in written["compared"]}
+    assert written["original"] == str(tmp_path / "hub/save-00000001")
+    assert "as in the original where its verdict in the comparison is equal" in written["proves"]
+    assert (rows["a"]["sha256"], rows["a"]["original_sha256"], rows["a"]["verdict"]) == (*[digest["a"]] * 2, "equal")
+    assert (rows["c"]["sha256"], rows["c"]["original_sha256"]) == (None, digest["c"])
+    with pytest.raises(CheckpointError, match="original= is compared in the certificate"):
+        export_hf(tmp_path / "trained", tmp_path / "new", certify=False, original=tmp_path / "hub")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        checkpoint.convert(tmp_path / "trained", tmp_path / "new", certify=True, original=tmp_path / "nothing")
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_certificate_says_what_was_lost(tmp_path: Path) -> None:
     tensors = {"x": torch.randn(9, 3), "whole": torch.ones(4), "y": torch.randn(2), "z": torch.ones(3)}
     checkpoint.save(tmp_path / "a", tensors)
@@ -131,7 +166,8 @@ def test_the_certificate_says_what_was_lost(tmp_path: Path) -> None:
         "z": ("equal", ""),
     }
     assert str(report.certificate) == (
-        "round trip: 2 of 4 tensors come back to the bit; lossy: x (cast from float32 to bfloat16); y (dropped)"
+        "round trip: 2 of 4 tensors come back to the bit; lossy: x (cast from float32 to bfloat16); y (dropped); "
+        "compared with no original"
     )
     row = json.loads((tmp_path / "b/save-00000001/round-trip.json").read_text())["tensors"][2]
     assert (row["name"], row["returned_sha256"], row["verdict"], row["why"]) == ("y", None, "lossy", "dropped")

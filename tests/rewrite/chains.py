@@ -1,8 +1,9 @@
 """Random chains of statements around fused tensors, beside what each rank along `tp` has to hold, by hand.
 
-A chain is carried out twice. The rewrite sees whole tensors and layouts, and no statement says a degree. The oracle sees
-ranks: each has its own part of gate and up (or of query, key and value), one after the other, and does with it what the
-statements do with whole tensors. Where ranks hold other than their boxes of what the rewrite makes, it is wrong.
+A chain is carried out twice. The rewrite sees whole tensors and layouts, and no statement says a degree. The oracle
+sees ranks: each has its own part of gate and up (or of query, key and value), one after the other, and does with it
+what the statements do with whole tensors. Where ranks hold other than their boxes of what the rewrite makes, it is
+wrong.
 """
 
 import random
@@ -135,8 +136,16 @@ class Family:
 
     def go_on(self, num_steps: int) -> None:
         steps = [
-            self.rename, self.flip, self.permute, self.wrap, self.halve, self.merge, self.join, self.part, self.boundary,
-        ]  # fmt: skip
+            self.rename,
+            self.flip,
+            self.permute,
+            self.wrap,
+            self.halve,
+            self.merge,
+            self.join,
+            self.part,
+            self.boundary,
+        ]
         for _ in range(num_steps):
             self.random.choice(steps)()
 
@@ -190,14 +199,15 @@ def chain(seed: int) -> Chain:
         )
         sources = family.whole
         family.go_on(drawn.randint(0, 5))
-        logical = [_apart(ranks, family.cut, shares) for ranks in family.tensors.values()]
+        parts = [_apart(ranks, family.cut, shares) for ranks in family.tensors.values()]
         names = [[name] for name in family.names]
         cut = family.cut
-        if any(each is None for each in logical):
+        logical = [each for each in parts if each is not None]
+        if len(logical) < len(parts):
             return chain(seed + 10**6)
     how = f", {flag}{attributes}, axis={drawn.choice([cut, cut - logical[0][0].ndim])}"
     if kind == "take":
-        outputs = {}
+        outputs: dict[str, Tensor] = {}
         for ns, values in zip(names, logical, strict=True):
             right = [f"o.{n}.{ns[0]}" for n in range(len(shares))]
             lines.append(f"{ns[0]} -> {', '.join(right)}{how}")

@@ -221,7 +221,7 @@ def _fused(flag: str, tensors: list[Tensor], line: Line, num_right: int, right: 
     values = [tensor.values for tensor in tensors]
     axis = int(attributes.get("axis", min(1, values[0].ndim - 1)))
     heads, groups = int(attributes.get("num_heads", 0)), int(attributes.get("num_key_value_groups", 0))
-    shares = (1, 1) if flag == "fused_ffn" else (heads, groups, groups)
+    shares = (1, 1) if flag == "fused_ffn" else numbers(attributes.get("sizes", "")) or (heads, groups, groups)
     if flag == "fused_qkv":
         joins = [join_per_unit(values, axis, groups)] if num_right == 1 else []
         return joins or part_per_unit(values[0], axis, groups, shares)

@@ -117,6 +117,8 @@ OPERATIONS = {
     "a -> x, src_dtype='float16', dst_dtype='float32'": "src_dtype is 'float16', but a has dtype float32",
     "q,k,v -> x, fused_qkv, num_heads=3, num_key_value_groups=3": "along dim 1, the query has 8, which 3 heads do not",
     "q,k,v -> x, fused_qkv, num_heads=4, num_key_value_groups=1": "along dim 1, query heads have size 2, key heads 4,",
+    "q,k,q -> x, fused_qkv, num_heads=2, num_key_value_groups=1": "along dim 1, value heads have another size than key",
+    "q,k,v -> x, fused_qkv, num_heads=4, num_key_value_groups=2, sizes='[4,4,8]'": "sizes says [4, 4, 8] along dim 1,",
     "q -> x,y,z, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0": "q has size 2 along dim 0, which its 4 query",
     "q -> q, fused_qkv_old, num_heads=2, num_key_value_groups=1, dst_tp=2": "the right tensor is fused for tensor-par",
     "q -> q, fused_ffn, src_tp=3": "the left tensor is fused for tensor-parallel degree 3, which does not divide gate",

@@ -90,6 +90,8 @@ def test_example_10_leaves_what_is_added_untouched() -> None:
 
 QKV = "num_heads=4, num_key_value_groups=2"
 THREE: dict[str, Shape] = {"q": (3, 8), "k": (3, 4), "v": (3, 4)}
+OTHER: dict[str, tuple[int, ...]] = {"q": (3, 8), "k": (3, 4), "v": (3, 2)}
+WIDE: dict[str, tuple[int, ...]] = {"q": (3, 8), "k": (3, 4), "v": (3, 12)}
 FORMS: dict[str, tuple[str, dict[str, Shape]]] = {
     "rename": ("a -> b", {"a": (2, 3)}),
     "rename of many": ("a -> b\na^T -> c\na -> d, permute='[]'", {"a": (2, 3)}),
@@ -110,6 +112,27 @@ FORMS: dict[str, tuple[str, dict[str, Shape]]] = {
     "fused_qkv joins transposed": (f"q^T,k^T,v^T -> f, fused_qkv, {QKV}", {n: s[::-1] for n, s in THREE.items()}),
     "fused_qkv parts": (f"qkv -> q,k,v, fused_qkv, {QKV}", {"qkv": (2, 16)}),
     "fused_qkv of one group": ("a -> q,k,v, fused_qkv, num_heads=3, num_key_value_groups=1", {"a": (1, 10)}),
+    "fused_qkv joins, other value heads": (f"q,k,v -> x, fused_qkv, {QKV}, axis=1", OTHER),
+    "fused_qkv joins, value heads that are said": (f"q,k,v -> x, fused_qkv, {QKV}, sizes='[8,4,12]'", WIDE),
+    "fused_qkv parts, other value heads": (f"x -> q,k,v, fused_qkv, {QKV}, sizes='[8,4,2]'", {"x": (3, 14)}),
+    "fused_qkv_old joins, other value heads": (f"q,k,v -> x, fused_qkv_old, {QKV}, dst_tp=2", OTHER),
+    "fused_qkv_old parts, other value heads": (
+        f"x^T -> q,k,v, fused_qkv_old, {QKV}, src_tp=2, sizes='[8,4,2]', axis=1",
+        {"x": (14, 3)},
+    ),
+    "fused_qkv_old again, other value heads": (
+        f"x -> x, fused_qkv_old, {QKV}, src_tp=1, dst_tp=2, sizes='[8,4,12]'",
+        {"x": (3, 24)},
+    ),
+    "two permutes": ("a -> b, permute='[1,2,0]', permute='[1,0,2]'", {"a": (2, 3, 4)}),
+    "permutes on both sides of a join": (
+        "a^T, b^T -> c, permute='[1,0,2]', permute='[]', axis=1, permute='[2,0,1]', permute='[1,2,0]'",
+        {"a": (2, 3, 4), "b": (2, 3, 4)},
+    ),
+    "two reshapes, and a permute after a transpose": (
+        "a^T -> b, permute='[]', reshape='[2,12]', reshape='[4,-1]', permute='[]', permute='[]'",
+        {"a": (2, 3, 4)},
+    ),
     "fused_ffn joins": ("gate, up -> x, fused_ffn, dst_tp=2", {"gate": (2, 4), "up": (2, 4)}),
     "fused_ffn parts": ("x -> gate, up, fused_ffn, src_tp=4", {"x": (2, 16)}),
     "fused_ffn again": ("x -> x, fused_ffn, src_tp=2, dst_tp=3", {"x": (1, 24)}),

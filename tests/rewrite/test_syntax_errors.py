@@ -125,6 +125,12 @@ ERRORS = [
     ("a -> b, |axs=1|", "there is no attribute axs; the nearest is axis"),
     ("a -> b, |Permute='[]'|", "there is no attribute Permute; the nearest is permute"),
     ("a -> b, |frobnicate=1|", f"there is no attribute frobnicate; there are {ATTRIBUTES}"),
+    ("a -> b, |gaps=1|", "gaps=1 is about the numbers of a star, and there is none"),
+    ("e.* -> b, stack=0, |gaps=2|", "gaps=2: gaps is 1 for a star whose numbers may have gaps, else 0"),
+    (
+        "q, k, v -> x, fused_qkv, num_heads=4, num_key_value_groups=2, |sizes='[8,4]'|",
+        "sizes='[8,4]' is not three sizes; give those of query, key and value",
+    ),
     ("a -> b, c, axis=0, |axis=1|", "axis is given twice, as axis=0 and as axis=1; give it once"),
     (
         "a -> b, dtype='float16', optional=1, |dtype='float32'|",
