@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from shardwise.errors import CheckpointError
 from shardwise.plan.optimizer_settings import ADDED, stored_optimizers
 from shardwise.plan.state_names import STATE_PREFIX, is_state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
@@ -130,7 +131,12 @@ def recorded_metas(settings: Mapping[str, Any], rewrite: Rewrite) -> dict[str, T
         return {}
     if rewrite_of_record(settings) != rewrite.inverse(lossy="allow"):
         return {}
-    return {name: TensorMeta(tuple(shape), dtype) for name, (shape, dtype) in settings[_RECORD]["sources"].items()}
+    try:
+        return {name: TensorMeta(tuple(shape), dtype) for name, (shape, dtype) in settings[_RECORD]["sources"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's record of its rewrite is not understood ({type(error).__name__}: {error})"
+        ) from None
 
 
 def names_state(rewrite: Rewrite) -> bool:
