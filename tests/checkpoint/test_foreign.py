@@ -101,7 +101,7 @@ def test_damaged_shards_are_all_named(tmp_path: Path) -> None:
 
 
 def test_several_indices_and_no_file_at_all_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="neither"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint: it is empty"):
         read_foreign(LocalStore(tmp_path))
     put_safetensors(tmp_path, {}, {"weight_map": {}})
     (tmp_path / "other.safetensors.index.json").write_text("{}")

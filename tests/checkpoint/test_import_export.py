@@ -280,9 +280,13 @@ def test_a_model_in_training_is_exported_under_the_names_of_hugging_face(tmp_pat
 
 def test_only_hugging_face_files_are_imported(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a", {"x": torch.ones(2)})
-    with pytest.raises(CheckpointError, match="is a shardwise checkpoint; give a folder of Hugging Face files"):
+    with pytest.raises(
+        CheckpointError, match="is a shardwise checkpoint; give a folder of safetensors files, or use convert"
+    ):
         import_hf(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(CheckpointError, match="holds no safetensors files"):
+    with pytest.raises(
+        CheckpointError, match="holds no checkpoint: it does not exist; give a folder of safetensors files"
+    ):
         import_hf(tmp_path / "none", tmp_path / "b")
 
 

@@ -171,3 +171,25 @@ def test_a_saver_whose_number_was_given_removed_and_passed_by_says_that_it_is_la
         sw.save(late, STATE, channel=alone())
     assert list_saves(LocalStore(tmp_path)).committed == (2,)
     assert checkpoint.verify(tmp_path).good
+
+
+def test_links_and_files_under_the_name_of_a_save_are_passed_by(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "elsewhere")
+    (tmp_path / "save-00000001").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "save-00000002").symlink_to(tmp_path / "gone")
+    (tmp_path / "save-00000003").write_text("a file")
+    assert sw.save(tmp_path, STATE, step=5).location.endswith("/save-00000004")
+    assert checkpoint.prune(tmp_path, keep=1) == []
+    assert contents(tmp_path / "elsewhere") == contents(whole)
+    assert (tmp_path / "save-00000003").read_text() == "a file"
+
+
+def test_data_that_a_save_links_to_outlives_it(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "save-00000001")
+    [file] = (tmp_path / "save-00000001").glob("*.safetensors")
+    moved = file.rename(tmp_path / file.name)
+    file.symlink_to(moved)
+    assert checkpoint.verify(tmp_path).good
+    sw.save(tmp_path, STATE)
+    assert checkpoint.prune(tmp_path, keep=1) == ["save-00000001"]
+    assert moved.exists()

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
+from shardwise.checkpoint import TorchState
 from shardwise.comm.alone import alone
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -187,16 +188,6 @@ def test_files_with_any_bytes_in_any_place(data: st.DataObject, made: Path, tmp_
         look(tmp_path)
 
 
-class Global:
-    """Pickled as something that a pickle calls."""
-
-    def __init__(self, name: str, *args: object) -> None:
-        self._made = getattr(torch, name, torch.Size), args
-
-    def __reduce__(self) -> Any:
-        return self._made
-
-
 @COPIED
 @given(data=st.data())
 def test_metadata_of_dcp_with_any_values_in_any_place(data: st.DataObject, made: Path, tmp_path: Path) -> None:
@@ -218,6 +209,37 @@ def test_metadata_of_dcp_with_any_values_in_any_place(data: st.DataObject, made:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with bounded():
         look(tmp_path)
+
+
+def trained() -> TorchState:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW([{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return TorchState(model, optimizer)
+
+
+def strange_settings(head: dict[str, Any], data: st.DataObject) -> None:
+    container, key = data.draw(st.sampled_from([*places(head["settings"]), (head, "aliases"), (head, "extra")]))
+    container[key] = copy.deepcopy(data.draw(odd | st.sampled_from([["w"], {"float": "x"}, {"w": None}, "inf"])))
+
+
+@COPIED
+@given(data=st.data())
+def test_settings_with_any_values_in_any_place(data: st.DataObject, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path)
+    rewrite = sw.Rewrite("weight^T -> weight")
+    sw.save(tmp_path, trained(), rewrite=rewrite, channel=alone())
+    seal(tmp_path / "save-00000001" / "manifest.json", lambda head: strange_settings(head, data))
+    for undo in (rewrite.inverse(), sw.Rewrite("weight -> weight")):
+        with contextlib.suppress(ShardwiseError):
+            sw.load(tmp_path, trained(), rewrite=undo, strict=False, channel=alone())
+        with contextlib.suppress(ShardwiseError):
+            checkpoint.convert(tmp_path, tmp_path / "converted", rewrite=undo)
+    with contextlib.suppress(ShardwiseError):
+        checkpoint.recorded_rewrite(tmp_path)
+    look(tmp_path)
 
 
 def forge(field: str, value: object, *, of: str = "files") -> Callable[[Path], None]:

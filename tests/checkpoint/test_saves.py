@@ -72,7 +72,7 @@ def test_a_good_load_follows_a_failed_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "said"),
-    [("nothing", "holds no checkpoint: it is empty or does not exist"), ("empty", "holds no checkpoint: it is empty")],
+    [("nothing", "holds no checkpoint: it does not exist"), ("empty", "holds no checkpoint: it is empty")],
 )
 def test_places_without_a_save_say_so(place: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()

@@ -56,10 +56,10 @@ def test_errors_are_one_paragraph(saved: Path, tmp_path: Path) -> None:
     ckpt("convert", saved, tmp_path / "hf", "--to", "hf")
     cases: list[tuple[int, list[str | Path], str]] = [
         (1, ["convert", saved, tmp_path / "hf", "--to", "hf"], "is a folder that holds something"),
-        (1, ["convert", tmp_path / "none", tmp_path / "x"], "holds no checkpoint: it is empty or does not exist"),
+        (1, ["convert", tmp_path / "none", tmp_path / "x"], "holds no checkpoint: it does not exist"),
         (1, ["convert", saved, tmp_path / "x", "--step", "9"], "has no save of step 9; it has saves of these steps: 1"),
         (2, ["convert", saved, tmp_path / "x", "--to", "gguf"], "'gguf' is not one of 'pieces', 'whole', 'hf'"),
-        (2, ["diff", saved, tmp_path / "none"], "holds no checkpoint: it is empty or does not exist"),
+        (2, ["diff", saved, tmp_path / "none"], "holds no checkpoint: it does not exist"),
         (2, ["diff", saved, saved, "--step-b", "9"], "has no save of step 9"),
         (2, ["diff", saved], "Missing argument 'B'"),
     ]

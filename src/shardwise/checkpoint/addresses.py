@@ -43,6 +43,11 @@ class OneFile:
         self._name = name
 
     @property
+    def name(self) -> str:
+        """The name of the file."""
+        return self._name
+
+    @property
     def location(self) -> str:
         """The folder of the file."""
         return self._store.location

@@ -1,6 +1,7 @@
 """One attempt to save: its place in the store, a rank's file in it, and the act that makes it a save."""
 
 import contextlib
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTensor
 from shardwise.checkpoint.foreign import format_of
+from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
 from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, reason
 from shardwise.checkpoint.stores import Store
@@ -115,7 +117,15 @@ def begin(store: Store) -> Attempt:
             f"{store.location} is the folder of one save, which is never written to again; save to the folder that "
             "holds it, or to another one"
         )
-    return Attempt(number=listing.next_number, id=secrets.token_hex(4))
+    return Attempt(number=_free_number(store, listing.next_number), id=secrets.token_hex(4))
+
+
+def _free_number(store: Store, number: int) -> int:
+    """The first number from this one on whose folder is not a link or a file that a user put there."""
+    if isinstance(store, LocalStore):
+        while os.path.islink(path := f"{store.location}/{folder_of(number)}".rstrip("/")) or os.path.isfile(path):
+            number += 1
+    return number
 
 
 def commit(

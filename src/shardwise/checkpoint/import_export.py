@@ -6,7 +6,7 @@ from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.arguments import check_arguments
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport, convert
 from shardwise.checkpoint.copying import Progress
-from shardwise.checkpoint.foreign import recognise
+from shardwise.checkpoint.foreign import format_of, no_checkpoint, recognise
 from shardwise.checkpoint.sources import read_contents
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite
@@ -38,9 +38,10 @@ def import_hf(
     check_arguments(rewrite=rewrite, flags={"certify": certify})
     store = store_of(folder)
     if (kind := recognise(store)) != "safetensors":
-        what = "holds no safetensors files" if kind is None else f"is a {kind} checkpoint"
+        what = f"{store.location} is a {kind} checkpoint" if kind else no_checkpoint(store, format_of)
+        way = "" if kind is None else ", or use convert (shardwise ckpt convert)"
         raise CheckpointError(
-            f"{store.location} {what}; give a folder of Hugging Face files, or use convert (shardwise ckpt convert)"
+            f"{what}; give a folder of safetensors files{way}"
         )
     conversion = Conversion.of(store, read_contents(store), rewrite, model_only=False)
     return conversion.to_save(out, "whole", certify=certify, progress=progress)

@@ -15,8 +15,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shardwise.checkpoint.addresses import OneFile
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.foreign import format_of, no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
 from shardwise.checkpoint.names import printable
 from shardwise.checkpoint.stores import Store
@@ -147,13 +149,11 @@ def select(store: Store, *, step: int | None = None) -> int:
     Saves whose manifest is damaged are passed over in the search for a step, and named when it is not found.
     """
     listing = list_saves(store)
-    if not listing.committed:
-        what = (
-            "holds no committed save"
-            if listing.files or listing.renamed
-            else "holds no checkpoint: it is empty or does not exist"
-        )
-        raise CheckpointError(f"{store.location} {what}{listing.torn_note()}{listing.renamed_note()}")
+    if not listing.committed or isinstance(store, OneFile):
+        if isinstance(store, OneFile) or not (listing.files or listing.renamed):
+            raise CheckpointError(no_checkpoint(store, format_of))
+        notes = f"{listing.torn_note()}{listing.renamed_note()}"
+        raise CheckpointError(f"{store.location} holds no committed save{notes}")
     if step is None:
         return listing.committed[-1]
     steps: list[int | None] = []

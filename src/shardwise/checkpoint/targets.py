@@ -24,7 +24,7 @@ def check_targets(held: Held) -> None:
     spans: dict[torch.device, list[tuple[int, int, Piece]]] = {}
     with _probe() as is_writable:
         for piece, tensor in held.tensors.items():
-            num_elements, extent = tensor.numel(), _extent(tensor)
+            num_elements = tensor.numel()
             if (problem := _problem(piece, tensor)) is not None:
                 problems.append(problem)
             elif num_elements and tensor.is_cpu and type(tensor) is torch.Tensor and not is_writable(tensor.data_ptr()):
@@ -32,12 +32,12 @@ def check_targets(held: Held) -> None:
                     f"{piece} would be read into memory that can only be read, such as a file that was mapped so; give "
                     "it memory of its own: clone()"
                 )
-            elif extent < num_elements or (extent > num_elements and _shares_within(tensor)):
+            elif not tensor.is_contiguous() and _shares_within(tensor):
                 problems.append(
                     f"{piece} would be read into a tensor of shape {tuple(tensor.shape)} with strides "
                     f"{tensor.stride()}, whose elements share memory (expand()); give it memory of its own: clone()"
                 )
-            elif num_elements and extent == num_elements:
+            elif num_elements and _extent(tensor) == num_elements:
                 start = tensor.data_ptr()
                 stop = start + num_elements * tensor.element_size()
                 spans.setdefault(tensor.device, []).append((start, stop, piece))
@@ -77,7 +77,9 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _shares_within(tensor: torch.Tensor) -> bool:
-    """Whether two indices of a tensor with holes are one place in memory."""
+    """Whether two indices of a tensor are one place in memory."""
+    if _extent(tensor) < tensor.numel():
+        return True
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     end = 1
     for stride, size in dims:

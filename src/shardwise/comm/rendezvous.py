@@ -27,9 +27,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from shardwise.comm.launchers import Announced, announced
+from shardwise.comm.life import is_gone, own_record
 from shardwise.comm.links import Link
 from shardwise.comm.shared_memory import map_segment
 from shardwise.errors import PeerError, PlanError
+
+_LIFE_SECONDS = 1.0
+"""A rank that waits looks so often whether the other one is still there."""
 
 START_SECONDS = 60.0
 """Least patience at the start, when processes still import and compile."""
@@ -54,6 +58,8 @@ class Meeting:
     store_host: str | None
     """Where the store is served; other hosts reach us on the interface that leads there."""
     patience_seconds: float
+    processes: Store | None = None
+    """Who each rank is, since its first channel."""
 
     def publish(self, key: str, value: str) -> None:
         """Let the other ranks read a value of this rank."""
@@ -62,12 +68,32 @@ class Meeting:
     def read(self, key: str, rank: int) -> str:
         """The value of another rank; raises `PeerError` when it does not come."""
         name = f"{key}/{rank}"
+        deadline = time.monotonic() + self.patience_seconds
+        while True:
+            patience = min(_LIFE_SECONDS, max(0.001, deadline - time.monotonic()))
+            asked = time.monotonic()
+            try:
+                self.store.wait([name], timedelta(seconds=patience))
+                return self.store.get(name).decode()
+            except (RuntimeError, ValueError) as error:
+                is_late = time.monotonic() - asked >= 0.9 * patience  # else the store itself has failed
+                gone = is_late and self._is_gone(rank)
+                if is_late and not gone and time.monotonic() < deadline:
+                    continue
+                text = f"rank {rank} did not appear within {self.patience_seconds:g} s at the start ({key}): {error}"
+                if gone:
+                    text = f"rank {rank} has ended, and is waited for at the start of what ranks do together ({key})"
+                raise PeerError(text, rank=rank, operation="start", purpose=key) from error
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether a rank that had a channel before is no more; asks the store and this host."""
+        if self.processes is None:
+            return False
         try:
-            self.store.wait([name], timedelta(seconds=self.patience_seconds))
-            return self.store.get(name).decode()
-        except (RuntimeError, ValueError) as error:
-            text = f"rank {rank} did not appear within {self.patience_seconds:g} s at the start ({key}): {error}"
-            raise PeerError(text, rank=rank, operation="start", purpose=key) from error
+            known = self.processes.check([str(rank)])
+            return bool(known) and is_gone(self.processes.get(str(rank)).decode())
+        except (RuntimeError, ValueError):
+            return False
 
     def has_published(self, key: str, rank: int) -> bool:
         """Whether the value of another rank is there."""
@@ -106,11 +132,14 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Meeting:
         rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
     # Every rank makes its channels in the same order, so the n-th ones belong together.
     number = store.add(f"shardwise/{rank}", 1)
+    processes = PrefixStore("shardwise/process", store)
+    processes.set(str(rank), own_record())
     return Meeting(
         rank=rank,
         size=size,
         device=_device(device),
         store=PrefixStore(f"shardwise/channel/{number}", store),
+        processes=processes,
         store_host=_store_host(store),
         patience_seconds=patience,
     )

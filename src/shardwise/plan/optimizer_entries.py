@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import OptimizerError
-from shardwise.plan.optimizer_settings import PYTHON_DTYPES, NamedOptimizer, TakeOver, plan_take_over, stored_names
+from shardwise.plan.optimizer_settings import (
+    PYTHON_DTYPES,
+    NamedOptimizer,
+    TakeOver,
+    plan_take_over,
+    stored_names,
+    stored_ties,
+)
 from shardwise.plan.state_names import MASTER, split_state_name, state_name
 from shardwise.space import Piece
 
@@ -146,7 +153,7 @@ def plan_optimizers(
     """
     over = plan_take_over(live, ties, settings)
     by_parameter = _entries_by_parameter(stored)
-    then = stored_names([each.name for each in parameters], ties, by_parameter, settings.get("ties", {}))
+    then = stored_names([each.name for each in parameters], ties, by_parameter, stored_ties(settings))
     entries = {
         each.name: tuple(_entries(each, by_parameter[then[each.name]], _held(stored, then[each.name]), over))
         for each in parameters
@@ -179,7 +186,7 @@ def names_without_elements(
     There is nothing to read for them, and their dtype does not matter.
     """
     empty = [name for name, shape in shapes.items() if 0 in shape]
-    then = stored_names(empty, ties, stored, settings.get("ties", {}))
+    then = stored_names(empty, ties, stored, stored_ties(settings))
     there = {name: then[name] for name in empty if name in then and stored[then[name]].global_shape == shapes[name]}
     if not there:
         return frozenset()

@@ -76,12 +76,14 @@ def stored_optimizers(settings: Mapping[str, Any]) -> tuple[NamedOptimizer, ...]
     try:
         return tuple(
             NamedOptimizer(
-                kind=each["kind"],
+                kind=_text(each["kind"]),
                 groups=tuple(
-                    OptimizerGroup(parameters=tuple(group["parameters"]), settings=dict(group["settings"]))
+                    OptimizerGroup(
+                        parameters=tuple(map(_text, group["parameters"])), settings=_legible(group["settings"])
+                    )
                     for group in each["groups"]
                 ),
-                plain=dict(each.get("plain", {})),
+                plain={key: _text(kind) for key, kind in each.get("plain", {}).items()},
                 none=frozenset(each.get("none", {})),
             )
             for each in settings.get("optimizers", [])
@@ -91,6 +93,28 @@ def stored_optimizers(settings: Mapping[str, Any]) -> tuple[NamedOptimizer, ...]
             f"the checkpoint's settings of optimizers are not understood ({type(error).__name__}: {error}); each is to "
             "have a kind and groups, and each group parameters and settings"
         ) from None
+
+
+def stored_ties(settings: Mapping[str, Any]) -> Mapping[str, str]:
+    """Other names of parameters in the settings of a checkpoint, alias -> name. Raises CheckpointError."""
+    ties = settings.get("ties", {})
+    if not isinstance(ties, Mapping) or not all(isinstance(name, str) for name in ties.values()):
+        raise CheckpointError(f"the checkpoint's ties are not understood: {ties!r:.100}; they map names to names")
+    return ties
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.100} is no text")
+    return value
+
+
+def _legible(settings: Any) -> dict[str, Any]:
+    """The settings of a group, whose values `_from_json` understands."""
+    legible = dict(settings)
+    for value in legible.values():
+        _from_json(value)
+    return legible
 
 
 def settings_to_json(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,12 +186,12 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
     ties: other names of live parameters, alias -> name. Raises CheckpointError for settings that are not understood.
     """
     stored = stored_optimizers(settings)
-    stored_ties: Mapping[str, str] = settings.get("ties", {})
+    then_tied = stored_ties(settings)
     places = {
         name: (optimizer, group) for optimizer in stored for group in optimizer.groups for name in group.parameters
     }
     names = [name for optimizer in live for group in optimizer.groups for name in group.parameters]
-    then = stored_names(names, ties, places, stored_ties)
+    then = stored_names(names, ties, places, then_tied)
     added = frozenset(ties.get(name, name) for name in settings.get(ADDED, ()))
     expected = [name for name in names if name not in added]
     findings = _findings_of_parameters(expected, ties, places, then) if places and live else []
@@ -193,7 +217,7 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
 
 
 def stored_names(
-    names: Sequence[str], ties: Mapping[str, str], stored: Mapping[str, Any], stored_ties: Mapping[str, str]
+    names: Sequence[str], ties: Mapping[str, str], stored: Mapping[str, Any], then_tied: Mapping[str, str]
 ) -> dict[str, str]:
     """What the parameters `names` are called in `stored`, through the ties of both sides; without those not there."""
     aliases: dict[str, list[str]] = {}
@@ -202,7 +226,7 @@ def stored_names(
     found = {}
     for name in names:
         called = (name, *aliases.get(name, ()))
-        candidates = [*called, *(stored_ties[each] for each in called if each in stored_ties)]
+        candidates = [*called, *(then_tied[each] for each in called if each in then_tied)]
         if (first := next((each for each in candidates if each in stored), None)) is not None:
             found[name] = first
     return found
