@@ -41,6 +41,7 @@ OF_PROGRAMS = {
     "engine/gathering.py": "calls of the model past its engine",
     "engine/plain_calls.py": "calls of the model and the optimizer past their engine",
     "engine/relayout.py": "sw.relayout",
+    "engine/weights.py": "writes to parameters past their engine",
     "plan/reshard.py": "sw.reshard",
     "train/verification/program.py": "sw.verify",
     "rewrite/checking.py": "statements",

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import alone
-from shardwise.errors import ModelError, OptimizerError
+from shardwise.errors import MismatchError, ModelError, OptimizerError
 from tests.engine.models import curve, curve_batch, curve_loss
 from tests.engine.oracle import share_of
 
@@ -219,3 +219,37 @@ def test_an_engine_of_another_layout_refuses_what_that_one_has_to() -> None:
                 engine.optimizer.step()
 
     sw.simulate(2, run)
+
+
+@pytest.mark.parametrize("layout", ["stage 0", "stage 1", "whole", "stage 2"])
+def test_data_ranks_that_were_written_to_otherwise_are_refused_and_alike_ones_go_on(layout: str) -> None:
+    plan, ranks = LAYOUTS[layout]
+
+    def run(channel: sw.Channel) -> str:
+        torch.manual_seed(0)
+        engine = sw.parallelize(Normed(), plan, optimizer=adamw, loss=loss, channel=channel)
+        own = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+        batch = {"input": torch.randn(4, 8)}
+        dtype = next(engine.model.parameters()).dtype
+        for seed in (7, channel.rank):  # alike, and each rank by its own gradient
+            torch.manual_seed(seed)
+            engine.model(torch.randn(4, 8).to(dtype)).float().square().mean().backward()
+            own.step()
+            own.zero_grad()
+            if seed == 7:
+                engine.step(batch)
+        with pytest.raises(MismatchError, match=r"'0\.bias' was written to after parallelize, and rank 0 and rank 1"):
+            engine.step(batch)
+        if channel.rank:
+            engine.model.load_state_dict(Normed().state_dict())
+        with pytest.raises(MismatchError) as caught:
+            engine.evaluate(batch)
+        torch.manual_seed(5)
+        engine.model.load_state_dict(Normed().state_dict())
+        engine.step(batch)
+        if channel.rank:  # the same values again: nothing differs
+            engine.model.load_state_dict(engine.model.state_dict())
+        engine.step(batch)
+        return str(caught.value)
+
+    assert len(set(sw.simulate(ranks, run))) == 1

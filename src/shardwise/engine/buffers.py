@@ -1,12 +1,13 @@
 """The flat buffers of one rank: working copies that the model's parameters view, masters of what it owns."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import put_on, values_of
@@ -54,6 +55,8 @@ class FlatBuffers:
             sum(segment.run.num_elements for segment in bucket.segments(self.owner)) for bucket in ownership.buckets
         ]
         self._placed = {name: (self._place_of(name), each._version) for name, each in self._parameters.items()}
+        self.written: set[str] = set()
+        """Parameters that were written to from outside, until ranks have compared them."""
 
     def part(self, index: int) -> torch.Tensor:
         """The owned part of a working buffer."""
@@ -96,12 +99,18 @@ class FlatBuffers:
         written = {name for name, each in self._parameters.items() if each._version != self._placed[name][1]}
         if not written:
             return
+        self.written |= written
         for index, bucket in enumerate(self.ownership.buckets):
             for segment in bucket.segments(self.owner) if self.has_masters(index) else ():
                 if segment.name in written:
                     span = slice(segment.start, segment.start + segment.run.num_elements)
                     self.masters[index][span].copy_(self.part(index)[span])
         self._placed |= {name: (self._placed[name][0], self._parameters[name]._version) for name in written}
+
+    def digests(self, names: Iterable[str]) -> dict[str, str]:
+        """Of the values of those parameters that are here."""
+        held = {name: values_of(self._parameters[name]) for name in names if name in self._parameters}
+        return {name: digest_of_values(values) for name, values in held.items()}
 
     def publish(self, counters: Counters) -> None:
         """Cast the updated masters into the working copy, once per owned element, and give them to all ranks."""

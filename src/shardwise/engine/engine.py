@@ -53,7 +53,7 @@ from shardwise.engine.state import placed, state_of
 from shardwise.engine.tensor.deciding import TensorDecision
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
-from shardwise.engine.weights import Weighting, agree_on_weights, describe_batch, weigh
+from shardwise.engine.weights import Weighting, agree_on_weights, check_writes, describe_batch, weigh
 from shardwise.errors import MismatchError, ModelError, OptimizerError, PeerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.model_settings import settings_of_model
@@ -119,6 +119,8 @@ class Engine:
         self._data_ranks = [data_rank_of(plan, rank) for rank in range(channels.world.size)]
         groups = dict.fromkeys(plan.mesh.peers(rank, ("tp",)) for rank in range(channels.world.size))
         self._alike = list(groups)
+        data_axes = ("dp_replicate", "dp_shard")
+        self._replicas = list(dict.fromkeys(plan.mesh.peers(rank, data_axes) for rank in range(channels.world.size)))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -339,7 +341,7 @@ class Engine:
             except ShardwiseError as error:
                 refusal = error
         self.counters.exchanges += 1
-        weighting = agree_on_weights(
+        weighting, written = agree_on_weights(
             self._channels.world,
             weights,
             refusal,
@@ -347,7 +349,11 @@ class Engine:
             same_count=num_microbatches is not None,
             data_ranks=self._data_ranks,
             batch_lines=lines,
+            written=self._buffers.written,
         )
+        if written:
+            check_writes(self._channels.world, self._buffers.digests(written), self._replicas)
+            self._buffers.written.clear()
         return parts, weighting
 
     def _check_turn(self) -> None:

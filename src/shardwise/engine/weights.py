@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -91,16 +91,19 @@ def agree_on_weights(
     same_count: bool,
     data_ranks: Sequence[int],
     batch_lines: Sequence[str] = (),
-) -> Weighting:
+    written: Collection[str] = (),
+) -> tuple[Weighting, list[str]]:
     """Exchange the weights of all data ranks; raise the same error on all when they cannot be used.
+
+    Returns also the parameters that were `written` to on any rank.
 
     data_ranks: of which data rank each rank of the channel is; ranks of one data rank are stages of one pipeline.
     batch_lines: a description of the batch, which such ranks have to have alike.
     """
-    mine = json.dumps([list(weights), list(batch_lines)]).encode()
+    mine = json.dumps([list(weights), list(batch_lines), sorted(written)]).encode()
     given = [json.loads(each) for each in agree(channel, refusal, purpose=purpose, value=mine)]
     firsts = {data_rank: rank for rank, data_rank in reversed(list(enumerate(data_ranks)))}
-    _refuse_different_batches([lines for _, lines in given], [firsts[each] for each in data_ranks])
+    _refuse_different_batches([lines for _, lines, _ in given], [firsts[each] for each in data_ranks])
     weighting = Weighting(by_rank=tuple(tuple(given[firsts[data_rank]][0]) for data_rank in sorted(firsts)))
     counts = [len(each) for each in weighting.by_rank]
     if same_count and len(set(counts)) > 1:
@@ -113,7 +116,25 @@ def agree_on_weights(
             "no microbatch on any rank has a weight above 0: there is nothing to average; check loss_weight, and that "
             "batches have rows"
         )
-    return weighting
+    return weighting, sorted({name for _, _, names in given for name in names})
+
+
+def check_writes(channel: Channel, digests: Mapping[str, str], replicas: Sequence[Sequence[int]]) -> None:
+    """Raise MismatchError, the same on all ranks, where ranks that hold the same parameters hold other values.
+
+    digests: of what was written to on any rank, as this rank has it. replicas: groups of data ranks.
+    """
+    found = [json.loads(each) for each in channel.exchange(json.dumps(digests).encode(), purpose="written parameters")]
+    for ranks in replicas:
+        for rank in ranks[1:]:
+            for name, digest in found[ranks[0]].items():
+                if found[rank].get(name) != digest:
+                    raise MismatchError(
+                        f"parameter {name!r} was written to after parallelize, and rank {ranks[0]} and rank {rank} "
+                        "have other values of it now, where data ranks hold the same. Write alike on all ranks "
+                        "(load_state_dict), or use sw.load(path, engine). An optimizer over model.parameters() steps "
+                        "each rank by its own gradient: give it to parallelize, and call engine.step(batch)"
+                    )
 
 
 def _refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Sequence[int]) -> None:
