@@ -2,21 +2,23 @@
 
 import contextlib
 import json
+import os
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from shardwise.comm import rendezvous
+from shardwise.comm import frames, hellos, rendezvous
 from shardwise.comm.links import Link
 from shardwise.comm.processes import processes
 from shardwise.comm.rendezvous import Meeting, connect
-from shardwise.errors import PeerError, PlanError
+from shardwise.errors import MismatchError, PeerError, PlanError
 
 T = TypeVar("T")
 
@@ -89,8 +91,8 @@ def test_strangers_are_turned_away_and_do_not_hold_up_the_others() -> None:
         right, wrong = ours.get("token/0"), b"0" * 32
         for hello in (
             b"GET / HTTP/1.1\r\n\r\n" * 4,
-            rendezvous._HELLO.pack(wrong, 1, 0),
-            rendezvous._HELLO.pack(right, 1, 1),
+            hellos.HELLO.pack(wrong, 1, 0),
+            hellos.HELLO.pack(right, 1, 1),
         ):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
                 stranger.sendall(hello)
@@ -102,13 +104,76 @@ def test_strangers_are_turned_away_and_do_not_hold_up_the_others() -> None:
         return connect(meeting(0, 2, store), shared_memory=False)
 
     # The host waits for the record of rank 1 before it listens, so that is given in advance.
-    PrefixStore("meeting", store).set("host/1", "")
+    PrefixStore("meeting", store).set("host/1", rendezvous._record(""))
     all_links = on_threads([host, intrude])
     assert not any(answers)
     assert [sorted(links) for links in all_links] == [[1], [0]]
     for links in all_links:
         for link in links.values():
             link.close()
+
+
+def test_callers_that_say_nothing_or_drip_hold_up_nobody_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a hello is that of the whole of it, and others are accepted meanwhile."""
+    token = b"t" * hellos.TOKEN_BYTES
+    (listener,) = rendezvous._listen_on_tcp(["127.0.0.1"])
+    address = listener.getsockname()
+    assert address[0] == "127.0.0.1"
+    silent, dripping = (socket.create_connection(address) for _ in range(2))
+    dripping.sendall(b"t")
+    begin = time.monotonic()
+    looks: list[int] = []
+
+    def look_up(missing: Collection[int]) -> None:
+        looks.append(len(missing))
+        dripping.sendall(b"t")
+        if len(looks) == 2:
+            callers.append(threading.Thread(target=hellos.say_hello, args=(ours, token, 3, 0), daemon=True))
+            callers[0].start()
+
+    ours = socket.create_connection(address)
+    callers: list[threading.Thread] = []
+    found = hellos.accept([listener], {3}, token, 0, deadline=begin + 30, look_up=look_up)
+    callers[0].join(10)
+    assert list(found) == [3]
+    assert time.monotonic() - begin < hellos.HELLO_SECONDS
+    monkeypatch.setattr(hellos, "HELLO_SECONDS", 0.3)
+    late = socket.create_connection(address)
+    with pytest.raises(TimeoutError):
+        hellos.accept([listener], {4}, token, 0, deadline=time.monotonic() + 0.8, look_up=lambda missing: None)
+    for stranger in (silent, dripping, late):
+        stranger.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    for connection in (*found.values(), silent, dripping, late, ours, listener):
+        connection.close()
+
+
+def test_a_stranger_on_a_unix_socket_can_hand_over_what_it_likes() -> None:
+    """An empty file cannot be mapped, and mapping it is not tried for one who does not know the token."""
+    token = b"t" * hellos.TOKEN_BYTES
+    with tempfile.TemporaryFile() as empty, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0shardwise-test-{os.getpid()}")
+        listener.listen()
+        for given in (token, b"f" * hellos.TOKEN_BYTES):
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect(listener.getsockname())
+            socket.send_fds(stranger, [hellos.HELLO.pack(given, 1, 0)], [empty.fileno()])
+            with pytest.raises(TimeoutError):
+                hellos.accept([listener], {1}, token, 0, deadline=time.monotonic() + 0.3, look_up=lambda missing: None)
+            assert stranger.recv(1) == b""
+            stranger.close()
+
+
+@pytest.mark.parametrize("record", ["boot-id net:[1]", "wire format 00000000 (shardwise 9.9)\nboot-id net:[1]"])
+def test_another_version_is_refused_with_both_before_a_byte_of_it_is_read(record: str) -> None:
+    store = HashStore()
+    PrefixStore("meeting", store).set("host/1", record)
+    with pytest.raises(MismatchError) as caught:
+        connect(meeting(0, 2, store), shared_memory=True)
+    theirs = "wire format 00000000 (shardwise 9.9)" if "wire" in record else "an older version"
+    assert f"  - rank 0: wire format {frames.WIRE} (shardwise " in str(caught.value)
+    assert f"  - rank 1: {theirs}" in str(caught.value)
 
 
 def test_a_rank_that_does_not_appear_is_named() -> None:
@@ -128,5 +193,6 @@ def test_without_a_group_and_an_environment_the_error_says_what_is_missing(monke
 
 
 def test_addresses_on_the_way_to_the_store_come_first() -> None:
-    assert rendezvous._own_addresses("127.0.0.1")[0] == "127.0.0.1"
+    assert rendezvous._own_addresses("127.0.0.1") == ["127.0.0.1"]  # whoever meets there is on this host
+    assert "127.0.0.1" in rendezvous._own_addresses("localhost")
     assert rendezvous._own_addresses(None)

@@ -2,6 +2,7 @@
 
 import enum
 import struct
+import zlib
 
 FORMAT = struct.Struct("<BBHIQQQQII")
 """kind, flags, segment, slot, lane, digest, offset, total, number, length."""
@@ -35,6 +36,14 @@ class Kind(enum.IntEnum):
     STATUS = 8  # the sender has been waiting for a while: for whom and in what
     FAILED = 9  # the verdict that ended the sender's channel
     BYE = 10  # the sender closed its channel on purpose
+
+
+MAX_PAYLOAD_BYTES = 64 << 20
+"""No frame announces more: chunks are cut far below, and texts name ranks and numbers."""
+
+
+WIRE = f"{zlib.crc32(repr((FORMAT.format, PLACE.format, list(Kind), IN_SLOT, IN_PLACE, ASKS)).encode()):08x}"
+"""A digest of the formats, which change between versions: ranks talk to each other only where it is the same."""
 
 
 def frame(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from shardwise.comm.frames import FORMAT, HEADER_BYTES, Header, Kind, frame
+from shardwise.comm.frames import FORMAT, HEADER_BYTES, MAX_PAYLOAD_BYTES, Header, Kind, frame
 from shardwise.comm.shared_memory import Segment, map_segment
 from shardwise.comm.verdicts import Status
 
@@ -21,6 +21,7 @@ READ_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 8
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 _MAX_BUFFERS = 32
+_KINDS = frozenset(map(int, Kind))
 _LINGER_LOOK_UP_SECONDS = 0.01
 
 Payload = bytes | memoryview
@@ -52,6 +53,8 @@ class Link:
         self.ended = False
         """The other side has closed the connection, on purpose or by dying."""
         self.said_bye = False
+        self.garbled = ""
+        """What came that is no frame of ours; nothing more is read then."""
         self.has_failed = False
         """The other side has told its verdict and sends nothing more."""
         self.texts: dict[int, str] = {}
@@ -198,6 +201,11 @@ class Link:
             return
         self._split(self._rest + content if self._rest else content, take)
 
+    def refuse(self, what: str) -> None:
+        """The other side has sent what cannot be understood: nothing more is taken from it."""
+        self.garbled = self.garbled or what
+        self._end()
+
     def _end(self) -> None:
         self.ended = True
         self.drop_queue()
@@ -207,6 +215,9 @@ class Link:
         while len(content) - position >= HEADER_BYTES:
             header: Header = FORMAT.unpack_from(content, position)
             start, length = position + HEADER_BYTES, header[-1]
+            if header[0] not in _KINDS or length > MAX_PAYLOAD_BYTES:  # before memory is taken for it
+                self.refuse(f"a frame of kind {header[0]} and {length} bytes")
+                return
             if start + length > len(content):
                 # Payloads that are cut by the end of the read are received in place, without a further copy.
                 body = torch.empty(length, dtype=torch.uint8).numpy().data
@@ -217,6 +228,8 @@ class Link:
                 return
             position = start + length
             take(self, header, content[start:position])
+            if self.garbled:
+                return
         self._rest = content[position:]
 
     def _fill(self, take: Taker) -> None:

@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import sys
 import weakref
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 
 import torch
 
@@ -42,6 +44,7 @@ def processes(
         return alone(meeting.device)
     board = Switchboard(meeting.rank, connect(meeting, shared_memory=shared_memory), timeout_seconds=timeout_seconds)
     _drop_in_children(board)
+    _speak_at_the_end(board)
     channel = ProcessChannel(board, tuple(range(meeting.size)), owns_board=True)
     return channel if meeting.device.type == "cpu" else NcclChannel(channel, meeting.device)
 
@@ -55,6 +58,23 @@ def _drop_in_children(board: Switchboard) -> None:
             inherited.drop()
 
     os.register_at_fork(after_in_child=drop)
+
+
+def _speak_at_the_end(board: Switchboard) -> None:
+    """A program that ends without `close` tells its peers why: they would only see that it is gone.
+
+    What `sys.exit` was called with is known in processes of `multiprocessing` alone.
+    """
+    reference = weakref.ref(board)
+
+    def speak() -> None:
+        if (left := reference()) is not None:
+            error = sys.exception() or getattr(sys, "last_value", None)
+            what = "has ended its program (its last line, or sys.exit) without closing its channel"
+            left.leave(f"rank {left.rank} {f'stopped: {type(error).__name__}: {error}' if error else what}")
+
+    # Not `atexit`, which processes of multiprocessing leave out.
+    Finalize(None, speak, exitpriority=0)
 
 
 def _lane(members: tuple[int, ...], kind: str) -> int:

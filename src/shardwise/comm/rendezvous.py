@@ -10,40 +10,37 @@ through TCP.
 
 import contextlib
 import hashlib
+import ipaddress
 import json
 import os
 import secrets
 import socket
-import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from shardwise.comm.frames import WIRE
+from shardwise.comm.hellos import HELLO_SECONDS, TOKEN_BYTES, accept, say_hello
 from shardwise.comm.launchers import Announced, announced
 from shardwise.comm.life import is_gone, own_record
 from shardwise.comm.links import Link
-from shardwise.comm.shared_memory import map_segment
-from shardwise.errors import PeerError, PlanError
+from shardwise.errors import MismatchError, PeerError, PlanError
+
+_SHOWN_RANKS = 8
 
 _LIFE_SECONDS = 1.0
 """A rank that waits looks so often whether the other one is still there."""
 
 START_SECONDS = 60.0
 """Least patience at the start, when processes still import and compile."""
-
-_LOOK_UP_SECONDS = 0.2
-_HELLO_SECONDS = 5.0
-_TOKEN_BYTES = 32
-_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sII")
-"""Token, rank that calls, rank that is called: an address may lead to another rank of another host."""
-_WELCOME = b"welcome"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,21 +204,21 @@ def _store_host(store: Store) -> str | None:
 def connect(meeting: Meeting, *, shared_memory: bool) -> dict[int, Link]:
     """One link to every other rank, by world rank; raises `PeerError` when one cannot be had."""
     if meeting.rank == 0:
-        meeting.publish("token", secrets.token_hex(_TOKEN_BYTES // 2))
+        meeting.publish("token", secrets.token_hex(TOKEN_BYTES // 2))
     token = meeting.read("token", 0).encode()
     with contextlib.ExitStack() as listeners:
         unix = _listen_on_unix(token, meeting.rank) if shared_memory else None
         if unix is not None:
             listeners.enter_context(unix)
-        meeting.publish("host", "" if unix is None else _host_identity())
-        hosts = meeting.read_all("host")
+        meeting.publish("host", _record("" if unix is None else _host_identity()))
+        hosts = _hosts(meeting.read_all("host"), meeting.rank)
         local = {rank for rank, host in enumerate(hosts) if host and host == hosts[meeting.rank]} - {meeting.rank}
         links: dict[int, Link] = {}
         failure = ""
         if local:
             assert unix is not None
             try:
-                links = _connect_pairs(meeting, token, local, unix, _unix_connector(meeting.rank, token))
+                links = _connect_pairs(meeting, token, local, [unix], _unix_connector(meeting.rank, token))
             except OSError as error:
                 failure = f"{type(error).__name__}: {error}"
         if any(hosts):
@@ -240,11 +237,43 @@ def connect(meeting: Meeting, *, shared_memory: bool) -> dict[int, Link]:
     return links
 
 
+def _record(host: str) -> str:
+    """What a rank says of itself: its version before anything that another version might say otherwise."""
+    return f"wire format {WIRE} (shardwise {_own_version()})\n{host}"
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("shardwise")
+    except metadata.PackageNotFoundError:
+        return "that is not installed"
+
+
+def _hosts(records: Sequence[str], own_rank: int) -> list[str]:
+    """The hosts of all ranks. Raises MismatchError, with the versions, where they do not speak as this one does."""
+    versions, _, hosts = zip(*(record.rpartition("\n") for record in records), strict=True)
+    different = [rank for rank, version in enumerate(versions) if not version.startswith(f"wire format {WIRE} ")]
+    if different:
+        lines = [
+            f"  - rank {rank}: {versions[rank] or 'an older version, which does not say its format'}"
+            for rank in sorted({own_rank, *different[:_SHOWN_RANKS]})
+        ]
+        raise MismatchError(
+            "ranks run versions of shardwise that cannot talk to each other; install the same one on all hosts:\n"
+            + "\n".join(lines)
+        )
+    return list(hosts)
+
+
 def _connect_through_tcp(meeting: Meeting, token: bytes, ranks: set[int]) -> dict[int, Link]:
-    with _listen_on_tcp() as listener:
-        meeting.publish("address", json.dumps([_own_addresses(meeting.store_host), listener.getsockname()[1]]))
+    with contextlib.ExitStack() as open_listeners:
+        listeners = _listen_on_tcp(_own_addresses(meeting.store_host))
+        for listener in listeners:
+            open_listeners.enter_context(listener)
+        bound = [listener.getsockname()[:2] for listener in listeners]
+        meeting.publish("address", json.dumps([[address for address, _ in bound], bound[0][1]]))
         try:
-            return _connect_pairs(meeting, token, ranks, listener, _tcp_connector(meeting, token))
+            return _connect_pairs(meeting, token, ranks, listeners, _tcp_connector(meeting, token))
         except OSError as error:
             text = f"rank {meeting.rank} could not connect to ranks {sorted(ranks)} through TCP: {error}"
             raise PeerError(text, operation="start", purpose="connections") from error
@@ -254,32 +283,23 @@ def _connect_pairs(
     meeting: Meeting,
     token: bytes,
     ranks: set[int],
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     connect_to: Callable[[int, float], socket.socket],
 ) -> dict[int, Link]:
-    local = listener.family == socket.AF_UNIX
+    local = listeners[0].family == socket.AF_UNIX
     deadline = time.monotonic() + meeting.patience_seconds
     connections: dict[int, socket.socket] = {}
+
+    def look_up(missing: Collection[int]) -> None:
+        if local and any(meeting.has_published("verdict", rank) for rank in missing):
+            raise ConnectionError("another rank has given up")
+
     try:
         for rank in sorted(ranks):
             if rank < meeting.rank:
                 connections[rank] = connect_to(rank, deadline)
-        awaited = {rank for rank in ranks if rank > meeting.rank}
-        while awaited:
-            try:
-                listener.settimeout(min(_LOOK_UP_SECONDS, _left(deadline)))
-                connection, _ = listener.accept()
-            except TimeoutError:
-                _left(deadline)
-                if any(meeting.has_published("verdict", rank) for rank in awaited if local):
-                    raise ConnectionError("another rank has given up") from None
-                continue
-            caller = _hear_hello(connection, token, meeting.rank)
-            if caller in awaited:
-                awaited.remove(caller)
-                connections[caller] = connection
-            else:
-                connection.close()
+        higher = {rank for rank in ranks if rank > meeting.rank}
+        connections |= accept(listeners, higher, token, meeting.rank, deadline=deadline, look_up=look_up)
     except BaseException:
         for connection in connections.values():
             connection.close()
@@ -292,60 +312,6 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("no connection in time")
     return left
-
-
-# The hello proves that the other side knows the token and, on a Unix socket, that memory can be shared.
-
-
-def _say_hello(connection: socket.socket, token: bytes, caller: int, called: int) -> None:
-    connection.settimeout(_HELLO_SECONDS)
-    hello = _HELLO.pack(token, caller, called)
-    if connection.family == socket.AF_UNIX:
-        descriptor = os.memfd_create("shardwise-hello")
-        try:
-            os.write(descriptor, token)
-            socket.send_fds(connection, [hello], [descriptor])
-        finally:
-            os.close(descriptor)
-    else:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(hello)
-    if _read_exactly(connection, len(_WELCOME)) != _WELCOME:
-        raise ConnectionError("the hello was not answered")
-
-
-def _hear_hello(connection: socket.socket, token: bytes, own_rank: int) -> int | None:
-    """The rank that calls, or None for a caller that is not one of us or wants another rank."""
-    connection.settimeout(_HELLO_SECONDS)
-    try:
-        descriptors: list[int] = []
-        hello = b""
-        if connection.family == socket.AF_UNIX:
-            hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-        else:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello += _read_exactly(connection, _HELLO.size - len(hello))
-        given, caller, called = _HELLO.unpack(hello)
-        is_ours = secrets.compare_digest(given, token) and called == own_rank
-        if connection.family == socket.AF_UNIX:
-            shared = map_segment(descriptors[0], _TOKEN_BYTES).numpy().tobytes() if descriptors else b""
-            is_ours = is_ours and shared == token
-        if not is_ours:
-            return None
-        connection.sendall(_WELCOME)
-    except OSError:
-        return None
-    return int(caller)
-
-
-def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    content = b""
-    while len(content) < num_bytes:
-        more = connection.recv(num_bytes - len(content))
-        if not more:
-            raise ConnectionError("the other side hung up")
-        content += more
-    return content
 
 
 # Unix sockets in the abstract namespace: no file is made, and the name ends with its socket.
@@ -383,7 +349,7 @@ def _unix_connector(own_rank: int, token: bytes) -> Callable[[int, float], socke
         try:
             connection.settimeout(_left(deadline))
             connection.connect(_unix_name(token, rank))
-            _say_hello(connection, token, own_rank, rank)
+            say_hello(connection, token, own_rank, rank)
         except BaseException:
             connection.close()
             raise
@@ -395,24 +361,51 @@ def _unix_connector(own_rank: int, token: bytes) -> Callable[[int, float], socke
 # TCP
 
 
-def _listen_on_tcp() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN)
-    return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+def _listen_on_tcp(addresses: Sequence[str]) -> list[socket.socket]:
+    """Listeners at one port, each bound to one of the addresses that are announced, as far as they are this host's."""
+    listeners: list[socket.socket] = []
+    problems = []
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            port = listeners[0].getsockname()[1] if listeners else 0
+            listeners.append(socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN))
+        except OSError as error:
+            problems.append(f"{address}: {error}")
+    if not listeners:
+        raise PeerError(
+            f"this rank cannot listen at any of its addresses ({'; '.join(problems) or 'it has none'})",
+            operation="start",
+            purpose="connections",
+        )
+    return listeners
 
 
 def _own_addresses(store_host: str | None) -> list[str]:
-    """Addresses under which others may reach this host: on the way to the store first, then those of its name."""
-    addresses = []
+    """Addresses under which others may reach this host: on the way to the store first, then those of its name.
+
+    A store at the loopback address is on this host, and so are all that use it: then nobody else has to get in.
+    """
+    addresses: list[str] = []
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(store_host or "localhost", 9, type=socket.SOCK_DGRAM):
             # Connecting a datagram socket sends nothing; it only chooses the interface.
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
                 addresses.append(str(probe.getsockname()[0]))
+    if addresses and store_host is not None and _is_loopback(store_host):
+        return list(dict.fromkeys(addresses))
     with contextlib.suppress(OSError):
         addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
     return list(dict.fromkeys(addresses))
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether it is said to be this host itself; a name of it that only leads to the loopback address is not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _tcp_connector(meeting: Meeting, token: bytes) -> Callable[[int, float], socket.socket]:
@@ -422,8 +415,8 @@ def _tcp_connector(meeting: Meeting, token: bytes) -> Callable[[int, float], soc
         for address in addresses:
             connection = None
             try:
-                connection = socket.create_connection((address, port), timeout=min(_left(deadline), _HELLO_SECONDS))
-                _say_hello(connection, token, meeting.rank, rank)
+                connection = socket.create_connection((address, port), timeout=min(_left(deadline), HELLO_SECONDS))
+                say_hello(connection, token, meeting.rank, rank)
             except OSError as error:
                 problems.append(f"{address} port {port}: {error}")
                 if connection is not None:

@@ -7,10 +7,10 @@ socket is written by a thread between the calls.
 import collections
 import json
 import select
+import struct
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from shardwise.comm.links import Link, Payload, flush_until
 from shardwise.comm.messages import INLINE_BYTES, Chunk, Inbound, Outbound, Stamp
 from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
 from shardwise.comm.transfers import Intake, Transfer
-from shardwise.comm.verdicts import Status, Verdict, different, gone, stuck
+from shardwise.comm.verdicts import Status, Verdict, different, garbled, gone, stuck
 from shardwise.errors import MismatchError, PeerError
 
 _NUMBERS = 1 << 32
@@ -66,7 +66,7 @@ class Switchboard:
         self._has_ended = False
         """The verdict was raised here, or this rank decided it: nothing more is sent or taken in."""
         self._raised: tuple[str, str, str] | None = None
-        self.lock: AbstractContextManager[bool] = threading.RLock()
+        self.lock = threading.RLock()
         """Held during every call, so that threads take turns."""
         self._flusher = Flusher(self.lock, links.values())
 
@@ -257,6 +257,13 @@ class Switchboard:
     # What frames do.
 
     def _take(self, link: Link, header: Header, payload: Payload) -> None:
+        try:
+            self._act(link, header, payload)
+        except (LookupError, TypeError, ValueError, OSError, struct.error) as error:
+            # It names what was never announced, or its text is none: not what this version would send.
+            link.refuse(f"a frame of kind {header[0]} that means nothing here ({type(error).__name__}: {error})")
+
+    def _act(self, link: Link, header: Header, payload: Payload) -> None:
         kind, _, segment, slot, lane, digest, _, total, number, _ = header
         if self._has_ended:
             return
@@ -277,10 +284,10 @@ class Switchboard:
         elif kind == Kind.STATUS:
             link.status = Status.parsed(bytes(payload))
         elif kind == Kind.FAILED:
+            verdict = Verdict.parsed(bytes(payload))
             link.has_failed = True
-            self.verdict = self.verdict or Verdict.parsed(bytes(payload))
+            self.verdict = self.verdict or verdict
         else:
-            assert kind == Kind.BYE, kind
             link.said_bye = True
 
     def _take_chunk(self, link: Link, header: Header, payload: Payload) -> None:
@@ -373,7 +380,7 @@ class Switchboard:
     def _note_ended(self) -> None:
         for link in self._links.values():
             if link.ended and not (link.said_bye or link.has_failed) and self.verdict is None:
-                self.verdict = gone(link.rank)
+                self.verdict = garbled(link.rank, link.garbled) if link.garbled else gone(link.rank)
 
     def _is_hopeless(self, transfer: Transfer) -> bool:
         """Whether the transfer waits for a rank that will not go on."""
@@ -413,6 +420,19 @@ class Switchboard:
             self._has_ended = True
             self._flusher.stop()
             self.drop()
+
+    def leave(self, fact: str) -> None:
+        """The program of this rank ends without `close`: let out what was sent, and say why nothing more comes."""
+        if self._has_ended or not self.lock.acquire(timeout=_LAST_WORDS_SECONDS):  # another thread may wait for ever
+            return
+        try:
+            deadline = time.monotonic() + _LAST_WORDS_SECONDS
+            flush_until(deadline, self._links.values())
+            self.fail(Verdict(fact=fact, culprit=self.rank))
+            for link in self._links.values():
+                link.linger(deadline)
+        finally:
+            self.lock.release()
 
     def drop(self) -> None:
         """Close the connections without a word; for a forked child, which must not hold them open."""

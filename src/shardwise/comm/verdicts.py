@@ -56,6 +56,12 @@ def gone(rank: int) -> Verdict:
     return Verdict(fact=f"rank {rank} is gone (its process died)", culprit=rank)
 
 
+def garbled(rank: int, what: str) -> Verdict:
+    """The verdict on a rank that sent what cannot be understood."""
+    fact = f"rank {rank} sent {what}; its connection is broken, or it runs another version of shardwise"
+    return Verdict(fact=fact, culprit=rank)
+
+
 def different(texts: Mapping[int, str]) -> Verdict:
     """The verdict on calls that meet and do not fit, by world rank."""
     lines = [f"  - rank {rank}: {texts[rank]}" for rank in sorted(texts)]

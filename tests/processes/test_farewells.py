@@ -1,0 +1,102 @@
+"""A program that ends without `close`: its peers are told why, however it ended."""
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, sys
+import shardwise as sw
+
+
+def main():
+    channel = sw.processes(timeout_seconds=30, shared_memory=sys.argv[1] == "shared")
+    channel.exchange(b"", purpose="start")
+    if channel.rank == 1:
+        exec(sys.argv[2])
+        return
+    try:
+        channel.exchange(b"", purpose="gradients")
+    except sw.errors.PeerError as error:
+        print(error, end="")
+
+
+main()
+"""
+
+
+def said(transport: str, deed: str) -> str:
+    """What rank 0 is told of the end of rank 1."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, transport, deed],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told, *_ = [rank.communicate(timeout=60)[0] for rank in ranks]
+    return told
+
+
+WITHOUT_CLOSING = "rank 1 has ended its program (its last line, or sys.exit) without closing its channel, while rank 0"
+
+
+@pytest.mark.parametrize(
+    ("transport", "deed", "words"),
+    [
+        ("tcp", "sys.exit(0)", WITHOUT_CLOSING),
+        ("shared", "return_ = 'as one that has fewer batches'", WITHOUT_CLOSING),
+        ("tcp", "raise KeyError('no such sample')", "rank 1 stopped: KeyError: 'no such sample', while rank 0"),
+    ],
+)
+def test_peers_are_told_how_a_program_ended(transport: str, deed: str, words: str) -> None:
+    assert said(transport, deed) == f"{words} was in exchange for 'gradients'"
+
+
+def work(rank: int, port: int, deed: str, answers: "multiprocessing.Queue[str]") -> None:
+    import shardwise as sw
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    channel = sw.processes(timeout_seconds=30)
+    channel.exchange(b"", purpose="start")
+    if rank == 1:
+        if deed == "exit":
+            sys.exit(3)
+        raise ValueError("a worker of multiprocessing")
+    try:
+        channel.exchange(b"", purpose="gradients")
+    except sw.errors.PeerError as error:
+        answers.put(str(error))
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"), [("exit", "SystemExit: 3"), ("raise", "ValueError: a worker of multiprocessing")]
+)
+def test_workers_of_multiprocessing_tell_it_too(deed: str, words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(["tests.processes.pool"])
+    answers = start.Queue()
+    workers = [start.Process(target=work, args=(rank, port, deed, answers)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    assert answers.get(timeout=60) == f"rank 1 stopped: {words}, while rank 0 was in exchange for 'gradients'"
+    for worker in workers:
+        worker.join(60)
+    answers.close()
