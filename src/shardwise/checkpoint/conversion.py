@@ -52,7 +52,7 @@ from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite
 
-__all__ = ["MAX_SHARD_BYTES", "Conversion", "ConvertReport", "Progress", "Target", "convert", "original_at", "preview"]
+__all__ = ["MAX_SHARD_BYTES", "Conversion", "ConvertReport", "Progress", "Target", "convert", "preview"]
 
 Target = Literal["pieces", "whole", "hf"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of Hugging Face files."""
