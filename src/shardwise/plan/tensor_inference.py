@@ -113,7 +113,8 @@ def infer_rules(trace: Trace, *, num_ranks: int, without: Mapping[str, str] | No
     for members in _members(trace):
         columns, rows = members.columns, members.rows
         if why := _unfit(members, maps, without, roles) or _uneven(members, maps, trace, num_ranks):
-            weight = len({group for groups in members.sequences(maps) for group in groups} - {WHOLE, _UNUSED})
+            groups = {group for groups in members.sequences(maps) for group in groups} - {WHOLE, _UNUSED}
+            weight = len(groups) if len(groups) > 1 else 0
             for each in (*columns, *rows):
                 if each not in reasons or weight > reasons[each][0] or (weight == reasons[each][0] and each in columns):
                     reasons[each] = weight, why
