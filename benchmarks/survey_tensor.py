@@ -1,10 +1,11 @@
 """`rules="auto"` on every architecture of transformers: two updates over two simulated ranks against one process.
 
-    python -m benchmarks.survey_tensor [--only bert,gpt2] [--write]
+    python -m benchmarks.survey_tensor [--only bert,gpt2] [--answers FILE] [--write]
 
 Tiny models of random values, in float64 throughout (what models compute in float32 is computed in float64 too). An
 architecture is right when losses, gradient norms and all parameters agree to 1e-9; refused when parallelize or the
 first step says why not; wrong otherwise; not built when one process does not run it on the inputs that it is given.
+Answers are kept in a file, and a second call goes on.
 """
 
 import argparse
@@ -242,8 +243,8 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def _compute_in_float64() -> None:
     """What models compute in float32, they compute in float64 here, so that a difference is an error."""
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign, assignment]
-    torch.float32 = torch.float = torch.float64  # type: ignore[misc, attr-defined]
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    torch.float32 = torch.float = torch.float64
 
 
 def _survey_here(kinds: Sequence[str]) -> None:
@@ -253,7 +254,7 @@ def _survey_here(kinds: Sequence[str]) -> None:
     torch.set_default_dtype(torch.float64)
     import transformers
 
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     for kind in kinds:
         signal.alarm(SECONDS_EACH * 2)  # the process ends
         print(json.dumps(survey_one(kind)), flush=True)
@@ -265,12 +266,16 @@ def _surveyed(kinds: Sequence[str]) -> Iterator[Answer]:
     while pending:
         batch, pending = pending[:BATCH], pending[BATCH:]
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.survey_tensor", "--here", ",".join(batch)]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
-        answers = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-        yield from answers
-        left = batch[len(answers) :]
+        count = 0
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    count += 1
+                    yield json.loads(line)
+        left = batch[count:]
         if left:
-            yield {"kind": left[0], "verdict": "failed", "why": f"the process ended with {ended.returncode}"}
+            yield {"kind": left[0], "verdict": "failed", "why": f"the process ended with {process.returncode}"}
             pending = left[1:] + pending
 
 
@@ -298,19 +303,29 @@ def _table(answers: Sequence[Answer]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _asked(only: str) -> list[str]:
+    return only.split(",") if only else architectures()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--here", default="")
+    parser.add_argument("--answers", default="tensor-auto.jsonl")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     if given.here:
         _survey_here(given.here.split(","))
         return
-    answers = []
-    for each in _surveyed(given.only.split(",") if given.only else architectures()):
-        answers.append(each)
-        print(f"{each['kind']:28} {each.get('source', ''):9} {each['verdict']:10} {each['why']}", flush=True)
+    path = Path(given.answers)
+    known = {each["kind"]: each for each in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+    with path.open("a") as kept:
+        for each in _surveyed([kind for kind in _asked(given.only) if kind not in known]):
+            known[each["kind"]] = each
+            kept.write(json.dumps(each) + "\n")
+            kept.flush()
+            print(f"{each['kind']:28} {each.get('source', ''):9} {each['verdict']:10} {each['why']}", flush=True)
+    answers = list(known.values())
     if given.write:
         RESULTS.write_text(_table(answers), encoding="utf-8")
 

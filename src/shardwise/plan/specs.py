@@ -168,7 +168,8 @@ class Tensor:
     """Tensor parallelism: how single parameters are cut over the ranks along `tp`, and what moves between them."""
 
     rules: Mapping[str, str] | Literal["auto"] | None = None
-    """{name or glob of modules or parameters: rule}; "auto": the plan that the model itself carries; None: no cuts."""
+    """{name or glob of modules or parameters: rule}; "auto": the plan that the model carries, or one that
+    a run of it on a sample allows; None: no cuts."""
     prove: bool = True
     """Whether the first forward of each module with cuts is compared with the uncut module."""
 

@@ -105,18 +105,24 @@ class Inference:
 def infer_rules(trace: Trace, *, num_ranks: int, without: Mapping[str, str] | None = None) -> Inference:
     """The rules for `num_ranks`. `without`: maps that stay whole -> why."""
     without = without or {}
-    left: dict[str, str] = {}
+    reasons: dict[str, tuple[int, str]] = {}
+    """With the number of groups of the family: a map may be in two, and what would have cut it most says more."""
     maps = {each.module: each for each in trace.maps}
     families = []
     roles: dict[str, str] = {}
     for members in _members(trace):
         columns, rows = members.columns, members.rows
         if why := _unfit(members, maps, without, roles) or _uneven(members, maps, trace, num_ranks):
-            left |= dict.fromkeys(columns, why) | {each: left.get(each, why) for each in rows}
+            groups = {group for groups in members.sequences(maps) for group in groups} - {WHOLE, _UNUSED}
+            weight = len(groups) if len(groups) > 1 else 0
+            for each in (*columns, *rows):
+                if each not in reasons or weight > reasons[each][0] or (weight == reasons[each][0] and each in columns):
+                    reasons[each] = weight, why
             continue
         families.append(_family(members, maps))
         roles |= dict.fromkeys(columns, "column") | dict.fromkeys(rows, "row")
     vocabulary = dict(_vocabulary(trace, roles, num_ranks, without))
+    left = {name: why for name, (_, why) in reasons.items()}
     left |= {**without, **dict.fromkeys(trace.not_run, "it did not run on the sample")}
     cut = roles.keys() | vocabulary.keys()
     return Inference(

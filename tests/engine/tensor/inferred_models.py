@@ -21,7 +21,8 @@ class Around(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(words)
-        return self.head(hidden + self.block(self.norm(hidden)))
+        result: torch.Tensor = self.head(hidden + self.block(self.norm(hidden)))
+        return result
 
 
 class Feed(nn.Module):
@@ -36,7 +37,8 @@ class Feed(nn.Module):
         return torch.relu(hidden)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(self.between(self.up(hidden)))
+        result: torch.Tensor = self.down(self.between(self.up(hidden)))
+        return result
 
 
 class Centred(Feed):
@@ -67,6 +69,8 @@ class Scaled(Feed):
 
 class Weighed(Feed):
     """A buffer with a number for each feature, which every rank has whole."""
+
+    weights: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +113,8 @@ class Convolved(Feed):
         self.convolution = nn.Conv1d(24, 24, 3, padding=1)
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.convolution(hidden.transpose(1, 2)).transpose(1, 2)
+        result: torch.Tensor = self.convolution(hidden.transpose(1, 2)).transpose(1, 2)
+        return result
 
 
 class ReadTwice(Feed):
@@ -121,7 +126,8 @@ class ReadTwice(Feed):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         inner = torch.relu(self.up(hidden))
-        return self.down(inner) + self.back(self.side(inner))
+        result: torch.Tensor = self.down(inner) + self.back(self.side(inner))
+        return result
 
 
 class TwoReaders(Feed):
@@ -133,7 +139,8 @@ class TwoReaders(Feed):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         inner = torch.relu(self.up(hidden))
-        return self.down(inner) + self.other(inner)
+        result: torch.Tensor = self.down(inner) + self.other(inner)
+        return result
 
 
 class GatedByWhole(Feed):
@@ -144,7 +151,8 @@ class GatedByWhole(Feed):
         self.gate = nn.Linear(WIDTH, 1)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(hidden) * torch.sigmoid(hidden.mean(-1, keepdim=True)))
+        result: torch.Tensor = self.down(self.up(hidden) * torch.sigmoid(hidden.mean(-1, keepdim=True)))
+        return result
 
 
 class WholeAdded(Feed):
@@ -154,7 +162,8 @@ class WholeAdded(Feed):
         super().__init__(WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(hidden) + hidden))
+        result: torch.Tensor = self.down(torch.relu(self.up(hidden) + hidden))
+        return result
 
 
 class Attention(nn.Module):
@@ -171,8 +180,10 @@ class Attention(nn.Module):
         sizes = {"p": 3, "h": self.num_heads if self.is_counted else -1, "d": self.head_dim}
         split = self.qkv(hidden).view(batch, length, *(sizes[each] for each in self.order))
         parts = split.permute(2 + self.order.index("p"), 0, 2 + self.order.index("h"), 1, 2 + self.order.index("d"))
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        query, key, value = parts
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        result: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return result
 
 
 class Absorbing(nn.Module):
@@ -193,7 +204,8 @@ class Absorbing(nn.Module):
         repeats = self.num_heads // self.num_kv_heads
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         weights = (query @ key.transpose(-1, -2) / self.head_dim**0.5).softmax(-1)
-        return self.out((weights @ value).transpose(1, 2).reshape(batch, length, -1))
+        result: torch.Tensor = self.out((weights @ value).transpose(1, 2).reshape(batch, length, -1))
+        return result
 
 
 class Sloped(Absorbing):
@@ -207,7 +219,8 @@ class Sloped(Absorbing):
         )
         slopes = 2.0 ** -torch.arange(1, self.num_heads + 1, dtype=hidden.dtype)
         weights = query @ key.transpose(-1, -2) + slopes[:, None, None] * torch.arange(length, dtype=hidden.dtype)
-        return self.out((weights.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, -1))
+        result: torch.Tensor = self.out((weights.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, -1))
+        return result
 
 
 class Tied(nn.Module):
@@ -221,7 +234,8 @@ class Tied(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(words)
-        return self.head(hidden + self.block(self.norm(hidden)))
+        result: torch.Tensor = self.head(hidden + self.block(self.norm(hidden)))
+        return result
 
 
 class ReadByHand(Tied):

@@ -80,5 +80,4 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
             'tensor.rules: "auto" asks for the plan that the model carries, and it carries none; to infer one, the '
             "model is run on a batch: give one, parallelize(..., sample=batch), or give {name: rule}"
         )
-    inputs = {name: each.to(device) for name, each in made.items()}
-    return lambda: model(**inputs)
+    return lambda: model(**made)

@@ -1,36 +1,54 @@
 """Inputs for a model that says by its configuration what it takes."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from shardwise.engine.pipeline.outline import unchanged
 
 _ROWS = 2
 _TOKENS = 8
 
 
 def sample_for(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """A small batch by the names of the forward's arguments and the sizes of `model.config`; None without one.
+    """A small batch by the names of the forward's arguments and the sizes of `model.config`.
 
-    Tokens are arbitrary, small numbers; pixels and sounds are random. It is the same on every rank.
+    Tokens are arbitrary numbers; pixels and sounds are random. It is the same on every rank, and the model runs on it:
+    None where no batch is found on which it does.
     """
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "dummy_inputs"):
+    if getattr(model, "config", None) is None or not hasattr(model, "dummy_inputs"):
         return None
-    generator = torch.Generator().manual_seed(0)
-    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    named = inspect.signature(model.forward).parameters
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    for names in _candidates(model):
+        batch = {name: each.to(device) for name, each in _made(model, names).items()}
+        try:
+            with torch.no_grad(), unchanged(model):
+                model.eval()(**batch)
+        except Exception:  # whatever a model raises that wants something else
+            continue
+        return batch
+    return None
+
+
+def _candidates(model: nn.Module) -> Iterator[list[str]]:
+    """Arguments to give: what the model calls its main input and what has no default; then more beside it."""
+    parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
-    made: dict[str, torch.Tensor] = {}
-    for name in named:
-        make = _MAKERS.get(name)
-        if make is not None and (name == main or name in _BESIDE):
-            made[name] = make(_Sizes(config), generator)
-    if not made and main in _MAKERS:
-        made[main] = _MAKERS[main](_Sizes(config), generator)
-    return {name: each.to(dtype) if each.is_floating_point() else each for name, each in made.items()} or None
+    needed = [name for name, each in parameters.items() if each.default is each.empty and name in _MAKERS]
+    least = list(dict.fromkeys([main, *needed, *(name for name in _BESIDE if name in parameters)]))
+    yield [name for name in least if name in _MAKERS]
+    yield [name for name in parameters if name in _MAKERS]
+
+
+def _made(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = _Sizes(model.config)
+    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    made = {name: _MAKERS[name](sizes, generator) for name in names}
+    return {name: each.to(dtype) if each.is_floating_point() else each for name, each in made.items()}
 
 
 class _Sizes:
@@ -78,6 +96,9 @@ def _mel(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
 
 
 def _sound(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+    """A wave, or a spectrogram where frequencies are counted."""
+    if (bins := sizes.number("num_mel_bins", default=0)) and (length := sizes.number("max_length", default=0)):
+        return torch.randn(_ROWS, length, bins, generator=generator)
     return torch.randn(_ROWS, 2000, generator=generator)
 
 
@@ -97,5 +118,5 @@ _MAKERS: dict[str, Callable[[_Sizes, torch.Generator], torch.Tensor]] = {
 }
 """Arguments of forwards, by the names that they have in transformers."""
 
-_BESIDE = frozenset({"decoder_input_ids", "bbox", "input_ids", "pixel_values"})
-"""What a forward needs beside its main input, where it names it."""
+_BESIDE = ("decoder_input_ids", "bbox")
+"""What a forward needs though it has a default."""
