@@ -127,12 +127,14 @@ class Proof:
         self._judge(by_all=by_all)
 
     def _judge(self, *, by_all: bool) -> None:
-        refusal = ModelError(self._refusals[0]) if self._refusals else None
+        refusals = self._refusals[:1]
         if by_all and self._has_styles and not self._has_agreed:
             self._has_agreed = True
-            agree(self._world, refusal, purpose="verdict on the proof of tensor.rules")
-        if refusal is not None:
-            raise refusal
+            mine = "".join(refusals).encode()
+            answers = agree(self._world, None, purpose="verdict on the proof of tensor.rules", value=mine)
+            refusals = [each.decode() for each in answers if each]
+        if refusals:
+            raise ModelError(refusals[0])
         for watch in self._watched:
             if watch.state != "waiting":
                 watch.state = "done"
