@@ -1,6 +1,7 @@
 """Plans that models of transformers carry and that do not fit their forwards: right with rules that beat them."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -12,18 +13,23 @@ from shardwise.errors import ModelError
 from tests.engine.pipeline.oracle import adamw
 from tests.engine.tensor.carried_models import tiny_model
 
-_SIZES = {"vocab_size": 41, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "pad_token_id": 0}
+_SIZES: dict[str, Any] = {
+    "vocab_size": 41,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
 
 
 def gemma3n() -> nn.Module:
     """Takes mean and deviation of all hidden values, where the first layers are sparse."""
-    config = CONFIG_MAPPING["gemma3n_text"](
-        **_SIZES,
+    settings: dict[str, Any] = {
         **{"vocab_size_per_layer_input": 41, "hidden_size_per_layer_input": 8, "num_hidden_layers": 4, "head_dim": 8},
         **{"num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"] * 2, "laurel_rank": 4},
         **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "altup_num_inputs": 2},
-        sliding_window=8,
-    )
+    }
+    config = CONFIG_MAPPING["gemma3n_text"](**_SIZES, **settings, sliding_window=8)
     model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model
 

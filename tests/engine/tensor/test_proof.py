@@ -263,9 +263,17 @@ class Cache:
         ("pp=2,tp=2", {"pipeline": sw.Pipeline(stages={"embedding": 0, "norm": 0, "block": 1, "head": 1})}),
         ("dp_shard=2,tp=2", {"sharding": sw.Sharding(stage=2)}),
         ("dp_shard=2,tp=2", {"sharding": sw.Sharding(stage=3)}),
+        (
+            "pp=2,dp_shard=2,tp=2",
+            {
+                "sharding": sw.Sharding(stage=3),
+                "pipeline": sw.Pipeline(stages={"embedding": 0, "norm": 0, "block": 1, "head": 1}),
+                "merge": sw.Merge(microbatches=2),
+            },
+        ),
         ("dp_shard=2,tp=2", {"sharding": sw.Sharding(stage=3, units=("block.inner.*", "."))}),
     ],
-    ids=["tp2", "tp3", "pp", "stage2", "stage3", "stage3 in small units"],
+    ids=["tp2", "tp3", "pp", "stage2", "stage3", "pp stage3", "stage3 in small units"],
 )
 def test_the_proof_leaves_no_trace(mesh: str, others: Mapping[str, Any]) -> None:
     rules = {"block.inner.up": "column", "block.inner.down": "row", "embedding": "vocab", "head": "vocab"}

@@ -15,7 +15,6 @@ from shardwise.engine.tensor.differences import differ, factor_of, finest_eps, l
 from shardwise.engine.tensor.movements import Movements, taken
 from shardwise.engine.tensor.rehearsal import Inputs, is_half, run_apart, widened
 from shardwise.engine.wrapping import Forward
-from shardwise.errors import ShardwiseError
 from shardwise.plan.tensor_heads import GROUPS, HEADS
 from shardwise.plan.tensor_plan import TensorPlan
 from shardwise.plan.tensor_regions import CUTS_THE_MODULE, Region
@@ -92,19 +91,20 @@ class Comparison:
         )
 
     def explanation(self, forward: Forward, inputs: Inputs, error: str) -> str:
-        """What to say of an error that only the cut module raises; empty for one that the whole module raises too."""
-        try:
-            errors = self._told(error, "a forward that failed")
-        except ShardwiseError:  # other ranks go on: they are stopped by the error itself
-            return ""
-        pair = self._shared(inputs)
-        if isinstance(pair, Unknown):
-            return ""
-        parameters, _ = self._parameters(0, is_wide=False)
-        if any(self._told(self._try(forward, pair[0], parameters, is_cut=False, is_wide=False)[1])):
+        """What to say of an error that only the cut module raises; empty for one that the whole module raises too.
+
+        Other ranks are not asked, for they may go on. Whether the whole module runs is seen with any parameters of the
+        right shapes, which take no memory.
+        """
+        stand_ins: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in self.module.parameters():
+            cut = self._plan.cuts.get(self._names[parameter])
+            value = torch.full((), 1, dtype=parameter.dtype, device=parameter.device)
+            stand_ins[parameter] = (value / 64).to(value.dtype).expand(parameter.shape if cut is None else cut.shape)
+        if self._try(forward, inputs, stand_ins, is_cut=False, is_wide=False)[1]:
             return ""
         return (
-            f"tensor.rules: {self._named()} fails when it is cut, and runs with whole parameters: {errors[0]}\n"
+            f"tensor.rules: {self._named()} fails when it is cut, and runs with whole parameters: {error}\n"
             f"{self._rules()} {self._advice()}"
         )
 
@@ -231,9 +231,9 @@ class Comparison:
     def _has_halves(self, inputs: Inputs) -> bool:
         return any(is_half(each) for each in (*self.module.parameters(), *inputs.tensors))
 
-    def _told(self, value: Any, what: str = "") -> list[Any]:
+    def _told(self, value: Any) -> list[Any]:
         """Every rank's value."""
-        answers = self._channel.exchange(json.dumps(value).encode(), purpose=f"{_PURPOSE} {what}".strip())
+        answers = self._channel.exchange(json.dumps(value).encode(), purpose=_PURPOSE)
         return [json.loads(each) for each in answers]
 
     # Words ----------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Proof:
             self.unproved[watch.comparison.region.name] = verdict.why
 
     def explain(self, watch: "_Watch", forward: Forward, inputs: Inputs, error: Exception) -> None:
-        """Raise ModelError for an error of a forward that the whole module does not raise, the same on all ranks."""
+        """Raise ModelError for an error of a forward that the whole module does not raise."""
         with self._working():
             text = watch.comparison.explanation(
                 forward, inputs, f"{error}\n{note_on(self._model, error) or ''}".strip()
