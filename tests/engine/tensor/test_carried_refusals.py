@@ -29,14 +29,14 @@ def gemma3n() -> nn.Module:
         **{"num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"] * 2, "laurel_rank": 4},
         **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "altup_num_inputs": 2},
     }
-    config = CONFIG_MAPPING["gemma3n_text"](**_SIZES, **settings, sliding_window=8)
+    config = CONFIG_MAPPING["gemma3n_text"](**{**_SIZES, **settings, "sliding_window": 8})
     model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model
 
 
 def esmc() -> nn.Module:
     """Norms query and key over all heads."""
-    config = CONFIG_MAPPING["esmc"](**_SIZES, num_hidden_layers=2, num_key_value_heads=4)
+    config = CONFIG_MAPPING["esmc"](**{**_SIZES, "num_hidden_layers": 2, "num_key_value_heads": 4})
     model: nn.Module = AutoModelForMaskedLM.from_config(config)  # type: ignore[no-untyped-call]
     return model
 

@@ -13,7 +13,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
 from shardwise.engine.tensor.differences import differ, factor_of, finest_eps, leaf_of, perturbed, rounded
 from shardwise.engine.tensor.movements import Movements, taken
-from shardwise.engine.tensor.rehearsal import Inputs, is_half, run_apart, widened
+from shardwise.engine.tensor.rehearsal import Inputs, Parameters, is_half, run_apart, widened
 from shardwise.engine.wrapping import Forward
 from shardwise.plan.tensor_heads import GROUPS, HEADS
 from shardwise.plan.tensor_plan import TensorPlan
@@ -76,9 +76,11 @@ class Comparison:
         pair = self._shared(inputs)
         if isinstance(pair, Unknown):
             return pair
+        # Gathered once: data ranks gather together (stage 3), and need other numbers of attempts.
+        held = self._held()
         found: _Difference | Unknown | None = None
         for attempt in range(_ATTEMPTS):
-            found = self._compare(forward, *pair, attempt, is_outermost=is_outermost)
+            found = self._compare(forward, *pair, held, attempt, is_outermost=is_outermost)
             if not isinstance(found, _Difference):
                 return found
         assert isinstance(found, _Difference)
@@ -145,17 +147,21 @@ class Comparison:
                 return self._movements.whole(tensor, dim, [(each,) for each in cuts]), tensor
         return None
 
-    def _parameters(
-        self, attempt: int, *, is_wide: bool
-    ) -> tuple[dict[nn.Parameter, torch.Tensor], dict[nn.Parameter, torch.Tensor]]:
+    def _held(self) -> Parameters:
+        """Copies of this rank's parameters."""
+        held = {}
+        for parameter in self.module.parameters():
+            with self._gather(parameter):
+                held[parameter] = parameter.detach().clone()
+        return held
+
+    def _parameters(self, held: Parameters, attempt: int, *, is_wide: bool) -> tuple[Parameters, Parameters]:
         """Whole ones, and this rank's portions of them: the same changed values."""
         whole: dict[nn.Parameter, torch.Tensor] = {}
         own: dict[nn.Parameter, torch.Tensor] = {}
-        for parameter in self.module.parameters():
-            with self._gather(parameter):
-                value = parameter.detach().clone()
+        for parameter, local in held.items():
             name = self._names[parameter]
-            value = widened(value) if is_wide else value
+            value = widened(local) if is_wide else local
             cut = self._plan.cuts.get(name)
             if cut is not None:
                 value = self._movements.whole(value, cut.dim, cut.ranges)
@@ -167,11 +173,11 @@ class Comparison:
     # Both ways ------------------------------------------------------------------------------------------------------
 
     def _compare(
-        self, forward: Forward, whole: Inputs, own: Inputs, attempt: int, *, is_outermost: bool
+        self, forward: Forward, whole: Inputs, own: Inputs, held: Parameters, attempt: int, *, is_outermost: bool
     ) -> _Difference | Unknown | None:
         problem = ""
         for is_wide in (True, False) if self._has_halves(whole) else (True,):
-            parameters, portions = self._parameters(attempt, is_wide=is_wide)
+            parameters, portions = self._parameters(held, attempt, is_wide=is_wide)
             expected, problem, eps = self._try(forward, whole, parameters, is_cut=False, is_wide=is_wide)
             problem = next(filter(None, self._told(problem)), "")
             if problem:
@@ -202,7 +208,7 @@ class Comparison:
         self,
         forward: Forward,
         inputs: Inputs,
-        parameters: Mapping[nn.Parameter, torch.Tensor],
+        parameters: Parameters,
         *,
         is_cut: bool,
         is_wide: bool,

@@ -48,13 +48,16 @@ class Proof:
         *,
         world: Channel,
         gather: Gather | None = None,
+        is_followed: Callable[[], bool] = lambda: False,
         is_local: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """channel: along tp. gather: see `Comparison`. is_local: whether a module runs as one on this rank."""
+        """channel: along tp. gather: see `Comparison`. is_followed: whether data ranks that gather too skip what
+        runs now; nothing is proved then. is_local: whether a module runs as one on this rank."""
         self.unproved: dict[str, str] = {}
         """Modules that could not be compared, and why."""
         self.is_at_work = False
         """Whether modules run for the proof's sake."""
+        self.is_followed = is_followed
         self._model = model
         self._channel = channel
         self._world = world
@@ -178,7 +181,8 @@ class _Watch:
     def _run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Wrapper`."""
         proof = self._proof
-        if self.state == "done" or proof.is_at_work or in_backward() or not _is_real(module, args, kwargs):
+        is_passed = self.state == "done" or proof.is_at_work or in_backward() or proof.is_followed()
+        if is_passed or not _is_real(module, args, kwargs):
             return forward(*args, **kwargs)
         inputs = _copied(args, kwargs)
         with proof.calling(self):
