@@ -14,7 +14,10 @@ from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import share_of
 from tests.engine.pipeline.oracle import adamw
 from tests.engine.pipeline.stages import train_on
-from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
+from tests.engine.tensor.test_proof import FAULTS
+from tests.engine.tensor.test_proof import plan_of as rules_plan
+from tests.engine.tensor.test_proof import train as train_rules
+from tests.processes.pool import SHARED_MEMORY, TCP, Pool, RankError, Transport
 
 Pieces = dict[sw.Piece, torch.Tensor]
 
@@ -29,6 +32,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+PLACED = {"embedding": 0, "norm": 0, "block": 0, "head": 1}
 
 
 def assert_same(real: Pieces, simulated: Pieces) -> None:
@@ -55,6 +61,21 @@ def test_processes_train_to_the_bits_of_simulated_ranks(
         assert ours[:3] == theirs[:3]
         for mine, other in zip(ours[3], theirs[3], strict=True):
             assert_same(mine, other)
+
+
+def train_wrongly(channel: Channel) -> None:
+    make, rules = FAULTS["missing heads"]
+    train_rules(channel, make, rules_plan(rules, "pp=2,tp=2", pipeline=sw.Pipeline(stages=PLACED)))
+
+
+def test_processes_refuse_a_wrong_plan_together(pool: Pool) -> None:
+    """The ranks of the other stage, too."""
+    with pytest.raises(RankError) as caught:
+        pool.run(4, train_wrongly, transport=TCP)
+    with pytest.raises(ModelError) as simulated:
+        sw.simulate(4, lambda channel: train_wrongly(channel))
+    assert len(caught.value.failures) == 4
+    assert all(str(simulated.value) in failure.message for failure in caught.value.failures.values())
 
 
 def move(channel: Channel) -> tuple[list[float], list[Pieces]]:

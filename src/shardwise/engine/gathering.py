@@ -306,6 +306,11 @@ class Gathering:
                 return Saved(tensor, call)
         return tensor
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether other data ranks skip this microbatch, and do of it what this one announces."""
+        return self._announces
+
     @contextmanager
     def holding(self, parameter: nn.Parameter) -> Iterator[None]:
         """A parameter has its values inside, whatever module reads it. What it takes is not counted."""

@@ -155,6 +155,7 @@ def parallelize_with(
         channels.tensor,
         world=channel,
         gather=sharded.holding if isinstance(sharded, Gathering) else None,
+        is_followed=lambda: isinstance(sharded, Gathering) and sharded.is_followed,
         is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
     )
     summed = SummedGradients(

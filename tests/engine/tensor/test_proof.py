@@ -263,9 +263,17 @@ class Cache:
         ("pp=2,tp=2", {"pipeline": sw.Pipeline(stages={"embedding": 0, "norm": 0, "block": 1, "head": 1})}),
         ("dp_shard=2,tp=2", {"sharding": sw.Sharding(stage=2)}),
         ("dp_shard=2,tp=2", {"sharding": sw.Sharding(stage=3)}),
+        (
+            "pp=2,dp_shard=2,tp=2",
+            {
+                "sharding": sw.Sharding(stage=3),
+                "pipeline": sw.Pipeline(stages={"embedding": 0, "norm": 0, "block": 1, "head": 1}),
+                "merge": sw.Merge(microbatches=2),
+            },
+        ),
         ("dp_shard=2,tp=2", {"sharding": sw.Sharding(stage=3, units=("block.inner.*", "."))}),
     ],
-    ids=["tp2", "tp3", "pp", "stage2", "stage3", "stage3 in small units"],
+    ids=["tp2", "tp3", "pp", "stage2", "stage3", "pp stage3", "stage3 in small units"],
 )
 def test_the_proof_leaves_no_trace(mesh: str, others: Mapping[str, Any]) -> None:
     rules = {"block.inner.up": "column", "block.inner.down": "row", "embedding": "vocab", "head": "vocab"}
@@ -333,6 +341,32 @@ def test_what_is_first_called_later_is_proved_then() -> None:
 
     with pytest.raises(ModelError, match=r"'block.inner' \(Between\) gives other numbers"):
         sw.simulate(4, run)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_data_ranks_that_skip_microbatches_prove_in_step(stage: int) -> None:
+    """The first data rank skips the first microbatch: under stage 3 it gathers what the other one gathers."""
+
+    def run(channel: sw.Channel, fault: bool) -> tuple[list[float], Any]:
+        make, rules = (FAULTS if fault else RIGHT)["order of bare parts" if fault else "bare parts"]
+        torch.manual_seed(0)
+        engine = sw.parallelize(
+            Net(make()),
+            plan_of(rules, "dp_shard=2,tp=2", sharding=sw.Sharding(stage=stage), merge=sw.Merge(microbatches=2)),
+            optimizer=adamw,
+            loss=lambda output, batch: functional.cross_entropy(output.flatten(0, 1), batch["words"].flatten()),
+            loss_weight=lambda batch: float(batch["weight"].sum()),
+            channel=channel,
+        )
+        weight = torch.tensor([0.0, 0.0, 1.0, 1.0]) if channel.rank < 2 else torch.ones(4)
+        words = torch.arange(24).view(4, 6) % 11
+        return [engine.step({"words": words, "weight": weight}).loss for _ in range(2)], engine._computation.proof
+
+    for _, proof in sw.simulate(4, lambda channel: run(channel, False)):
+        assert not proof._watched
+        assert not proof.unproved
+    with pytest.raises(ModelError, match="gives other numbers"):
+        sw.simulate(4, lambda channel: run(channel, True))
 
 
 @pytest.mark.parametrize("way", ["step", "evaluate", "predict"])

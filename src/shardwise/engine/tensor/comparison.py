@@ -11,11 +11,10 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.tensor.apart import Inputs, is_half, run_apart, widened
+from shardwise.engine.tensor.apart import Inputs, Parameters, is_half, run_apart, widened
 from shardwise.engine.tensor.differences import differ, factor_of, finest_eps, leaf_of, perturbed, rounded
 from shardwise.engine.tensor.movements import Movements, taken
 from shardwise.engine.wrapping import Forward
-from shardwise.errors import ShardwiseError
 from shardwise.plan.tensor_heads import GROUPS, HEADS
 from shardwise.plan.tensor_plan import TensorPlan
 from shardwise.plan.tensor_regions import CUTS_THE_MODULE, Region
@@ -77,9 +76,11 @@ class Comparison:
         pair = self._shared(inputs)
         if isinstance(pair, Unknown):
             return pair
+        # Gathered once: data ranks gather together (stage 3), and need other numbers of attempts.
+        held = self._held()
         found: _Difference | Unknown | None = None
         for attempt in range(_ATTEMPTS):
-            found = self._compare(forward, *pair, attempt, is_outermost=is_outermost)
+            found = self._compare(forward, *pair, held, attempt, is_outermost=is_outermost)
             if not isinstance(found, _Difference):
                 return found
         assert isinstance(found, _Difference)
@@ -92,19 +93,20 @@ class Comparison:
         )
 
     def explanation(self, forward: Forward, inputs: Inputs, error: str) -> str:
-        """What to say of an error that only the cut module raises; empty for one that the whole module raises too."""
-        try:
-            errors = self._told(error, "a forward that failed")
-        except ShardwiseError:  # other ranks go on: they are stopped by the error itself
-            return ""
-        pair = self._shared(inputs)
-        if isinstance(pair, Unknown):
-            return ""
-        parameters, _ = self._parameters(0, is_wide=False)
-        if any(self._told(self._try(forward, pair[0], parameters, is_cut=False, is_wide=False)[1])):
+        """What to say of an error that only the cut module raises; empty for one that the whole module raises too.
+
+        Other ranks are not asked, for they may go on. Whether the whole module runs is seen with any parameters of the
+        right shapes, which take no memory.
+        """
+        stand_ins: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in self.module.parameters():
+            cut = self._plan.cuts.get(self._names[parameter])
+            value = torch.full((), 1, dtype=parameter.dtype, device=parameter.device)
+            stand_ins[parameter] = (value / 64).to(value.dtype).expand(parameter.shape if cut is None else cut.shape)
+        if self._try(forward, inputs, stand_ins, is_cut=False, is_wide=False)[1]:
             return ""
         return (
-            f"tensor.rules: {self._named()} fails when it is cut, and runs with whole parameters: {errors[0]}\n"
+            f"tensor.rules: {self._named()} fails when it is cut, and runs with whole parameters: {error}\n"
             f"{self._rules()} {self._advice()}"
         )
 
@@ -145,17 +147,21 @@ class Comparison:
                 return self._movements.whole(tensor, dim, [(each,) for each in cuts]), tensor
         return None
 
-    def _parameters(
-        self, attempt: int, *, is_wide: bool
-    ) -> tuple[dict[nn.Parameter, torch.Tensor], dict[nn.Parameter, torch.Tensor]]:
+    def _held(self) -> Parameters:
+        """Copies of this rank's parameters."""
+        held = {}
+        for parameter in self.module.parameters():
+            with self._gather(parameter):
+                held[parameter] = parameter.detach().clone()
+        return held
+
+    def _parameters(self, held: Parameters, attempt: int, *, is_wide: bool) -> tuple[Parameters, Parameters]:
         """Whole ones, and this rank's portions of them: the same changed values."""
         whole: dict[nn.Parameter, torch.Tensor] = {}
         own: dict[nn.Parameter, torch.Tensor] = {}
-        for parameter in self.module.parameters():
-            with self._gather(parameter):
-                value = parameter.detach().clone()
+        for parameter, local in held.items():
             name = self._names[parameter]
-            value = widened(value) if is_wide else value
+            value = widened(local) if is_wide else local
             cut = self._plan.cuts.get(name)
             if cut is not None:
                 value = self._movements.whole(value, cut.dim, cut.ranges)
@@ -167,11 +173,11 @@ class Comparison:
     # Both ways ------------------------------------------------------------------------------------------------------
 
     def _compare(
-        self, forward: Forward, whole: Inputs, own: Inputs, attempt: int, *, is_outermost: bool
+        self, forward: Forward, whole: Inputs, own: Inputs, held: Parameters, attempt: int, *, is_outermost: bool
     ) -> _Difference | Unknown | None:
         problem = ""
         for is_wide in (True, False) if self._has_halves(whole) else (True,):
-            parameters, portions = self._parameters(attempt, is_wide=is_wide)
+            parameters, portions = self._parameters(held, attempt, is_wide=is_wide)
             expected, problem, eps = self._try(forward, whole, parameters, is_cut=False, is_wide=is_wide)
             problem = next(filter(None, self._told(problem)), "")
             if problem:
@@ -202,7 +208,7 @@ class Comparison:
         self,
         forward: Forward,
         inputs: Inputs,
-        parameters: Mapping[nn.Parameter, torch.Tensor],
+        parameters: Parameters,
         *,
         is_cut: bool,
         is_wide: bool,
@@ -231,9 +237,9 @@ class Comparison:
     def _has_halves(self, inputs: Inputs) -> bool:
         return any(is_half(each) for each in (*self.module.parameters(), *inputs.tensors))
 
-    def _told(self, value: Any, what: str = "") -> list[Any]:
+    def _told(self, value: Any) -> list[Any]:
         """Every rank's value."""
-        answers = self._channel.exchange(json.dumps(value).encode(), purpose=f"{_PURPOSE} {what}".strip())
+        answers = self._channel.exchange(json.dumps(value).encode(), purpose=_PURPOSE)
         return [json.loads(each) for each in answers]
 
     # Words ----------------------------------------------------------------------------------------------------------

@@ -48,13 +48,16 @@ class Proof:
         *,
         world: Channel,
         gather: Gather | None = None,
+        is_followed: Callable[[], bool] = lambda: False,
         is_local: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """channel: along tp. gather: see `Comparison`. is_local: whether a module runs as one on this rank."""
+        """channel: along tp. gather: see `Comparison`. is_followed: whether data ranks that gather too skip what
+        runs now; nothing is proved then. is_local: whether a module runs as one on this rank."""
         self.unproved: dict[str, str] = {}
         """Modules that could not be compared, and why."""
         self.is_at_work = False
         """Whether modules run for the proof's sake."""
+        self.is_followed = is_followed
         self._model = model
         self._channel = channel
         self._world = world
@@ -101,7 +104,7 @@ class Proof:
             self.unproved[watch.comparison.region.name] = verdict.why
 
     def explain(self, watch: "_Watch", forward: Forward, inputs: Inputs, error: Exception) -> None:
-        """Raise ModelError for an error of a forward that the whole module does not raise, the same on all ranks."""
+        """Raise ModelError for an error of a forward that the whole module does not raise."""
         with self._working():
             text = watch.comparison.explanation(
                 forward, inputs, f"{error}\n{note_on(self._model, error) or ''}".strip()
@@ -127,12 +130,14 @@ class Proof:
         self._judge(by_all=by_all)
 
     def _judge(self, *, by_all: bool) -> None:
-        refusal = ModelError(self._refusals[0]) if self._refusals else None
+        refusals = self._refusals[:1]
         if by_all and self._has_styles and not self._has_agreed:
             self._has_agreed = True
-            agree(self._world, refusal, purpose="verdict on the proof of tensor.rules")
-        if refusal is not None:
-            raise refusal
+            mine = "".join(refusals).encode()
+            answers = agree(self._world, None, purpose="verdict on the proof of tensor.rules", value=mine)
+            refusals = [each.decode() for each in answers if each]
+        if refusals:
+            raise ModelError(refusals[0])
         for watch in self._watched:
             if watch.state != "waiting":
                 watch.state = "done"
@@ -176,7 +181,8 @@ class _Watch:
     def _run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Wrapper`."""
         proof = self._proof
-        if self.state == "done" or proof.is_at_work or in_backward() or not _is_real(module, args, kwargs):
+        is_passed = self.state == "done" or proof.is_at_work or in_backward() or proof.is_followed()
+        if is_passed or not _is_real(module, args, kwargs):
             return forward(*args, **kwargs)
         inputs = _copied(args, kwargs)
         with proof.calling(self):
