@@ -40,9 +40,7 @@ def import_hf(
     if (kind := recognise(store)) != "safetensors":
         what = f"{store.location} is a {kind} checkpoint" if kind else no_checkpoint(store, format_of)
         way = "" if kind is None else ", or use convert (shardwise ckpt convert)"
-        raise CheckpointError(
-            f"{what}; give a folder of safetensors files{way}"
-        )
+        raise CheckpointError(f"{what}; give a folder of safetensors files{way}")
     conversion = Conversion.of(store, read_contents(store), rewrite, model_only=False)
     return conversion.to_save(out, "whole", certify=certify, progress=progress)
 

@@ -11,8 +11,8 @@ One update on one rank (numbers as in docs/life-of-a-parameter.md):
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,16 +21,15 @@ from torch import nn
 from shardwise.comm.agreement import agree
 from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
 from shardwise.engine.buffers import FlatBuffers, Owned
-from shardwise.engine.channels import EngineChannels, data_rank_of
+from shardwise.engine.channels import EngineChannels, RankPlaces, stopping_peers
 from shardwise.engine.closing import Closing, exchange_closing, exchange_loss
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.forward_writes import ForwardWrites
-from shardwise.engine.gathering import words_on_units
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.hand_over import HandOver, ModelNames
-from shardwise.engine.inventory import Inventory, places_in, refuse_added
+from shardwise.engine.inventory import Inventory, places_in, refuse_added, refuse_moved, refuse_replaced
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.norm import (
     clip,
@@ -54,7 +53,7 @@ from shardwise.engine.tensor.deciding import TensorDecision
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, check_writes, describe_batch, weigh
-from shardwise.errors import MismatchError, ModelError, OptimizerError, PeerError, ShardwiseError
+from shardwise.errors import ModelError, OptimizerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.model_settings import settings_of_model
 from shardwise.space import Piece
@@ -114,13 +113,7 @@ class Engine:
         self._is_used_up = False
         self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
         self._norm_dtype = norm_dtype(names.trainable.values())
-        coordinates = map(plan.mesh.coordinates, range(channels.world.size))
-        self._stages_of_ranks = [each["pp"] for each in coordinates]
-        self._data_ranks = [data_rank_of(plan, rank) for rank in range(channels.world.size)]
-        groups = dict.fromkeys(plan.mesh.peers(rank, ("tp",)) for rank in range(channels.world.size))
-        self._alike = list(groups)
-        data_axes = ("dp_replicate", "dp_shard")
-        self._replicas = list(dict.fromkeys(plan.mesh.peers(rank, data_axes) for rank in range(channels.world.size)))
+        self._ranks = RankPlaces.of(plan, channels.world.size)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -169,7 +162,7 @@ class Engine:
             else:
                 self._update(closing, grad_norm, gradients)
             changed = {
-                at: min(self._stages_of_ranks[rank] for rank in ranks) for at, ranks in closing.changed_buffers.items()
+                at: min(self._ranks.stages[rank] for rank in ranks) for at, ranks in closing.changed_buffers.items()
             }
             self._model_buffers.synchronise(self._channels.everyone, self._channels.pipeline, changed, self.counters)
         return StepReport(
@@ -191,7 +184,11 @@ class Engine:
         with self._stopping_peers("an evaluation"), self._writes.refused():
             losses = self._computation.evaluate(parts, own, weighting.joint)
             self.counters.exchanges += 1
-            loss = exchange_loss(self._channels.world, self._share_of_loss(losses, weighting), self._alike)
+            loss = exchange_loss(
+                self._channels.world,
+                weighting.share_of_mean(losses, self._channels.everyone.rank),
+                self._ranks.along_tensor,
+            )
         return EvaluationReport(loss=loss, weight=weighting.total)
 
     def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
@@ -347,12 +344,12 @@ class Engine:
             refusal,
             purpose=purpose,
             same_count=num_microbatches is not None,
-            data_ranks=self._data_ranks,
+            data_ranks=self._ranks.data_ranks,
             batch_lines=lines,
             written=self._buffers.written,
         )
         if written:
-            check_writes(self._channels.world, self._buffers.digests(written), self._replicas)
+            check_writes(self._channels.world, self._buffers.digests(written), self._ranks.along_data)
             self._buffers.written.clear()
         return parts, weighting
 
@@ -362,18 +359,10 @@ class Engine:
 
     def _check_model(self) -> None:
         self._check_turn()
-        if replaced := [*self._inventory.replaced(), *self._ties.replaced()]:
-            raise ModelError(
-                f"{len(replaced)} parameters were replaced, frozen or unfrozen after parallelize, among them "
-                f"{replaced[0]!r}; do that before parallelize, which decides who owns what"
-            )
+        refuse_replaced([*self._inventory.replaced(), *self._ties.replaced()])
         refuse_added(self.model, self._places)
         self._plain_calls.check_groups()
-        if moved := [*self._buffers.moved(), *self._ties.moved()]:
-            raise ModelError(
-                f"{len(moved)} parameters were given other storage after parallelize, among them {moved[0]!r}; write "
-                "values in place (load_state_dict, copy_), and move or convert the model before parallelize"
-            )
+        refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
 
     # [3] ------------------------------------------------------------------------------------------------------------
@@ -407,15 +396,14 @@ class Engine:
         squares = divide_and_square(weighed, divisor, everyone.device)
         mine = touched & gradients.keys()
         used = {at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine}
-        are_whole = (
-            everyone.size * self._channels.tensor.size == 1
-        )  # then the norm can be that of one process to the last bit
+        # Where gradients are whole, the norm can be that of one process to the last bit.
+        are_whole = everyone.size * self._channels.tensor.size == 1
         norms = norms_of(list(used.values())) if are_whole and world.size > 1 else []
         self.counters.exchanges += 1
         closing = exchange_closing(
             world,
-            loss=self._share_of_loss(losses, weighting),
-            alike=self._alike,
+            loss=weighting.share_of_mean(losses, everyone.rank),
+            alike=self._ranks.along_tensor,
             squares=squares,
             norms=dict(zip(used, norms, strict=False)),
             touched=[name in touched for name in self._names.trainable],
@@ -428,15 +416,7 @@ class Engine:
             return closing, norm_of(closing.squares, self._norm_dtype)
         if world.size == 1:
             return closing, norm_in_one_process(list(used.values()))
-        dtypes = list(self._names.trainable.values())
-        order = sorted(closing.norms)
-        return closing, norm_of_norms([closing.norms[at] for at in order], [dtypes[at] for at in order], world.device)
-
-    def _share_of_loss(self, losses: Sequence[torch.Tensor], weighting: Weighting) -> float:
-        """This rank's part of the weighted mean."""
-        values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
-        weights = weighting.by_rank[self._channels.everyone.rank]
-        return math.fsum(w * value for w, value in zip(weights, values, strict=True) if w) / weighting.total
+        return closing, norm_of_norms(closing.norms, list(self._names.trainable.values()), world.device)
 
     def _gradient_of(self, owned: Owned) -> torch.Tensor:
         start = owned.segment.start
@@ -465,16 +445,5 @@ class Engine:
         self._buffers.publish(self.counters)
         self._ties.publish()
 
-    @contextmanager
-    def _stopping_peers(self, doing: str) -> Iterator[None]:
-        """Tell the other ranks when this one stops, so that none of them waits for it."""
-        try:
-            yield
-        except PeerError:
-            raise
-        except BaseException as error:
-            if self._channels.world.size > 1:
-                self._channels.world.abort(f"{type(error).__name__} in {doing}: {error}")
-            if words := words_on_units(error):
-                raise MismatchError(words) from error
-            raise
+    def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
+        return stopping_peers(self._channels.world, doing)

@@ -150,6 +150,24 @@ def places_in(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
     return {(module, attribute): name for module, attribute, name, _ in named_places(model)}
 
 
+def refuse_replaced(names: Sequence[str]) -> None:
+    """Raise ModelError where parameters are others than those that parallelize found, or became frozen or trainable."""
+    if names:
+        raise ModelError(
+            f"{len(names)} parameters were replaced, frozen or unfrozen after parallelize, among them {names[0]!r}; do "
+            "that before parallelize, which decides who owns what"
+        )
+
+
+def refuse_moved(names: Sequence[str]) -> None:
+    """Raise ModelError where parameters no longer view the buffers of the engine."""
+    if names:
+        raise ModelError(
+            f"{len(names)} parameters were given other storage after parallelize, among them {names[0]!r}; write "
+            "values in place (load_state_dict, copy_), and move or convert the model before parallelize"
+        )
+
+
 def refuse_added(model: nn.Module, places: Collection[tuple[nn.Module, str]]) -> None:
     """Raise ModelError for parameters that are in other places than those: modules that were put into the model."""
     if added := [name for place, name in places_in(model).items() if place not in places]:

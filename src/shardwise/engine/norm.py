@@ -1,7 +1,7 @@
 """The norm of the whole gradient, and the clip by it."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -55,15 +55,16 @@ def norms_of(gradients: Sequence[torch.Tensor]) -> list[float]:
     return torch.stack([norm.double() for norm in norms]).tolist() if norms else []
 
 
-def norm_of_norms(norms: Sequence[float], dtypes: Sequence[torch.dtype], device: torch.device) -> float:
+def norm_of_norms(norms: Mapping[int, float], dtypes: Sequence[torch.dtype], device: torch.device) -> float:
     """The 2-norm of gradients of which only the norms are known, to the bit that of `norm_in_one_process`.
 
-    `norms`: from `norms_of`, in the order of the model's parameters. `dtypes`: of the gradients.
+    `norms`: from `norms_of`, by the number of the parameter. `dtypes`: of the gradients of all parameters.
     """
     if not norms:
         return 0.0
-    stand_ins = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
-    order = [at for alike in _groups(stand_ins) for at in alike]
+    known = sorted(norms)
+    stand_ins = [torch.empty(0, dtype=dtypes[at], device=device) for at in known]
+    order = [known[at] for alike in _groups(stand_ins) for at in alike]
     stacked = torch.stack([torch.tensor(norms[at], dtype=dtypes[at].to_real(), device=device) for at in order])
     norm = float(torch.linalg.vector_norm(stacked))
     return norm if math.isfinite(norm) else math.nan

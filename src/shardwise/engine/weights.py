@@ -56,6 +56,12 @@ class Weighting:
         mean = self.total / self.num_microbatches
         return [weight / mean for weight in self.by_rank[rank]]
 
+    def share_of_mean(self, losses: Sequence[torch.Tensor], rank: int) -> float:
+        """The part of the weighted mean over all microbatches that the losses of `rank` make."""
+        values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
+        weights = self.by_rank[rank]
+        return math.fsum(w * value for w, value in zip(weights, values, strict=True) if w) / self.total
+
 
 def weigh(microbatches: Sequence[Batch], loss_weight: LossWeight | None) -> list[float]:
     """The weight of each microbatch: its rows, or what the user's function counts. Raises BatchError."""

@@ -176,14 +176,14 @@ def test_the_norm_of_norms_is_the_norm_of_one_process_in_every_bit(seed: int) ->
         mine = [at for at in range(len(gradients)) if owner_of[at] == owner]
         for at, norm in zip(mine, norms_of([gradients[at] for at in mine]), strict=True):
             norms[at] = norm
-    got = norm_of_norms(norms, [each.dtype for each in gradients], torch.device("cpu"))
+    got = norm_of_norms(dict(enumerate(norms)), [each.dtype for each in gradients], torch.device("cpu"))
     assert got == norm_in_one_process(gradients)
 
 
 def test_a_norm_that_is_not_finite_is_nan_and_that_of_nothing_is_zero() -> None:
     cpu = torch.device("cpu")
-    assert math.isnan(norm_of_norms([1.0, math.inf], [torch.float32] * 2, cpu))
-    assert norm_of_norms([], [], cpu) == 0.0
+    assert math.isnan(norm_of_norms({0: 1.0, 1: math.inf}, [torch.float32] * 2, cpu))
+    assert norm_of_norms({}, [], cpu) == 0.0
     assert norms_of([]) == []
 
 
