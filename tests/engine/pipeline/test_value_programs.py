@@ -97,9 +97,7 @@ def kinds(*names: str) -> list[int]:
 PLAIN = kinds("Affine", "Affine", "Affine", "Affine")
 orders = st.permutations([0, 1, 2, 3]).flatmap(lambda order: st.integers(0, 3).map(lambda last: [*order, last]))
 some_kinds = st.lists(st.integers(0, len(MODULES) - 1), min_size=4, max_size=4)
-few = settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
-)
+few = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
 @few
