@@ -25,6 +25,60 @@ def test_every_tensor_is_split_on_dim_0_and_the_rest_goes_to_each_microbatch() -
     assert [count_rows(part) for part in parts] == [3, 2]
 
 
+def test_microbatches_count_writes_apart_and_write_to_the_batch() -> None:
+    tokens = torch.arange(24).view(6, 4)
+    batch = {"words": tokens[:, :-1], "labels": tokens[:, 1:], "lengths": torch.arange(6)}
+    first, second = split_batch(batch, 2, CPU)
+    second["labels"].fill_(-100)
+    assert first["labels"]._version == first["words"]._version == 0
+    assert second["words"]._version == second["labels"]._version == 1, "what shares memory is protected as before"
+    assert batch["labels"][:3].tolist() == torch.arange(24).view(6, 4)[:3, 1:].tolist()
+    assert batch["labels"][3:].tolist() == [[-100] * 3] * 3, "as in a loop over chunks"
+    assert [part["lengths"].data_ptr() - batch["lengths"].data_ptr() for part in (first, second)] == [0, 24]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(3).expand(6, 3),
+        torch.arange(18).view(3, 6).t(),
+        torch.arange(8).unfold(0, 3, 1),
+        torch.ones(6, 2, requires_grad=True),
+    ],
+    ids=["expanded", "turned", "windows", "with gradient"],
+)
+def test_microbatches_that_may_share_memory_share_their_count_of_writes(tensor: torch.Tensor) -> None:
+    assert all(part["x"]._is_view() for part in split_batch({"x": tensor}, 2, CPU))
+
+
+class ShiftsItsLabels(nn.Module):
+    """Writes to what it is given, as some models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.out = nn.Linear(8, 11)
+
+    def forward(self, words: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        labels.masked_fill_(labels == 0, 1)
+        labels[:, 1:] = labels[:, :-1].clone()
+        logits = self.out(torch.tanh(self.embed(words) + self.embed(labels)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fthenb"])
+def test_a_model_that_writes_to_its_microbatch_trains_on_stages_as_in_one_process(schedule: str) -> None:
+    def run(channel: sw.Channel) -> tuple[list[float], list[int]]:
+        stages = sw.Pipeline(schedule=schedule, stages={"embed": 0, "out": 1}) if channel.size > 1 else sw.Pipeline()
+        plan = sw.Plan(mesh=sw.Mesh(pp=channel.size), merge=sw.Merge(microbatches=3), pipeline=stages)
+        engine = sw.parallelize(seeded(ShiftsItsLabels)(), plan, optimizer=adamw, channel=channel)
+        batch = {"words": torch.arange(30).view(6, 5) % 11, "labels": torch.arange(30).view(6, 5) % 7}
+        losses = [engine.step(batch).loss for _ in range(3)]
+        return losses, batch["labels"].flatten().tolist()
+
+    assert sw.simulate(2, run) == [sw.simulate(1, run)[0]] * 2
+
+
 Call = dict[str, Any] | tuple[Any, ...]
 
 

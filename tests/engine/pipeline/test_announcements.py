@@ -27,6 +27,9 @@ SOURCE = Path(sw.__file__).parent
 Pair = namedtuple("Pair", "first second")
 
 
+SLOT: Any = Slot(0)
+
+
 class Numbers(list[int]):
     """A list with a name."""
 
@@ -88,8 +91,8 @@ SPEC = Spec(
         tuple.__new__(Checked, (Slot(0), "text")),
         slotted("text"),
         free(),
-        CausalLMOutputWithPast(loss=Slot(0), logits=Slot(1), hidden_states=(Slot(2),)),
-        torch.return_types.max((Slot(0), Slot(1))),
+        CausalLMOutputWithPast(loss=SLOT, logits=SLOT, hidden_states=(SLOT,)),
+        torch.return_types.max((SLOT, SLOT)),
         Entry(
             skeleton=(Slot(0),),
             outputs=(Output(spec=SPEC, same_as=None, view_of=0, beside=None),),

@@ -17,6 +17,9 @@ CONTENTS = [
     torch.randn(3, 2, dtype=torch.complex64).conj(),
     torch.ones(1).expand(4, 3),
     torch.arange(12.0).view(3, 4)[:, ::2],
+    torch.arange(12.0).view(3, 4).unfold(1, 3, 1),
+    torch.zeros(200, 300)[:, 7],
+    torch.randn(3, dtype=torch.complex64).conj().imag,
 ]
 
 
@@ -49,11 +52,37 @@ def test_messages_are_taken_in_another_order_than_they_were_sent() -> None:
         assert torch.equal(got, sent)
 
 
-@pytest.mark.parametrize("content", CONTENTS[:2])
-def test_strides_travel_with_a_value(content: torch.Tensor) -> None:
+def laid_out(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What decides whether a module that asks for a contiguous tensor, or for plain numbers, gets a copy."""
+    return tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+@pytest.mark.parametrize("to", [0, 1])
+@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: f"{tuple(content.shape)} {content.stride()}")
+def test_a_value_arrives_as_it_lay(content: torch.Tensor, to: int) -> None:
     key = Key(Kind.VALUE, 0, 0)
-    _, got = two_ranks(lambda post: post.send(1, key, content), lambda post: post.take(0, key).content)
-    assert got.stride() == content.stride()  # type: ignore[attr-defined]
+
+    def first(post: Post) -> torch.Tensor | None:
+        post.send(to, key, content)
+        return post.take(0, key).content if to == 0 else None
+
+    got = two_ranks(first, lambda post: post.take(0, key).content if to == 1 else None)[to]
+    assert isinstance(got, torch.Tensor)
+    assert torch.equal(got, content)
+    assert laid_out(got) == laid_out(content)
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 352, b"\0\0\1" + b"\0" * 349, b"\0\0\1\1\0\xff" + b"\0" * 346])
+def test_bytes_that_are_no_message_are_refused(content: bytes) -> None:
+    def body(channel: Channel) -> None:
+        if channel.rank == 0:
+            packed = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            channel.send(packed, 1, purpose="the next message of the pipeline").wait()
+        else:
+            Post(channel).take(0, Key(Kind.VALUE, 0, 0))
+
+    with pytest.raises(MismatchError, match="no message between stages"):
+        sw.simulate(2, body)
 
 
 def test_a_value_that_is_written_to_after_it_was_sent_arrives_as_it_was() -> None:

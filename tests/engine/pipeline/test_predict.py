@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise.comm import Channel, simulate
 from shardwise.engine import parallelize
+from shardwise.errors import ModelError
 from shardwise.plan import Merge, Pipeline, Plan
 from shardwise.space import Mesh
 
@@ -65,3 +66,54 @@ def test_every_rank_gets_what_the_model_gives_in_evaluation_mode(plan: Plan) -> 
 
 def square(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return output.square().mean()
+
+
+class Generating(Net):
+    """Goes on by what it gave."""
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        while self(x).mean() < 0:
+            x = x + 1
+        return x
+
+
+TURN = {"x": torch.randn(5, 6, generator=torch.Generator().manual_seed(1))}
+
+
+def built_to_generate(channel: Channel) -> tuple[Any, Any]:
+    net: Any = Generating()
+    return net, parallelize(
+        net, Plan(mesh=Mesh(pp=2)), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), channel=channel, loss=square
+    )
+
+
+def test_a_loop_that_looks_at_values_runs_around_predict() -> None:
+    def on_rank(channel: Channel) -> float:
+        net, engine = built_to_generate(channel)
+        x = TURN["x"]
+        while (mean := engine.predict({"x": x}, lambda inputs: net(inputs["x"]).mean())) < -1e-3:
+            x = x + 1
+        return float(mean)
+
+    one, other = simulate(2, on_rank)
+    assert one == other >= -1e-3
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        (
+            lambda net, engine: engine.predict(TURN, lambda turn: net.generate(turn["x"])),
+            "generate() decides by values",
+        ),
+        (lambda net, engine: net.generate(TURN["x"]), "write its loop around engine.predict"),
+        (lambda net, engine: engine.predict(TURN, lambda turn: net(turn["x"]).sum().item()), "Return the tensor"),
+        (lambda net, engine: engine.predict(TURN, lambda turn: float(net(turn["x"]).sum())), "(float())"),
+    ],
+    ids=["loop", "loop outside", "item", "float"],
+)
+def test_a_loop_that_looks_at_values_on_stages_is_refused_with_a_way_that_works(body: Any, wanted: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        simulate(2, lambda channel: body(*built_to_generate(channel)))
+    assert wanted in str(caught.value)
+    assert "torch.where" not in str(caught.value)

@@ -44,6 +44,12 @@ def masked_words(seed: int) -> dict[str, torch.Tensor]:
     return {**batch, "labels": labels}
 
 
+def inputs_and_labels(seed: int) -> dict[str, torch.Tensor]:
+    """[ROWS, 8] tokens under the name that Perceiver has for them."""
+    batch = sentences(seed, length=8)
+    return {"inputs": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": batch["labels"]}
+
+
 def images(seed: int) -> dict[str, torch.Tensor]:
     """[ROWS, 3, 8, 8] pictures of three classes."""
     generator = torch.Generator().manual_seed(seed)
@@ -164,6 +170,34 @@ def mamba(**settings: Any) -> Callable[[], nn.Module]:
     return _model(tf.MambaForCausalLM, tf.MambaConfig, **sizes, **settings)
 
 
+def hrm(**settings: Any) -> Callable[[], nn.Module]:
+    """Two stacks of layers that take turns, the first turns under `no_grad`."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    return _model(
+        tf.HrmTextForCausalLM,
+        tf.HrmTextConfig,
+        **sizes,
+        num_hidden_layers=4,
+        num_layers_per_stack=2,
+        use_cache=False,
+        **settings,
+    )
+
+
+def perceiver(**settings: Any) -> Callable[[], nn.Module]:
+    """Its head is a module that is given the embedding, on another stage, and multiplies by its weight."""
+    channels = dict.fromkeys(("d_latents", "d_model", "qk_channels", "v_channels", "max_position_embeddings"), 8)
+    heads = {"num_self_attention_heads": 2, "num_cross_attention_heads": 2, "num_self_attends_per_block": 2}
+    sizes = {"vocab_size": VOCABULARY, "num_latents": 4, "num_blocks": 1, "attention_probs_dropout_prob": 0.0}
+    return _model(tf.PerceiverForMaskedLM, tf.PerceiverConfig, **sizes, **channels, **heads, **settings)
+
+
 MAKERS: dict[str, Callable[..., Callable[[], nn.Module]]] = {
     "llama": llama,
     "gpt2": gpt2_still,
@@ -183,6 +217,8 @@ MAKERS: dict[str, Callable[..., Callable[[], nn.Module]]] = {
     "bert with dropout": bert,
     "vit": vit,
     "mamba": mamba,
+    "hrm": hrm,
+    "perceiver": perceiver,
 }
 
 LLAMA_STAGES = {
@@ -233,7 +269,12 @@ STAGES = {
 }
 """`t5 apart`: each use of its one embedding is on a stage of its own."""
 
-_BATCHES: dict[str, Any] = {"vit": images, "bert": masked_words, "bert with dropout": masked_words}
+_BATCHES: dict[str, Any] = {
+    "vit": images,
+    "bert": masked_words,
+    "bert with dropout": masked_words,
+    "perceiver": inputs_and_labels,
+}
 
 
 @cache
