@@ -123,13 +123,8 @@ def convert(
     _check_target(to)
     check_arguments(rewrite=rewrite, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify})
     store = store_of(source)
-    conversion = Conversion.of(
-        store,
-        read_contents(store, step=step),
-        rewrite,
-        model_only=to == "hf",
-        original=original_at(original, certify=certify),
-    )
+    contents, compared = read_contents(store, step=step), original_at(original, certify=certify)
+    conversion = Conversion.of(store, contents, rewrite, model_only=to == "hf", original=compared)
     if to == "hf":
         return conversion.to_folder(
             destination, max_shard_bytes=max_shard_bytes, config=None, certify=certify, progress=progress
