@@ -179,17 +179,15 @@ def chain(seed: int) -> Chain:
     kind = drawn.choice(["make", "take", "again"])
     marks, lines = iter(range(10**9)), list[str]()
     size, ndim = drawn.choice([1, 2]) * (4 if flag == "fused_ffn" else 1), drawn.choice([1, 2, 2, 3])
-    cut = drawn.randrange(ndim)
-    shape = [drawn.choice([2, 3, 4]) for _ in range(ndim)]
-    count = drawn.choice([1, 1, 2, 3])
+    cut, shape = drawn.randrange(ndim), [drawn.choice([2, 3, 4]) for _ in range(ndim)]
     logical = [
-        [_numbered(100 * (10 * at + n), shape, cut, size * n_shares) for n, n_shares in enumerate(shares)]
-        for at in range(count)
+        [_numbered(100 * (10 * at + n), shape, cut, size * each) for n, each in enumerate(shares)]
+        for at in range(drawn.choice([1, 1, 2, 3]))
     ]
     source_degree, target_degree = drawn.choice([1, 2, 4]), drawn.choice([1, 2, 4])
     sources: dict[str, Tensor] = {}
     if kind == "make":
-        names = [[f"s{n}.{at}" for n in range(len(shares))] for at in range(count)]
+        names = [[f"s{n}.{at}" for n in range(len(shares))] for at in range(len(logical))]
         sources = {
             name: Tensor(v) for ns, vs in zip(names, logical, strict=True) for name, v in zip(ns, vs, strict=True)
         }

@@ -199,24 +199,11 @@ def certify_return(
         raise CheckpointError(
             *problems, about="the conversion is not to be trusted; please report this fault of shardwise"
         )
-    rows = [
-        CertifiedTensor(
-            name=name,
-            shape=trip.sent.tensors[name].shape,
-            dtype=trip.sent.tensors[name].dtype,
-            sha256=digest,
-            returned_sha256=returned.get(name),
-            verdict="lossy" if name in whys else "equal",
-            why=whys.get(name, ""),
-        )
-        for name, digest in digests.items()
-    ]
-    text = "" if applied is None else str(applied.rewrite)
     return Certificate(
         source=contents.location,
         destination=location,
-        rewrite=text,
-        tensors=tuple(rows),
+        rewrite="" if applied is None else str(applied.rewrite),
+        tensors=tuple(trip.rows(digests, returned, whys)),
         is_of_save=contents.format == "shardwise",
         original="" if original is None else original[1].location,
         compared=() if original is None else _compared(store, written, *original),
@@ -254,6 +241,21 @@ class _RoundTrip:
     def digests(self) -> tuple[dict[str, str], dict[str, str]]:
         """sha256 of the elements of every tensor, and of what came back of it where something did."""
         return self._both(_digests, self.sent, self.back)
+
+    def rows(
+        self, digests: Mapping[str, str], returned: Mapping[str, str], whys: Mapping[str, str]
+    ) -> Iterator[CertifiedTensor]:
+        """What is said of each tensor; `whys` are losses."""
+        for name, digest in digests.items():
+            yield CertifiedTensor(
+                name=name,
+                shape=self.sent.tensors[name].shape,
+                dtype=self.sent.tensors[name].dtype,
+                sha256=digest,
+                returned_sha256=returned.get(name),
+                verdict="lossy" if name in whys else "equal",
+                why=whys.get(name, ""),
+            )
 
     def changes_kind(self, name: str) -> bool:
         """Whether a tensor comes back in another dtype or shape."""

@@ -18,7 +18,7 @@ from shardwise.rewrite.nodes import Form, Node, source_node
 from shardwise.rewrite.statements import Ffn, Operation, QkvPerRank
 from shardwise.rewrite.tiles import Tile, Value
 
-__all__ = ["Fusings", "Laid", "Where", "apart", "said"]
+__all__ = ["Fusings", "Laid", "Where", "apart", "leaves_open", "said"]
 
 Where: TypeAlias = tuple[int, Expanded]
 """Which task of a stage, and which instance."""
@@ -43,6 +43,15 @@ def said(operations: Apart) -> Degrees:
     """The degrees that a statement says."""
     fused = operations[1][0] if operations[1] else None
     return (fused.source_degree, fused.target_degree) if isinstance(fused, Ffn | QkvPerRank) else OPEN
+
+
+def leaves_open(operations: tuple[Operation, ...]) -> bool:
+    """Whether a fused tensor is among those of a statement for which it says no degree."""
+    return any(
+        isinstance(each, Ffn | QkvPerRank)
+        and ((each.sources == 1 and each.source_degree is None) or (each.targets == 1 and each.target_degree is None))
+        for each in operations
+    )
 
 
 class _Use(NamedTuple):

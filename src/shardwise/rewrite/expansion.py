@@ -213,7 +213,7 @@ class _Expansion:
 
     def _look_at_star(self, name: Name, pattern: NamePattern, groups: _Groups) -> None:
         """Note how many names a star stands for; what its numbers lack is a finding where it stacks."""
-        gaps = [gap for bindings, found in groups.items() if (gap := gap_of(pattern, bindings, found))]
+        gaps = [gap for bindings, found in sorted(groups.items()) if (gap := gap_of(pattern, bindings, found))]
         stacks = any(isinstance(each, Stack) for each in self.statement.operations)
         if stacks and not self.statement.gaps:
             self._find_all(name, [f"{gap}; write gaps=1 if numbers may be missing" for gap in gaps])

@@ -227,15 +227,15 @@ class NameIndex:
 
     def nearest(self, pattern: NamePattern) -> str:
         """Say which names are spelled nearly as those that a pattern stands for; empty where none are."""
-        kinds = [each for each, bucket in self._buckets.items() if bucket.names]
+        kinds = sorted([each for each, bucket in self._buckets.items() if bucket.names])
         if len(kinds) > _COMPARED:
             tail = pattern.skeleton.rpartition(".")[2]
             kinds = [each for each in kinds if each.endswith(tail)][:_COMPARED]
         close = get_close_matches(pattern.skeleton, kinds, n=1, cutoff=_CLOSE)
         if not close:
             return ""
-        first, *more = self._buckets[close[0]].names
-        return f"there is {first}" + (f" (and {len(more)} more like it)" if more else "")
+        names = self._buckets[close[0]].names
+        return f"there is {min(names)}" + (f" (and {len(names) - 1} more like it)" if len(names) > 1 else "")
 
     def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
         """Return (name, digits of the pattern's variables, digits of its star) of every name that it stands for."""

@@ -9,7 +9,7 @@ from itertools import chain
 
 from shardwise.errors import RewriteError
 from shardwise.rewrite.deeds import Deed, Task
-from shardwise.rewrite.degrees import Fusings, Laid, apart
+from shardwise.rewrite.degrees import Fusings, Laid, leaves_open
 from shardwise.rewrite.evaluation import Evaluation, evaluate
 from shardwise.rewrite.findings import Finding
 from shardwise.rewrite.inversion import Undoing, undo
@@ -99,11 +99,9 @@ def carry_out(stages: Sequence[Stage], sources: Metas, wanted: Metas | None, rec
 
 
 def _asks_layouts(stages: Sequence[Stage], sources: Metas, wanted: Metas | None) -> bool:
-    """Whether there are statements that lay tensors out for ranks and layouts that tell for how many."""
-    statements = [each for stage in stages for each in stage.statements]
-    if not any(apart(each.operations)[1] for each in statements):
-        return False
-    return any(any(meta.degrees) or 0 in meta.degrees for meta in chain(sources.values(), (wanted or {}).values()))
+    """Whether there are statements that leave open for how many ranks tensors are laid out, and layouts that tell."""
+    asking = any(leaves_open(each.operations) for stage in stages for each in stage.statements)
+    return asking and any(meta.degrees for meta in chain(sources.values(), (wanted or {}).values()))
 
 
 def _carried_out(

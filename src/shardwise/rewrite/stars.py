@@ -24,13 +24,13 @@ def counted(pattern: NamePattern, groups: Mapping[tuple[str, ...], Sequence[str]
     examples: dict[int, list[str]] = {}
     for names in groups.values():
         examples.setdefault(len(names), []).append(names[0])
-    (most, places), *others = sorted(examples.items(), key=lambda each: -len(each[1]))
+    (most, places), *others = sorted(examples.items(), key=lambda each: (-len(each[1]), each[0]))
     text = f"{pattern.text} stands for {most} name{'s' * (most != 1)}" + ("" if len(groups) == 1 else " in each place")
     if others:
         text = f"{text.removesuffix('each place')}{len(places)} place{'s' * (len(places) != 1)}"
     for count, firsts in others:
         more = f" and {len(firsts) - 1} more places" if len(firsts) > 1 else ""
-        text += f", for {count} where {firsts[0]} is{more}"
+        text += f", for {count} where {min(firsts)} is{more}"
     return text
 
 
