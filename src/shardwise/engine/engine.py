@@ -129,10 +129,8 @@ class Engine:
 
         `batch` is a dict of tensors with rows in dim 0; it is cut into `microbatches` (default: the plan's) of as equal
         size as can be. All data ranks call it together. Raises BatchError, the same on all ranks, before anything is
-        computed; PeerError when another rank stops.
-
-        stop: asked once per step; where it is true on any rank, `stop` of the report is true on all. Ranks on which a
-        signal to end arrives at different times thus leave their loops after the same step; it costs no message.
+        computed; PeerError when another rank stops. stop: asked once per step; where it is true on any rank, `stop` of
+        the report is true on all, so that a signal to one ends the loops of all after the same step. It costs no message.
         """
         num_microbatches = self._count(microbatches)
         parts, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
@@ -380,9 +378,8 @@ class Engine:
         squares = divide_and_square(weighed, divisor, everyone.device)
         mine = touched & gradients.keys()
         used = {at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine}
-        are_whole = (
-            everyone.size * self._channels.tensor.size == 1
-        )  # then the norm can be that of one process to the last bit
+        # Then the norm can be that of one process to the last bit.
+        are_whole = everyone.size * self._channels.tensor.size == 1
         norms = norms_of(list(used.values())) if are_whole and world.size > 1 else []
         self.counters.exchanges += 1
         closing = exchange_closing(
