@@ -109,6 +109,9 @@ class Keeping:
     def after_update(self, position: Position) -> None:
         self.positions.append(position)
 
+    def leave(self, position: Position) -> None:
+        raise AssertionError("nobody asks this run to stop")
+
 
 def test_from_each_position_the_loop_goes_on_as_it_would_have() -> None:
     train = TrainTable(steps=5, global_batch=5, evaluate_every=2, decay="linear", warmup_steps=2)

@@ -22,7 +22,7 @@ _BATCH_STEP = 0xFFFFFFF0
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 """Ports for rank 0 to listen on: below those that the kernel gives away."""
 
-_ALONE = "for a program that runs by itself, start one process, or set RANK=0 and WORLD_SIZE=1"
+_ALONE = "for a program that runs by itself, start one process, or set RANK=0 and WORLD_SIZE=1 and unset MASTER_ADDR"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

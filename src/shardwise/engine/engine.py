@@ -134,10 +134,8 @@ class Engine:
 
         `batch` is a dict of tensors with rows in dim 0; it is cut into `microbatches` (default: the plan's) of as equal
         size as can be. All data ranks call it together. Raises BatchError, the same on all ranks, before anything is
-        computed; PeerError when another rank stops.
-
-        stop: asked once per step; where it is true on any rank, `stop` of the report is true on all. Ranks on which a
-        signal to end arrives at different times thus leave their loops after the same step; it costs no message.
+        computed; PeerError when another rank stops. stop: asked once per step; where it is true on any rank, `stop` of
+        the report is true on all, so that a signal to one ends all loops after the same step. It costs no message.
         """
         num_microbatches = self._count(microbatches)
         parts, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
