@@ -44,6 +44,31 @@ class EngineChannels:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGroups:
+    """What all ranks of a mesh are to each other."""
+
+    stages: tuple[int, ...]
+    """The coordinate of each rank along the pipeline."""
+    data_ranks: tuple[int, ...]
+    """For each rank its place among those that see other samples."""
+    alike: tuple[tuple[int, ...], ...]
+    """Ranks along tp, which see the same samples."""
+    replicas: tuple[tuple[int, ...], ...]
+    """Data ranks, which hold the same parameters."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """Those of a plan's mesh."""
+        ranks, peers = range(plan.mesh.size), plan.mesh.peers
+        return cls(
+            stages=tuple(plan.mesh.coordinates(rank)["pp"] for rank in ranks),
+            data_ranks=tuple(data_rank_of(plan, rank) for rank in ranks),
+            alike=tuple(dict.fromkeys(tuple(peers(rank, ("tp",))) for rank in ranks)),
+            replicas=tuple(dict.fromkeys(tuple(peers(rank, DATA_AXES)) for rank in ranks)),
+        )
+
+
 def data_rank_of(plan: Plan, rank: int) -> int:
     """The place of a rank among those that have the same stage and see other samples."""
     return plan.mesh.peers(rank, DATA_AXES).index(rank)

@@ -11,8 +11,8 @@ One update on one rank (numbers as in docs/life-of-a-parameter.md):
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from torch import nn
 from shardwise.comm.agreement import agree
 from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
 from shardwise.engine.buffers import FlatBuffers, Owned
-from shardwise.engine.channels import EngineChannels, data_rank_of
+from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.closing import Closing, exchange_closing, exchange_loss
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.forward_writes import ForwardWrites
-from shardwise.engine.gathering import words_on_units
 from shardwise.engine.gradient_runs import GradientRuns
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.hand_over import HandOver, ModelNames
@@ -49,10 +48,11 @@ from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.state import placed, state_of
+from shardwise.engine.stopping import stopping_peers
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, check_writes, describe_batch, weigh
-from shardwise.errors import MismatchError, ModelError, OptimizerError, PeerError, ShardwiseError
+from shardwise.errors import ModelError, OptimizerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.model_settings import settings_of_model
 from shardwise.space import Piece
@@ -109,13 +109,7 @@ class Engine:
         self._is_used_up = False
         self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
         self._norm_dtype = norm_dtype(names.trainable.values())
-        coordinates = map(plan.mesh.coordinates, range(channels.world.size))
-        self._stages_of_ranks = [each["pp"] for each in coordinates]
-        self._data_ranks = [data_rank_of(plan, rank) for rank in range(channels.world.size)]
-        groups = dict.fromkeys(plan.mesh.peers(rank, ("tp",)) for rank in range(channels.world.size))
-        self._alike = list(groups)
-        data_axes = ("dp_replicate", "dp_shard")
-        self._replicas = list(dict.fromkeys(plan.mesh.peers(rank, data_axes) for rank in range(channels.world.size)))
+        self._ranks = RankGroups.of(plan)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -157,7 +151,7 @@ class Engine:
             else:
                 self._update(closing, grad_norm, gradients)
             changed = {
-                at: min(self._stages_of_ranks[rank] for rank in ranks) for at, ranks in closing.changed_buffers.items()
+                at: min(self._ranks.stages[rank] for rank in ranks) for at, ranks in closing.changed_buffers.items()
             }
             self._model_buffers.synchronise(self._channels.everyone, self._channels.pipeline, changed, self.counters)
         return StepReport(
@@ -178,7 +172,7 @@ class Engine:
         with self._stopping_peers("an evaluation"), self._writes.refused():
             losses = self._computation.evaluate(parts, own, weighting.joint)
             self.counters.exchanges += 1
-            loss = exchange_loss(self._channels.world, self._share_of_loss(losses, weighting), self._alike)
+            loss = exchange_loss(self._channels.world, self._share_of_loss(losses, weighting), self._ranks.alike)
         return EvaluationReport(loss=loss, weight=weighting.total)
 
     def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
@@ -217,9 +211,8 @@ class Engine:
         return pieces
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the state, as JSON values: the plan, ties, random numbers, the optimizers.
-
-        Also the configuration of a model that has one (`config.json`), and the rewrite through which it was loaded.
+        """What a checkpoint keeps beside the state, as JSON values: the plan, ties, random numbers, the optimizers, the
+        configuration of a model that has one (`config.json`), the rewrite through which it was loaded.
 
         Ranks differ in `plain` and `none` only, which name what is no tensor in the optimizer state that a rank has.
         """
@@ -334,12 +327,12 @@ class Engine:
             refusal,
             purpose=purpose,
             same_count=num_microbatches is not None,
-            data_ranks=self._data_ranks,
+            data_ranks=self._ranks.data_ranks,
             batch_lines=lines,
             written=self._buffers.written,
         )
         if written:
-            check_writes(self._channels.world, self._buffers.digests(written), self._replicas)
+            check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
             self._buffers.written.clear()
         return parts, weighting
 
@@ -402,7 +395,7 @@ class Engine:
         closing = exchange_closing(
             world,
             loss=self._share_of_loss(losses, weighting),
-            alike=self._alike,
+            alike=self._ranks.alike,
             squares=squares,
             norms=dict(zip(used, norms, strict=False)),
             touched=[name in touched for name in self._names.trainable],
@@ -451,16 +444,5 @@ class Engine:
         self._buffers.publish(self.counters)
         self._ties.publish()
 
-    @contextmanager
-    def _stopping_peers(self, doing: str) -> Iterator[None]:
-        """Tell the other ranks when this one stops, so that none of them waits for it."""
-        try:
-            yield
-        except PeerError:
-            raise
-        except BaseException as error:
-            if self._channels.world.size > 1:
-                self._channels.world.abort(f"{type(error).__name__} in {doing}: {error}")
-            if words := words_on_units(error):
-                raise MismatchError(words) from error
-            raise
+    def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
+        return stopping_peers(self._channels.world, doing)
