@@ -170,7 +170,7 @@ def test_the_inverse_finds_in_the_save_what_its_text_does_not_say(tmp_path: Path
     again = checkpoint.recorded_rewrite(tmp_path / "b")
     convert(tmp_path / "b", tmp_path / "c", rewrite=again.inverse())
     assert same(tensors_of(tmp_path / "c"), before)
-    with pytest.raises(CheckpointError, match="does not say that it was made by a rewrite"):
+    with pytest.raises(CheckpointError, match="does not say by which rewrite it was made"):
         checkpoint.recorded_rewrite(tmp_path / "a")
 
 

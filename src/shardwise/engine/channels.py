@@ -1,13 +1,10 @@
 """The channels of an engine: along which axes of the mesh its ranks talk."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from shardwise.comm import Channel
-from shardwise.engine.gathering import words_on_units
-from shardwise.errors import MismatchError, PeerError
 from shardwise.plan import Plan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -47,43 +44,28 @@ class EngineChannels:
         )
 
 
-@contextmanager
-def stopping_peers(world: Channel, doing: str) -> Iterator[None]:
-    """Tell the other ranks when this one stops, so that none of them waits for it."""
-    try:
-        yield
-    except PeerError:
-        raise
-    except BaseException as error:
-        if world.size > 1:
-            world.abort(f"{type(error).__name__} in {doing}: {error}")
-        if words := words_on_units(error):
-            raise MismatchError(words) from error
-        raise
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlaces:
-    """Where all ranks of an engine are on the mesh."""
+class RankGroups:
+    """What all ranks of a mesh are to each other."""
 
-    stages: list[int]
-    """By rank, its place along `pp`."""
-    data_ranks: list[int]
-    """By rank, its place among those that have the same stage and see other samples."""
-    along_tensor: list[tuple[int, ...]]
-    """The ranks that have parts of the same modules, for the same samples."""
-    along_data: list[tuple[int, ...]]
-    """The ranks that have the same part of the model."""
+    stages: tuple[int, ...]
+    """The coordinate of each rank along the pipeline."""
+    data_ranks: tuple[int, ...]
+    """For each rank its place among those that see other samples."""
+    alike: tuple[tuple[int, ...], ...]
+    """Ranks along tp, which see the same samples."""
+    replicas: tuple[tuple[int, ...], ...]
+    """Data ranks, which hold the same parameters."""
 
     @classmethod
-    def of(cls, plan: Plan, num_ranks: int) -> Self:
-        """The places that a plan gives to `num_ranks` ranks."""
-        mesh, ranks = plan.mesh, range(num_ranks)
+    def of(cls, plan: Plan) -> Self:
+        """Those of a plan's mesh."""
+        ranks, peers = range(plan.mesh.size), plan.mesh.peers
         return cls(
-            stages=[mesh.coordinates(rank)["pp"] for rank in ranks],
-            data_ranks=[data_rank_of(plan, rank) for rank in ranks],
-            along_tensor=list(dict.fromkeys(mesh.peers(rank, ("tp",)) for rank in ranks)),
-            along_data=list(dict.fromkeys(mesh.peers(rank, DATA_AXES) for rank in ranks)),
+            stages=tuple(plan.mesh.coordinates(rank)["pp"] for rank in ranks),
+            data_ranks=tuple(data_rank_of(plan, rank) for rank in ranks),
+            alike=tuple(dict.fromkeys(tuple(peers(rank, ("tp",))) for rank in ranks)),
+            replicas=tuple(dict.fromkeys(tuple(peers(rank, DATA_AXES)) for rank in ranks)),
         )
 
 

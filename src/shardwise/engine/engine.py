@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.comm.agreement import agree
 from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
 from shardwise.engine.buffers import FlatBuffers, Owned
-from shardwise.engine.channels import EngineChannels, RankPlaces, stopping_peers
+from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.closing import Closing, exchange_closing, exchange_loss
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
@@ -49,6 +49,7 @@ from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.state import placed, state_of
+from shardwise.engine.stopping import stopping_peers
 from shardwise.engine.tensor.deciding import TensorDecision
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
@@ -113,7 +114,7 @@ class Engine:
         self._is_used_up = False
         self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
         self._norm_dtype = norm_dtype(names.trainable.values())
-        self._ranks = RankPlaces.of(plan, channels.world.size)
+        self._ranks = RankGroups.of(plan)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -182,11 +183,8 @@ class Engine:
         with self._stopping_peers("an evaluation"), self._writes.refused():
             losses = self._computation.evaluate(parts, own, weighting.joint)
             self.counters.exchanges += 1
-            loss = exchange_loss(
-                self._channels.world,
-                weighting.share_of_mean(losses, self._channels.everyone.rank),
-                self._ranks.along_tensor,
-            )
+            share = weighting.share_of_mean(losses, self._channels.everyone.rank)
+            loss = exchange_loss(self._channels.world, share, self._ranks.alike)
         return EvaluationReport(loss=loss, weight=weighting.total)
 
     def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
@@ -225,9 +223,8 @@ class Engine:
         return pieces
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the state, as JSON values: the plan, ties, random numbers, the optimizers.
-
-        Also the configuration of a model that has one (`config.json`), and the rewrite through which it was loaded.
+        """What a checkpoint keeps beside the state, as JSON values: the plan, ties, random numbers, the optimizers, the
+        configuration of a model that has one (`config.json`), the rewrite through which it was loaded.
 
         Ranks differ in `plain` and `none` only, which name what is no tensor in the optimizer state that a rank has.
         """
@@ -347,7 +344,7 @@ class Engine:
             written=self._buffers.written,
         )
         if written:
-            check_writes(self._channels.world, self._buffers.digests(written), self._ranks.along_data)
+            check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
             self._buffers.written.clear()
         return parts, weighting
 
@@ -401,7 +398,7 @@ class Engine:
         closing = exchange_closing(
             world,
             loss=weighting.share_of_mean(losses, everyone.rank),
-            alike=self._ranks.along_tensor,
+            alike=self._ranks.alike,
             squares=squares,
             norms=dict(zip(used, norms, strict=False)),
             touched=[name in touched for name in self._names.trainable],
