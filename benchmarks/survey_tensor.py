@@ -25,6 +25,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.tensor.samples import sample_for
+from shardwise.errors import PeerError
 
 TOLERANCE = 1e-9
 SECONDS_EACH = 30
@@ -176,6 +177,8 @@ def survey_one(kind: str) -> Answer:
     started = time.perf_counter()
     try:
         cut = _trained(2, made, batch, "auto")
+    except PeerError as error:
+        return {**answer, "verdict": "out of time", "why": _first_line(error)}
     except sw.ShardwiseError as error:
         return {**answer, "verdict": "refused", "why": _first_line(error)}
     except Exception as error:
@@ -275,7 +278,9 @@ def _surveyed(kinds: Sequence[str]) -> Iterator[Answer]:
                     yield json.loads(line)
         left = batch[count:]
         if left:
-            yield {"kind": left[0], "verdict": "failed", "why": f"the process ended with {process.returncode}"}
+            late = process.returncode == -signal.SIGALRM
+            why = f"more than {2 * SECONDS_EACH} s" if late else f"the process ended with {process.returncode}"
+            yield {"kind": left[0], "verdict": "out of time" if late else "failed", "why": why}
             pending = left[1:] + pending
 
 
@@ -283,7 +288,7 @@ def _table(answers: Sequence[Answer]) -> str:
     import transformers
 
     counts = Counter(each["verdict"] for each in answers)
-    attending = [each for each in answers if each.get("attention")]
+    attending = [each for each in answers if each.get("attention") and each["verdict"] != "out of time"]
     right = sum(each["verdict"] == "right" for each in attending)
     lines = [
         '# `rules="auto"` on every architecture of transformers',
@@ -292,7 +297,7 @@ def _table(answers: Sequence[Answer]) -> str:
         f"{torch.__version__}: tp=2 against one process, two updates in float64.",
         "",
         ", ".join(f"{verdict}: {count}" for verdict, count in sorted(counts.items()))
-        + f". Of {len(attending)} with attention that one process runs, {right} are right.",
+        + f". Of {len(attending)} with attention that one process runs in time, {right} are right.",
         "",
         "| architecture | plan | verdict | |",
         "|---|---|---|---|",

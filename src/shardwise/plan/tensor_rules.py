@@ -11,7 +11,8 @@ A rule is a word, and settings in brackets where it needs them: `column`, `colum
     sum         a module with cut bare parameters, of which each rank computes a part of a sum (experts)
     once        what counts once in such a sum: a bias, a path around; the first rank's goes on
     split       this module and what follows work on this rank's positions, up to a `gather`
-    auto        what the model itself carries, or what a run of it allows; any other rule beats it: {"*": "auto", "lm_head": "column"}
+    auto        what the model itself carries, or what a run of it allows; any other rule beats it:
+                {"*": "auto", "lm_head": "column"}
 
 and the words of transformers (`colwise`, `packed_colwise`, `moe_tp_experts` ...) with the meaning that they have there.
 Of a bare parameter, `column` cuts the last dim but one (the last of a vector), `row` the last. Settings:

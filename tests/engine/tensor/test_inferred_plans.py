@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine.tensor.outline import tensor_outline
+from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.errors import PlanError
+from shardwise.plan.tensor import plan_tensor
 from tests.engine.tensor import inferred_models as odd
 
 WORDS = (torch.arange(24).view(4, 6) * 5 + torch.arange(4)[:, None]) % 11
@@ -143,3 +146,66 @@ def test_rules_of_ones_own_beat_what_is_inferred() -> None:
 def test_rules_of_ones_own_that_break_what_is_inferred_are_refused() -> None:
     with pytest.raises(PlanError, match=r"'block\.down' computes something else"):
         trained(around(odd.Feed), 2, rules={"*": "auto", "block.up": "replicate"})
+
+
+def test_a_verification_compares_what_is_inferred_with_one_process() -> None:
+    report = sw.verify(
+        around(odd.Absorbing),
+        sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")),
+        [{"words": WORDS}],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss=loss_of,
+    )
+    assert report.verdict in ("equal", "rounding")
+    assert report.steps[0].tallies
+
+
+def test_without_a_sample_a_model_that_says_nothing_of_its_inputs_is_refused() -> None:
+    def run(channel: sw.Channel) -> None:
+        sw.parallelize(
+            odd.Around(odd.Feed()),
+            sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            channel=channel,
+        )
+
+    with pytest.raises(PlanError, match=r"give one, parallelize\(\.\.\., sample=batch\)"):
+        sw.simulate(2, run)
+
+
+def test_weights_of_zeros_do_not_hide_what_is_wrong() -> None:
+    def zeroed() -> nn.Module:
+        block = odd.Absorbing()
+        for each in (block.v, block.k, block.out):
+            nn.init.zeros_(each.weight)
+        return odd.Around(block)
+
+    torch.manual_seed(0)
+    model = zeroed().double()
+    outline = tensor_outline(model)
+    rules = {f"block.{name}": "column" for name in "qkv"} | {"block.out": "row"}
+    with pytest.raises(RehearsalError, match="is not its part"):
+        rehearse(model, outline, plan_tensor(outline, rules, num_ranks=2), lambda: model(WORDS))
+    assert not model.block.v.weight.any()  # type: ignore[union-attr, operator]
+
+
+def test_a_model_is_as_before_when_nothing_can_be_cut() -> None:
+    models: list[nn.Sequential] = []
+
+    def run(channel: sw.Channel) -> None:
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).train())
+        sw.parallelize(
+            models[-1],
+            sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            loss=lambda output, _: output.sum(),
+            channel=channel,
+            sample={"input": torch.ones(2, 4)},
+        )
+
+    with pytest.raises(PlanError, match="finds nothing in it that can be cut"):
+        sw.simulate(2, run)
+    for model in models:
+        assert model.training
+        assert all("forward" not in vars(each) and not each._forward_hooks for each in model.modules())

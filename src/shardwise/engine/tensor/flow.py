@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.engine.tensor.atoms import Atoms, varies
@@ -23,9 +21,6 @@ _LARGEST_BARE = 1 << 20
 
 _CONSTANT, _OF_PARAMETERS, _OF_ACTIVATIONS = range(3)
 """Where the gradient of a value goes: nowhere, to parameters alone, to what modules gave."""
-
-CONSTANTS = frozenset({"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"})
-"""Operations that give tensors with all elements alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +49,12 @@ class Operation:
         return default
 
 
-class Flow(TorchDispatchMode):
-    """The mode under which a forward runs, without gradients."""
+class Flow:
+    """What the tensors of a forward have."""
 
     def __init__(self, atoms: Atoms, parameters: Mapping[int, str], followed: Iterable[str]) -> None:
         """parameters: id of each -> the module that holds it. followed: modules of which only what they read and give
         counts."""
-        super().__init__()  # type: ignore[no-untyped-call]
         self.atoms = atoms
         self.paused = 0
         self.where: list[str] = []
@@ -143,38 +137,12 @@ class Flow(TorchDispatchMode):
                     return
                 self.along(numbers, numbers.dim() + dim, f"'{name}' with a whole value")
 
-    # Operations ---------------------------------------------------------------------------------------------------
+    # Parameters and gradients -------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.paused:
-            return func(*args, **kwargs)
-        given = _tensors_in((args, kwargs))
-        for each in given:
-            if id(each) in self._parameters:
-                self._read(each)
-        output = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        operation = Operation(func, name, args, kwargs, given, output, _tensors_in(output))
-        self._set_levels(operation)
-        if self.cut(given):
-            self._follow(operation)
-        else:
-            self._follow_whole(operation)
-        return output
-
-    def _follow(self, operation: Operation) -> None:
-        # What is done is known by the operations; they are told of this mode, which they change.
-        from shardwise.engine.tensor.operations import follow
-
-        if any(each.numel() for each in operation.made):
-            follow(self, operation)
-
-    def _read(self, parameter: torch.Tensor) -> None:
-        """A parameter is read by an operation outside of followed modules."""
-        module = self._parameters[id(parameter)]
+    def read(self, parameter: torch.Tensor) -> None:
+        """A parameter, or another tensor, is read by an operation outside of followed modules."""
+        if (module := self._parameters.get(id(parameter))) is None:
+            return
         self._levels.setdefault(parameter, _OF_PARAMETERS)
         if module in self._followed:
             self.read_outside.add(module)
@@ -184,32 +152,26 @@ class Flow(TorchDispatchMode):
             self._numbers[parameter] = numbers
             self.bare[id(parameter)] = parameter, numbers
 
-    def _set_levels(self, operation: Operation) -> None:
+    def set_levels(self, operation: Operation) -> None:
+        """Say where the gradients of what an operation makes go."""
         level = max((self._levels.get(each, _CONSTANT) for each in operation.given), default=_CONSTANT)
         for each in operation.made:
             if operation.name != "detach" and level and each.is_floating_point():
                 self._levels[each] = level
 
-    def _follow_whole(self, operation: Operation) -> None:
-        """Keep what is known of dims along which a whole tensor is alike."""
-        name, given, made = operation.name, operation.given, operation.made
-        if operation.is_writing:
-            written = {each.untyped_storage()._cdata for each in made}
-            for each in [each for each in self._alike if each.untyped_storage()._cdata in written]:
-                del self._alike[each]
-        elif name in CONSTANTS:
-            for each in made:
-                self._alike[each] = torch.zeros((), dtype=torch.int64).expand(each.shape)
-        elif name == "expand" and given[0] not in self._alike:
-            distinct = torch.arange(given[0].numel()).view(given[0].shape)
-            self._alike[made[0]] = distinct.expand(made[0].shape)
-        elif len(given) == 1 and (alike := self._alike.get(given[0])) is not None:
-            from shardwise.engine.tensor.operations import moved
+    # Whole values -------------------------------------------------------------------------------------------------
 
-            answers = moved(operation, alike)
-            for each, own in zip(made, answers or (), strict=False):
-                self._alike[each] = own
+    def alike(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """Numbers that are alike along the dims along which a whole tensor is known to be."""
+        found: torch.Tensor | None = self._alike.get(whole)
+        return found
 
+    def set_alike(self, whole: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Say along which dims a whole tensor is alike."""
+        self._alike[whole] = numbers
 
-def _tensors_in(values: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    def forget_alike(self, written: Sequence[torch.Tensor]) -> None:
+        """Elements of these were written, and so those of what shares storage with them."""
+        storages = {each.untyped_storage()._cdata for each in written}
+        for each in [each for each in self._alike if each.untyped_storage()._cdata in storages]:
+            del self._alike[each]

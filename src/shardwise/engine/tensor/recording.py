@@ -13,6 +13,7 @@ from shardwise.engine.inventory import named_places
 from shardwise.engine.pipeline.outline import unchanged
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, slim, varies
 from shardwise.engine.tensor.flow import Flow
+from shardwise.engine.tensor.following import Following
 from shardwise.engine.wrapping import Forward, unwrap, wrap
 from shardwise.plan.tensor_inference import Groups, Trace, TracedMap, TracedParameter
 from shardwise.plan.tensor_outline import TensorModule, TensorOutline
@@ -38,7 +39,7 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
         wrap(model, root)
         for name, module in model.named_modules():
             stack.enter_context(_named(module, name, flow))
-        with flow:
+        with Following(flow):
             call()
     return _Reading(flow, followed, outline, root.given, names=names).trace()
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.engine.inventory import named_places
 from shardwise.engine.pipeline.outline import unchanged
 from shardwise.engine.tensor.movements import taken
 from shardwise.engine.tensor.styles import STYLES, SharedInputs, parameters_set
@@ -23,8 +24,11 @@ from shardwise.engine.wrapping import Forward, unwrap, wrap
 from shardwise.plan.tensor_outline import TensorOutline
 from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan
 
-_ROUNDINGS = 64
+_ROUNDINGS, _ROUNDINGS_OF_HALVES = 64, 8
 """A part is computed as the whole is but for the order of sums inside products: so many roundings of the largest."""
+
+_SPREAD = 0.1
+"""Of what is added to parameters that are the same number throughout, which would hide what is wrong."""
 
 
 class RehearsalError(Exception):
@@ -38,7 +42,7 @@ class RehearsalError(Exception):
 
 def rehearse(model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: Callable[[], Any]) -> None:
     """Run the model, by `call()`, with the portions of each rank. Raises RehearsalError where it computes otherwise."""
-    with torch.no_grad(), unchanged(model):
+    with torch.no_grad(), unchanged(model), _distinct(model):
         model.eval()
         heard = _hear(model, plan, call)
         for rank in range(plan.num_ranks):
@@ -50,6 +54,27 @@ def rehearse(model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: C
                 except Exception as error:
                     where = _innermost(model, error.__traceback__)
                     raise RehearsalError(where, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+@contextmanager
+def _distinct(model: nn.Module) -> Iterator[None]:
+    """Parameters that are zeros or ones throughout have other values meanwhile, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[int, nn.Parameter] = {}
+    with ExitStack() as stack:
+        for module, attribute, _, parameter in named_places(model):
+            if id(parameter) not in made and _is_constant(parameter):
+                noise = torch.randn(parameter.shape, generator=generator) * _SPREAD
+                made[id(parameter)] = nn.Parameter(parameter + noise.to(parameter), requires_grad=False)
+            if id(parameter) in made:
+                stack.enter_context(parameters_set(module, {attribute: made[id(parameter)]}))
+        yield
+
+
+def _is_constant(parameter: torch.Tensor) -> bool:
+    if parameter.is_meta or not parameter.is_floating_point() or parameter.numel() < 2:
+        return False
+    return bool((parameter == parameter.reshape(-1)[0]).all())
 
 
 _Calls = Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]
@@ -128,12 +153,13 @@ class _Prompter:
             )
         if own.is_meta or not own.numel():
             return
-        if not own.is_floating_point():
-            same = torch.equal(own, expected)
-        else:
-            bound = _ROUNDINGS * torch.finfo(own.dtype).eps * float(expected.abs().max())
-            same = bool(((own - expected).abs() <= bound).all() | (own.isnan() & expected.isnan()).any())
-        if not same:
+        same = (own == expected) | ((own != own) & (expected != expected))
+        if own.is_floating_point():
+            resolution = torch.finfo(own.dtype).eps
+            roundings = _ROUNDINGS if resolution < 1e-4 else _ROUNDINGS_OF_HALVES
+            largest = expected.nan_to_num(0, 0, 0).abs().max()
+            same |= (own - expected).abs() <= roundings * resolution * largest
+        if not bool(same.all()):
             raise RehearsalError(
                 self._name, f"what it {verb} with the portions of rank {self._rank} is not its part of the whole"
             )
