@@ -60,6 +60,8 @@ VOCABULARY: Mapping[str, str] = MappingProxyType(
         "reshard": "To bring live tensors from one layout to another, across ranks and without a file.",
         "route": "How a tensor is resharded: who holds it, who wants it, and which share goes from whom to whom.",
         "share": "The elements that one holder gives to one target of a reshard.",
+        "region": "The smallest module in which every cut along tp that begins also ends.",
+        "proof": "The comparison of each region, cut and whole, when it is first called.",
         "rewrite": "A declared transformation between the names and shapes of two state dicts.",
         "statement": "One line of a rewrite: what is there on its left, what becomes of it on its right.",
         "placeholder": "A part of a name that stands for digits, the same in its whole statement, written $LAYER_ID.",

@@ -41,6 +41,8 @@ class Inputs:
 
         def copied(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
+                if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout != torch.strided:
+                    raise TypeError(f"a {type(leaf).__name__} of layout {leaf.layout}")
                 return leaf.detach().clone()
             if is_plain(leaf) or callable(leaf) or isinstance(leaf, nn.Module):
                 return leaf

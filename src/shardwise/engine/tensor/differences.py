@@ -21,6 +21,9 @@ where a forward insists on coarse ones.
 PERTURBATION = 0.1
 """How much parameters are changed before outputs are compared: what begins as zeros or ones would hide faults."""
 
+_CHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes in which torch calculates; values of others are taken as they are."""
+
 Leaf = Literal["alike", "part", "unlike"]
 """A tensor of the cut module: of the whole one's shape, the part of this rank, or something else."""
 
@@ -72,7 +75,7 @@ def leaf_of(
 
 def perturbed(value: torch.Tensor, name: str, attempt: int) -> torch.Tensor:
     """Other values of the same kind: signs stay, and what is zero everywhere is not any more."""
-    if not value.is_floating_point() or value.numel() == 0:
+    if value.dtype not in _CHANGED or value.numel() == 0:
         return value
     noise = _uniform(value, f"{name} {attempt}")
     if bool(value.any()):
@@ -85,7 +88,7 @@ def rounded(inputs: Inputs, parameters: Parameters, eps: float) -> tuple[Inputs,
     numbers = iter(range(1 << 30))
 
     def change(value: torch.Tensor) -> torch.Tensor:
-        if not value.is_floating_point():
+        if value.dtype not in _CHANGED:
             return value
         return value * (1 + eps * _uniform(value, f"rounding {next(numbers)}"))
 

@@ -209,8 +209,5 @@ def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | Unknown:
 
 def _is_real(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the call computes values, rather than shapes."""
-    given = tensors_in((args, kwargs))
-    if any(type(each) is not torch.Tensor and not isinstance(each, nn.Parameter) for each in given):
-        return False
     held = [each for inner in module.modules() for each in inner._parameters.values() if each is not None]
-    return not any(is_fake(each) for each in (*given, *held))
+    return not any(is_fake(each) for each in (*tensors_in((args, kwargs)), *held))
