@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def build(root: Path, plan: list[dict[str, object]], whole: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    plan=st.lists(folders, max_size=6, unique_by=lambda each: each["name"]),  # type: ignore[no-any-return]
+    plan=st.lists(folders, max_size=6, unique_by=lambda each: each["name"]),
     keep=st.integers(1, 3),
 )
 def test_nothing_with_a_manifest_goes_but_what_retention_names_and_nothing_of_the_users(
@@ -147,15 +148,15 @@ def test_a_save_whose_files_are_gone_does_not_stand_for_older_ones(whole: Path, 
 class _Late(Meeting):
     """Waits before its manifest until others have saved, and removed what it had the number of."""
 
-    def __init__(self, store: Store, barrier: threading.Barrier, others: object) -> None:
+    def __init__(self, store: Store, barrier: threading.Barrier, others: Callable[[], None]) -> None:
         super().__init__(store, barrier)
-        self._others = others
+        self._others: Callable[[], None] | None = others
 
-    def names(self, folder: str = "") -> object:  # type: ignore[override]
+    def names(self, folder: str = "") -> Iterator[str]:
         found = list(self._store.names(folder))
         if any(name.endswith(".safetensors") for name in found) and self._others is not None:
             others, self._others = self._others, None
-            others()  # type: ignore[operator]
+            others()
             found = list(self._store.names(folder))
         return iter(found)
 

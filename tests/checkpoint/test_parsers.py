@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -37,7 +37,7 @@ def make(folder: Path, kind: str) -> None:
         case "ours":
             sw.save(folder, STATE, extra={"note": 1}, step=3, channel=alone())
         case "dcp":
-            dcp.save({**STATE, "lr": 0.5, "name": "x"}, checkpoint_id=folder, no_dist=True)
+            save_dcp({**STATE, "lr": 0.5, "name": "x"}, checkpoint_id=folder, no_dist=True)
         case "safetensors":
             folder.mkdir()
             safetensors.torch.save_file(STATE, folder / "model.safetensors", metadata={"format": "pt"})
@@ -100,7 +100,7 @@ def reseal_table(folder: Path, change: Callable[[list[dict[str, Any]]], object])
 
 
 # Values that formats do not have where they stand, or of which there are too many or too large ones.
-odd = st.sampled_from(
+odd: st.SearchStrategy[object] = st.sampled_from(
     [None, True, -1, 0, 1, 15, 17, 2**31, 2**62, 2**63 - 1, 2**63, 2**64, 10**400, 0.5, 1e308, "", ".", "..", "../x",
      "a/b", "\0", "\ud800", "x" * 5000, "manifest.json", "float4_e2m1fn_x2", "nothing", [], [[]], [2**62] * 3,
      [0, 2**62, 2**62], [1] * 2000, {}, {"a": "a"}, {"a": "b", "b": "a"}, {"w": "nothing"}]
@@ -214,7 +214,8 @@ def test_metadata_of_dcp_with_any_values_in_any_place(data: st.DataObject, made:
 def trained() -> TorchState:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW([{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}])
+    groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
+    optimizer = torch.optim.AdamW(groups)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     return TorchState(model, optimizer)
@@ -273,7 +274,12 @@ def shared_bytes(rows: list[dict[str, Any]]) -> None:
     rows += [{**rows[0], "name": f"again {at}"} for at in range(50)]
 
 
-FORGERIES: dict[str, Callable[[Path], None]] = {
+def share_bytes(folder: Path) -> None:
+    reseal_table(folder, shared_bytes)
+    seal(folder / "manifest.json", lambda head: head.update(num_tensors=52))
+
+
+FORGERIES: dict[str, Callable[[Path], object]] = {
     "a header longer than its file": forge("head_bytes", 2 << 30),
     "a file of 2 GiB that is all header": large_head,
     "a manifest of 1 TiB": sparse("manifest.json"),
@@ -286,8 +292,7 @@ FORGERIES: dict[str, Callable[[Path], None]] = {
     "a piece at 2^63": lambda folder: reseal_table(folder, lambda rows: rows[0]["pieces"][0].update(start=2**63)),
     "a piece at 2^62": lambda folder: reseal_table(folder, lambda rows: rows[0]["pieces"][0].update(start=2**62)),
     **{f"a shape of {size} rows, in no file": forge_row(shape=[size, 4], pieces=[]) for size in (2**39, 2**61)},
-    "tensors that share their bytes": lambda folder: (
-        reseal_table(folder, shared_bytes), seal(folder / "manifest.json", lambda head: head.update(num_tensors=52))),
+    "tensors that share their bytes": share_bytes,
     "a manifest that is nested deeply": lambda folder: (folder / "manifest.json").write_bytes(
         (lambda text: text.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(text).encode(), 1))(
             b'{"checksum": "xxh3_64:' + b"0" * 16 + b'", "extra": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")),

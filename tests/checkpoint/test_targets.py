@@ -36,8 +36,13 @@ def freed() -> torch.Tensor:
 
 
 def batched() -> torch.Tensor:
-    seen = []
-    torch.vmap(lambda x: seen.append(x) or x)(torch.zeros(3, 2, 2))
+    seen: list[torch.Tensor] = []
+
+    def see(row: torch.Tensor) -> torch.Tensor:
+        seen.append(row)
+        return row
+
+    torch.vmap(see)(torch.zeros(3, 2, 2))
     return seen[0]
 
 

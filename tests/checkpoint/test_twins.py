@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -32,7 +32,8 @@ class Tied(nn.Module):
         self.third.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.third(self.embed(x)) + self.out(self.embed(x))
+        out: torch.Tensor = self.third(self.embed(x)) + self.out(self.embed(x))
+        return out
 
 
 def apart(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -43,7 +44,7 @@ def put(folder: Path, kind: str, state: Mapping[str, torch.Tensor]) -> Path:
     """A checkpoint by a writer that does not look for ties."""
     folder = folder / kind
     if kind == "dcp":
-        dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+        save_dcp(dict(state), checkpoint_id=folder, no_dist=True)
     elif kind == "safetensors":
         folder.mkdir()
         safetensors.torch.save_file(dict(state), folder / "model.safetensors")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -138,6 +138,6 @@ def test_a_safetensors_file_is_read_by_itself(name: str, tmp_path: Path) -> None
 
 
 def test_what_is_read_is_not_called_unread(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_dcp({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     (tmp_path / "dcp" / "pytorch_model.bin").write_bytes(b"beside it")
     assert checkpoint.open(tmp_path / "dcp").contents.format == "dcp"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shardwise.comm.life import is_gone, own_record
 from shardwise.comm.rendezvous import START_SECONDS

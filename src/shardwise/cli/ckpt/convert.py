@@ -59,7 +59,7 @@ def _parameters(context: click.Context, option: click.Parameter, words: tuple[st
     "--like",
     metavar="ORIGINAL",
     help="With --rewrite and --inverse: a checkpoint that has the names, shapes and dtypes to go back to, where SRC "
-    "does not say by which rewrite it was made or loaded.",
+    "does not say by which rewrite it was made or loaded. With --certify, what is written is compared with it.",
 )
 @click.option(
     "--config",
@@ -133,6 +133,7 @@ def convert(
                 dtype=dtype,
                 step=step,
                 certify=certify,
+                original=like if certify else None,
                 progress=progress,
             )
         click.echo(_closing(report, time.perf_counter() - begun))
