@@ -70,7 +70,9 @@ def execute(
     account_for_writes(runner, flow, call, inputs, entry, moved)
     wrapped = _wrap(flow, call, stage, inputs, entry, moved, None if here is None else here.made)
     if here is not None:
-        note_doubts(call, entry, here.used, here.made, moved, wrapped)
+        is_compared = id(entry) in runner.inference.alike and _all_known(entry, moved)
+        if not is_compared and note_doubts(call, entry, here.used, here.made, moved, wrapped):
+            runner.inference.alike[id(entry)] = entry
         _note_opaque(flow, inputs, here.result)
     return _deliver(call, inputs, entry, None if here is None else here.result, wrapped)
 
@@ -186,16 +188,15 @@ def _check(call: Call, entry: Entry, made: Sequence[torch.Tensor], flow: Flow, *
     """What came out is what all other ranks take it for."""
     if any(each.is_meta for each in made):
         raise ModelError(_OF_ANOTHER_STAGE.format(name=call.name, site=user_site()))
-    expected = [output.spec for output in entry.outputs]
-    actual = [Spec.of(each) for each in made]
-    fits = len(expected) == len(actual) and all(
-        want.dtype == got.dtype
-        and want.requires_grad == got.requires_grad
-        and len(want.shape) == len(got.shape)
-        and (is_example or want.shape == got.shape)
-        for want, got in zip(expected, actual, strict=True)
+    fits = len(entry.outputs) == len(made) and all(
+        want.spec.dtype == got.dtype
+        and want.spec.requires_grad == got.requires_grad
+        and len(want.spec.shape) == got.dim()
+        and (is_example or want.spec.shape == got.shape)
+        for want, got in zip(entry.outputs, made, strict=True)
     )
     if not fits:
+        expected, actual = [output.spec for output in entry.outputs], [Spec.of(each) for each in made]
         raise ModelError(
             f"{call.name!r} gave {_described(actual)} in microbatch {flow.number}, and before, for inputs of the same "
             f"shapes, {_described(expected)}; other stages rely on its number of outputs, their dtypes and dims, and "

@@ -102,14 +102,16 @@ def note_doubts(
     made: Sequence[torch.Tensor],
     moved: Mapping[int, Value],
     wrapped: Sequence[torch.Tensor],
-) -> None:
+) -> bool:
     """Where a result shares memory with something that all ranks take for apart from it, or the other way round.
 
     Strides, which decide it, depend on kernels that fake tensors may not know, and on shapes that only the owner knows.
-    Reading is right all the same; only a write in place would be seen elsewhere than in one process.
+    Reading is right all the same; only a write in place would be seen elsewhere than in one process. Gives whether
+    there is no such place.
     """
     places = {storage_of(each): at for at, each in reversed(list(enumerate(used)))}
     earlier: dict[int, int] = {}
+    is_alike = True
     for at, (output, tensor) in enumerate(zip(entry.outputs, made, strict=True)):
         storage = storage_of(tensor)
         shares = (places.get(storage), earlier.get(storage))
@@ -121,6 +123,7 @@ def note_doubts(
         else:
             is_right = shares == (None, None)
         value = wrapped[at]
+        is_alike &= is_right
         if is_right or not isinstance(value, StageTensor):
             continue
         if output.same_as is not None:
@@ -129,3 +132,4 @@ def note_doubts(
         memories += [moved[each].memory for each in (shares[0], output.view_of) if each is not None and each in moved]
         for memory in memories:
             memory.doubt = f"{call.name!r} gave or was given on stage {value.value.stage}"
+    return is_alike

@@ -200,6 +200,8 @@ class Inference:
         self.num_tried = 0
         """Signatures that were tried on fake tensors."""
         self.num_lookups = 0
+        self.alike: dict[int, Entry] = {}
+        """Entries, by id, of which this rank saw that results share their memory as they say."""
         self._entries: dict[Hashable, Entry | None] = {}
         self._fakes = Fakes(device)
         self._random = random
@@ -214,6 +216,7 @@ class Inference:
             pass
         if len(self._entries) >= _MAX_ENTRIES:  # alike on all ranks, which see the same signatures
             self._entries.clear()
+            self.alike.clear()
         self.num_tried += 1
         entry = None if inputs.has_opaque else self._try(call, inputs)
         self._entries[signature] = entry
