@@ -153,7 +153,11 @@ def together(ranks: Sequence[tuple[list[float], list[float], float, list[dict[sw
 
 
 def assert_close(got: Hybrid, wanted: Hybrid, *, relative: float, names: Iterable[str] | None = None) -> None:
-    """Losses, norms and every tensor after every update, to `relative` of the largest element of each."""
+    """Losses, norms and every tensor after every update, to `relative` of the largest element of each.
+
+    The bias of keys has no gradient but rounding (softmax does not see what all scores share), and AdamW divides those
+    1e-18 by an epsilon of 1e-8: how processors round shows in it, so it is compared with 1 as its largest element.
+    """
     assert got.losses == pytest.approx(wanted.losses, rel=relative)
     assert got.grad_norms == pytest.approx(wanted.grad_norms, rel=relative)
     assert got.held_out == pytest.approx(wanted.held_out, rel=relative)
@@ -161,7 +165,8 @@ def assert_close(got: Hybrid, wanted: Hybrid, *, relative: float, names: Iterabl
         for name in names or other:
             one, expects = state[name].reshape(-1), other[name].reshape(-1)
             largest = float((one.double() - expects.double()).abs().max())
-            assert largest <= relative * max(1e-3, float(expects.abs().max())), f"{name} differs by {largest}"
+            scale = 1.0 if name.endswith(".k.bias") else 1e-3
+            assert largest <= relative * max(scale, float(expects.abs().max())), f"{name} differs by {largest}"
 
 
 def in_one_process(case: Case, plan: sw.Plan) -> Hybrid:
