@@ -35,10 +35,12 @@ OF_PROGRAMS = {
     "checkpoint/arguments.py": "arguments of a call have no wrong type on the command line",
     "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
     "checkpoint/full_tensors.py": "sw.full",
+    "checkpoint/foreign/unread.py": "pickles, which no command reads",
     "checkpoint/held.py": "a module given as a state",
     "checkpoint/pruning.py": "sw.checkpoint.prune; checkpoint.keep is checked with the configuration",
     "engine/engine.py": "sw.relayout",
     "engine/gathering.py": "calls of the model past its engine",
+    "engine/pipeline/glue.py": "a loop of a program's own around the model, such as generate",
     "engine/plain_calls.py": "calls of the model and the optimizer past their engine",
     "engine/relayout.py": "sw.relayout",
     "engine/weights.py": "writes to parameters past their engine",
@@ -93,6 +95,11 @@ def test_a_message_that_names_a_call_names_a_flag_or_a_setting() -> None:
 
 def test_every_flag_that_a_message_names_is_one() -> None:
     flags = {"--nproc-per-node"}  # of torchrun
+    flags |= {
+        "--safe",
+        "--ckpt-format",
+        "--local-dir",
+    }  # of DeepSpeed's zero_to_fp32.py, of Megatron-LM, of hf download
     commands = [main]
     while commands:
         command = commands.pop()

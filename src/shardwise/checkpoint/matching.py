@@ -106,7 +106,7 @@ def apart(name: str, twin: str, how: str) -> str:
     """The finding that what the target has as one tensor is stored as two."""
     return (
         f"{name}: unexpected; the target ties it to {twin}, but in the checkpoint the two {how}: leave it with "
-        f'strict=False, or drop it with a rewrite, sw.Rewrite("{name} -> _")'
+        f'strict=False, or drop it with a rewrite, sw.Rewrite("{name} -> _") (shardwise ckpt convert --rewrite FILE)'
     )
 
 

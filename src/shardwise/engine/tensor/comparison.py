@@ -273,6 +273,6 @@ class Comparison:
         return (
             "Where a mean, a norm or a softmax reads a dim that is cut, give the map before it 'colwise_gather_output' "
             "or 'replicate'; where a parameter holds parts side by side, say parts=, and leave it whole ('replicate') "
-            f"where they alternate{heads}. Rules that are given beat the plan that a model carries. sw.Tensor(prove="
-            "False) trains without this comparison"
+            f"where they alternate{heads}. Rules that are given beat the plan that a model carries. "
+            "sw.Tensor(prove=False) (tensor.prove = false) trains without this comparison"
         )
