@@ -260,6 +260,9 @@ def test_an_export_takes_the_configuration_and_the_tokenizer_of_a_folder(tmp_pat
     assert digests(loaded("llama", tmp_path / "file").state_dict()) == digests(model.state_dict())
     with pytest.raises(CheckpointError, match=r"holds neither config\.json nor files of a tokenizer; config"):
         export_hf(tmp_path / "a", tmp_path / "x", config=tmp_path)
+    (tmp_path / "half").write_text('{"model_type": ')
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}/half is not JSON"):  # by the name that it was given under
+        export_hf(tmp_path / "a", tmp_path / "x", config=tmp_path / "half")
     assert not (tmp_path / "x").exists()
 
 

@@ -78,6 +78,12 @@ def test_ls_shows_the_save_of_a_step_or_of_a_folder(saves: Path) -> None:
     assert alone_in_its_folder.startswith(f"{saves / 'save-00000001'}: 1 save\n")
 
 
+def test_ls_of_a_manifest_lists_nothing(saves: Path) -> None:
+    result = ckpt("ls", saves / "save-00000002/manifest.json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "it is one file of several; name the folder that holds it" in result.stderr
+
+
 def test_ls_json_says_all_of_it(saves: Path) -> None:
     result = ckpt("ls", saves, "--step", 10, "--json")
     assert result.exit_code == 0

@@ -48,6 +48,10 @@ def test_there_and_back_by_name_and_by_record(saved: Path, tmp_path: Path) -> No
     for name, words in {"c": ["--rewrite", "llama-qkv", *HEADS], "d": []}.items():
         assert convert(tmp_path / "b", tmp_path / name, "--inverse", *words).exit_code == 0
         assert same(tensors_of(tmp_path / name), state())
+    result = convert(tmp_path / "b", tmp_path / "e", "--inverse", "--like", saved, "--certify")  # recorded, compared
+    assert result.exit_code == 0, result.output
+    assert f"come back to the bit; all 3 are as in {saved}" in result.stdout
+    assert same(tensors_of(tmp_path / "e"), state())
 
 
 def test_a_dry_run_shows_what_becomes_of_what_and_writes_nothing(saved: Path, tmp_path: Path) -> None:

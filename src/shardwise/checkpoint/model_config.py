@@ -96,20 +96,20 @@ def kept_files(given: Mapping[str, bytes], files: Mapping[str, Any]) -> dict[str
 def given_files(config: Given) -> dict[str, bytes]:
     """What a folder has that belongs beside the tensors of a model, or a configuration file: name -> bytes.
 
-    Raises CheckpointError for a file that cannot be read, and where there is none of them.
+    Raises CheckpointError for a file that cannot be read, a configuration that is not JSON, and where there is none.
     """
     if config is None:
         return {}
     path = os.fspath(config)
     if not os.path.isdir(path):
-        return {CONFIG: _read(path)}
+        return {CONFIG: _read(path, CONFIG)}
     found = {name: place for name in _COPIED if os.path.isfile(place := os.path.join(path, name))}
     if not found:
         raise CheckpointError(
             f"{path} holds neither {CONFIG} nor files of a tokenizer; config (--config) names a folder that does, or a "
             "configuration file"
         )
-    return {name: _read(place) for name, place in found.items()}
+    return {name: _read(place, name) for name, place in found.items()}
 
 
 def files_of(given: Mapping[str, bytes], kept: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[str, bytes]]:
@@ -132,16 +132,19 @@ def _with_dtype(data: bytes, dtype: str | None) -> bytes:
     return (json.dumps({**config, **dict.fromkeys(said, dtype)}, indent=2) + "\n").encode()
 
 
-def _read(place: str) -> bytes:
+def _read(place: str, name: str) -> bytes:
     try:
         with open(place, "rb") as file:
-            return file.read()
+            data = file.read()
     except FileNotFoundError:
         raise CheckpointError(
             f"{place} does not exist; config (--config) names a folder with {CONFIG}, or such a file"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{place} cannot be read: {reason(error)}") from error
+    if name == CONFIG:
+        _parsed(data, place)  # here the file is known by its own name
+    return data
 
 
 def parameters_of(config: Any, wanted: Iterable[str]) -> dict[str, int | str]:

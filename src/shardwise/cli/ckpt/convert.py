@@ -58,7 +58,7 @@ def _parameters(context: click.Context, option: click.Parameter, words: tuple[st
 @click.option(
     "--like",
     metavar="ORIGINAL",
-    help="With --rewrite and --inverse: a checkpoint that has the names, shapes and dtypes to go back to, where SRC "
+    help="With --inverse: a checkpoint that has the names, shapes and dtypes to go back to, where SRC "
     "does not say by which rewrite it was made or loaded. With --certify, what is written is compared with it.",
 )
 @click.option(
@@ -101,8 +101,7 @@ def convert(
     """
     wrong = {
         "--set gives a parameter to a rewrite; name one with --rewrite": parameters and rewrite is None,
-        "--like says where the inverse of a rewrite leads; give --rewrite and --inverse": like is not None
-        and not (inverse and rewrite is not None),
+        "--like says where the inverse of a rewrite leads; give --inverse": like is not None and not inverse,
         "--lossy is for the way back; give --inverse": lossy and not inverse,
         "--dtype is for --to hf; a save has masters and working copies both": dtype is not None and to != "hf",
         "--dry-run shows what a rewrite does; name one with --rewrite": dry_run and rewrite is None and not inverse,

@@ -27,6 +27,7 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
     """
     with told(debug=debug):
         from shardwise import checkpoint
+        from shardwise.checkpoint.addresses import OneFile
         from shardwise.checkpoint.saves import list_saves, read_head
 
         store = checkpoint.store_of(path)
@@ -35,7 +36,7 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be listed: {error.strerror or error}") from error
         heads: dict[int, Head | CheckpointError] = {}
-        for number in listing.committed:
+        for number in () if isinstance(store, OneFile) else listing.committed:  # a manifest alone is no save
             try:
                 heads[number] = read_head(store, number)
             except CheckpointError as error:
