@@ -73,8 +73,8 @@ VOCABULARY: Mapping[str, str] = MappingProxyType(
         "fragment": "A box of a source, and where its elements are in a box of an output; or the other way round.",
         "inverse": "The rewrite that makes the sources of the outputs again, bit for bit.",
         "lossy": "Of a statement: no inverse brings all back, since it drops, or casts to what holds less, or copies.",
-        "certificate": "The file that says of each converted tensor whether it comes back to the bit, and, where an original was "
-        "given, whether what was written is as there.",
+        "certificate": "The file that says of each converted tensor whether it comes back to the bit, and, where an "
+        "original was given, whether what was written is as there.",
     }
 )
 """Word -> its meaning."""
