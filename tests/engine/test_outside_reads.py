@@ -355,3 +355,31 @@ def test_the_model_of_the_readme_trains_under_stage_3(mesh: sw.Mesh, k: int) -> 
     for schedule in ("1f1b", "interleaved") if mesh.pp > 1 else ("1f1b",):
         wanted = sw.simulate(mesh.size, partial(run, stage=2, schedule=schedule))
         assert sw.simulate(mesh.size, partial(run, stage=3, schedule=schedule)) == wanted
+
+
+class Mapped(nn.Module):
+    """Uses a map once for each row."""
+
+    def __init__(self, *, is_read: bool) -> None:
+        super().__init__()
+        self.is_read = is_read
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        each = (lambda row: self.map.weight @ row) if self.is_read else self.map
+        mapped: torch.Tensor = torch.vmap(each)(x)
+        return mapped
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_parameters_inside_of_a_transformation_are_refused_and_right_in_the_named_unit(*, is_read: bool) -> None:
+    def run(channel: sw.Channel, stage: int, **settings: Any) -> float:
+        torch.manual_seed(0)
+        plan, model = plan_of(stage, **settings), Mapped(is_read=is_read)
+        engine = sw.parallelize(model, plan, optimizer=adamw, loss=lambda y, _: y.square().mean(), channel=channel)
+        return [engine.step({"x": torch.ones(2, WIDTH)}).loss for _ in range(2)][-1]
+
+    with pytest.raises(ModelError, match=r"torch.vmap.*sharding.units"):
+        sw.simulate(2, lambda channel: run(channel, 3))
+    named = sw.simulate(2, lambda channel: run(channel, 3, units=(".",)))
+    assert named == sw.simulate(2, lambda channel: run(channel, 1))

@@ -206,8 +206,8 @@ class _Planner:
         groups = rule.groups if isinstance(rule.groups, int) else groups_of_heads([module])
         if groups is None:
             why = f"it has none of the attributes that count heads: {', '.join(HEADS + GROUPS)}"
-            names = "+".join(rule.attributes) or "NAME"
-            self._refuse(module, rule, f"{why}; say how many there are: 'heads(attributes={names}, groups=N)'")
+            known = "+".join(rule.attributes) or "NAME"
+            self._refuse(module, rule, f"{why}; say how many there are: 'heads(attributes={known}, groups=N)'")
             return
         names = rule.attributes or tuple(word for word in HEADS + GROUPS if word in module.numbers)
         if wrong := [name for name in names if name not in module.numbers or module.numbers[name] % groups]:
