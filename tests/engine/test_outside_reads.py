@@ -92,6 +92,10 @@ class Net(nn.Module):
                 with torch.no_grad():
                     x = x * (1 + norm.square().mean())
                 x = x + self.head.weight.detach()[:WIDTH].mean(0)
+            case "view without gradient":
+                with torch.no_grad():
+                    row = positions[:1]
+                x = x + row
             case "iterated":
                 x = x + sum(row.tanh() for row in positions) + torch.stack(positions.unbind()[:1])
             case "function":
@@ -138,7 +142,8 @@ KINDS = (
         "no gradient",
         "neighbour",
     ),
-    *("iterated", "function", "listed", "autoencoder", "checkpointed", "checkpointed reentrant"),
+    *("view without gradient", "iterated", "function", "listed", "autoencoder"),
+    *("checkpointed", "checkpointed reentrant"),
 )
 
 
@@ -148,6 +153,22 @@ def test_reads_outside_of_a_module_change_no_bit(kind: str) -> None:
     assert_alike(trained(kind, 3), trained(kind, 1))
     if kind != "checkpointed reentrant":  # which gives gradients several times in one backward: not for stage 2
         assert_alike(trained(kind, 3, k=3, ranks=3), trained(kind, 2, k=3, ranks=3))
+
+
+OF_ONE_STAGE = ("function", "checkpointed", "checkpointed reentrant")
+"""Refused between stages, whatever they read."""
+
+
+@pytest.mark.parametrize("kind", [each for each in KINDS if each not in OF_ONE_STAGE])
+def test_reads_between_stages_change_no_bit_in_steps_and_evaluations(kind: str) -> None:
+    def run(channel: sw.Channel, stage: int) -> list[float]:
+        plan = sw.Plan(
+            mesh=sw.Mesh(pp=2, dp_shard=2), sharding=sw.Sharding(stage=stage), merge=sw.Merge(microbatches=2)
+        )
+        engine = sw.parallelize(net(kind)(), plan, optimizer=adamw, loss=word_loss, channel=channel)
+        return [number for each in BATCHES for number in (engine.step(each).loss, engine.evaluate(each).loss)]
+
+    assert sw.simulate(4, lambda channel: run(channel, 3)) == sw.simulate(4, lambda channel: run(channel, 2))
 
 
 def assert_alike(got: Trained, expected: Trained) -> None:
@@ -334,3 +355,31 @@ def test_the_model_of_the_readme_trains_under_stage_3(mesh: sw.Mesh, k: int) -> 
     for schedule in ("1f1b", "interleaved") if mesh.pp > 1 else ("1f1b",):
         wanted = sw.simulate(mesh.size, partial(run, stage=2, schedule=schedule))
         assert sw.simulate(mesh.size, partial(run, stage=3, schedule=schedule)) == wanted
+
+
+class Mapped(nn.Module):
+    """Uses a map once for each row."""
+
+    def __init__(self, *, is_read: bool) -> None:
+        super().__init__()
+        self.is_read = is_read
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        each = (lambda row: self.map.weight @ row) if self.is_read else self.map
+        mapped: torch.Tensor = torch.vmap(each)(x)
+        return mapped
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_parameters_inside_of_a_transformation_are_refused_and_right_in_the_named_unit(*, is_read: bool) -> None:
+    def run(channel: sw.Channel, stage: int, **settings: Any) -> float:
+        torch.manual_seed(0)
+        plan, model = plan_of(stage, **settings), Mapped(is_read=is_read)
+        engine = sw.parallelize(model, plan, optimizer=adamw, loss=lambda y, _: y.square().mean(), channel=channel)
+        return [engine.step({"x": torch.ones(2, WIDTH)}).loss for _ in range(2)][-1]
+
+    with pytest.raises(ModelError, match=r"torch.vmap.*sharding.units"):
+        sw.simulate(2, lambda channel: run(channel, 3))
+    named = sw.simulate(2, lambda channel: run(channel, 3, units=(".",)))
+    assert named == sw.simulate(2, lambda channel: run(channel, 1))

@@ -126,7 +126,9 @@ def test_a_module_may_count_the_heads_of_the_rank() -> None:
     (style,) = plan_tensor(outline, {**rules, "a": "heads"}, num_ranks=2).styles["a"]
     assert (style.attributes, style.size, style.ranges) == (("num_heads", "num_kv_heads"), 3, (((0, 2),), ((2, 3),)))
     assert "odd is no whole number, or none for each of 3" in findings(outline, {**rules, "a": "heads(attributes=odd)"})
-    assert "none of the attributes that count heads" in findings(TWO, {"up": "heads"})
+    found = findings(TWO, {"up": "heads"})
+    assert "none of the attributes that count heads" in found
+    assert "heads(attributes=NAME, groups=N)" in found
 
 
 TIED = outline_of(

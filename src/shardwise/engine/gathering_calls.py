@@ -12,6 +12,7 @@ from shardwise.engine.pipeline.nested import tensors_in, transform
 from shardwise.engine.unit_calls import GatheredUnit
 from shardwise.engine.view_copies import Copy, copy_of_view
 from shardwise.engine.wrapping import Forward
+from shardwise.errors import ModelError
 
 
 class GatheringCalls:
@@ -49,14 +50,17 @@ def run_gathered(
     parameter that was saved for it (values may leave a module by other ways than its output). Autograd runs what was
     made last first: the backward has ended when the gradient of an input is complete, or when that of an earlier call
     begins, at the latest with the whole backward. The inputs stay what they are, for a view of one would
-    change the order in which autograd adds its gradients.
+    change the order in which autograd adds its gradients. Raises ModelError inside of torch.vmap.
     """
+    given = tensors_in([*args, *kwargs.values()])
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, given)):
+        raise _refusal_of_transformed(units)
     recomputes = _is_recomputed()
     if recomputes or not torch.is_grad_enabled():
         with gathering.using(units, RECOMPUTATION if recomputes else FORWARD):
             return _without_memory_of_units(gathering, units, forward(*args, **kwargs))
     call = gathering.call(units)
-    for each in tensors_in([*args, *kwargs.values()]):
+    for each in given:
         if each.requires_grad and not isinstance(each, nn.Parameter):
             if each.grad_fn is None:  # its gradient may be complete before those of parameters
                 call.starts_graph = True
@@ -70,6 +74,15 @@ def run_gathered(
     if outputs:
         gathering.expect_backward(call)
     return output
+
+
+def _refusal_of_transformed(units: Sequence[GatheredUnit]) -> ModelError:
+    names = ", ".join(repr(unit.plan.name) for unit in units)
+    return ModelError(
+        f"torch.vmap, or another transformation of torch.func, runs over parameters of unit {names}, which are cut "
+        "over ranks (stage 3) and cannot be gathered inside of it; name the module around all that is transformed in "
+        "sharding.units ('.' is the model itself)"
+    )
 
 
 def _without_memory_of_units(gathering: Gathering, units: Sequence[GatheredUnit], output: Any) -> Any:

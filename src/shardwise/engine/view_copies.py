@@ -38,7 +38,8 @@ def copy_of_view(view: torch.Tensor) -> torch.Tensor:
     if not view.requires_grad:
         return _copied(view.detach())
     copy: torch.Tensor = _CopyOfView.apply(view)  # type: ignore[no-untyped-call]
-    return copy
+    # A view of a parameter says that it requires a gradient even where it is made without one.
+    return copy if copy.requires_grad else copy.requires_grad_()
 
 
 class _CopyOfView(torch.autograd.Function):

@@ -205,7 +205,9 @@ class _Planner:
     def _count_heads(self, module: TensorModule, rule: Rule) -> None:
         groups = rule.groups if isinstance(rule.groups, int) else groups_of_heads([module])
         if groups is None:
-            self._refuse(module, rule, f"it has none of the attributes that count heads: {', '.join(HEADS + GROUPS)}")
+            why = f"it has none of the attributes that count heads: {', '.join(HEADS + GROUPS)}"
+            known = "+".join(rule.attributes) or "NAME"
+            self._refuse(module, rule, f"{why}; say how many there are: 'heads(attributes={known}, groups=N)'")
             return
         names = rule.attributes or tuple(word for word in HEADS + GROUPS if word in module.numbers)
         if wrong := [name for name in names if name not in module.numbers or module.numbers[name] % groups]:

@@ -216,6 +216,21 @@ def test_values_of_a_stage_behind_the_back_of_a_plain_tensor_are_refused(write: 
     assert "through another view" in refusal(lambda: InView(write))
 
 
+class Scaled(Two):
+    """Writes without gradients, through a view that torch follows no more afterwards."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.one(self.first(x))
+        with torch.no_grad():
+            h.view(-1).mul_(0.5)
+        out: torch.Tensor = self.last(self.two(h))
+        return out
+
+
+def test_a_write_without_gradients_through_a_view_is_that_of_one_process() -> None:
+    assert_equal(lambda: Scaled(Block))
+
+
 class Centre(Two):
     """A running mean of what a stage made, in the model's own buffer."""
 

@@ -31,10 +31,10 @@ def one_process(program: Program, k: int) -> tuple[float, dict[str, torch.Tensor
     """The mean loss, the mean gradients and what was seen in each microbatch."""
     losses, seen = [], []
     for part in rows().chunk(k):
-        loss, of_part = program(part)
         try:
+            loss, of_part = program(part)
             loss.backward()
-        except RuntimeError:  # something saved for backward was written to
+        except RuntimeError:  # a view without gradients, or something saved for backward, was written to
             assume(False)
         losses.append(loss.item())
         seen.append(of_part)

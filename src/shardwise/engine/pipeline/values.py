@@ -29,7 +29,7 @@ class Spec(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> "Spec":
         """The description of a tensor."""
         return cls(
-            *(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_leaf),
+            *(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, _is_leaf(tensor)),
             *(tensor.is_conj(), tensor.is_neg()),
         )
 
@@ -45,6 +45,13 @@ class Spec(NamedTuple):
         if self.is_neg:
             torch._C._set_neg(tensor, True)
         return tensor
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view that was made without gradients and written to since: torch follows it no more
+        return True
 
 
 class Memory:
