@@ -67,7 +67,8 @@ def plan_of(kind: str, mesh: str, stage: int = 1, compute: str | None = None) ->
         mesh=sizes,
         sharding=sw.Sharding(stage=stage, bucket_bytes=300),
         precision=sw.Precision(compute=compute),
-        tensor=sw.Tensor(rules=KINDS[kind][1] if sizes.tp > 1 else None),
+        # Parts that lie rank by rank are no cut of the whole parameter: as such they cannot be proved.
+        tensor=sw.Tensor(rules=KINDS[kind][1] if sizes.tp > 1 else None, prove=kind != "per rank"),
     )
 
 

@@ -92,7 +92,6 @@ def test_a_layout_whose_ranks_fail_ends_in_one_paragraph(config: Path, monkeypat
         (("--against", "dp_shard=5"), "train.global_batch: 12 rows cannot be cut"),
         (("--against", "pq=2"), "'pq' is no mesh axis"),
         (("--against", "dp_shard=2", "--nproc", "3"), "asks for 2 ranks, but the world has 3"),
-        (("--against", "tp=2"), "it carries none"),
         (("--against", "pp=2", "--simulate", "--nproc", "2"), "exclude each other"),
         (("--against", "pp=2", "--set", "train.step=2"), "did you mean train.steps?"),
         ((), "--against"),

@@ -169,7 +169,7 @@ def test_a_lossy_rewrite_is_inverted_only_when_told_to() -> None:
     with pytest.raises(RewriteError) as refused:
         rewrite.inverse({"a": A})
     assert str(refused.value) == (
-        'the rewrite cannot be undone exactly; inverse(lossy="allow") of the rewrite as it is written undoes '
+        'the rewrite cannot be undone exactly; inverse(lossy="allow") (--lossy) of the rewrite as it is written undoes '
         "what can be: line 1, "
         "`a -> b, dtype='float16'`, casts a from float32 to float16, which does not hold all its values"
     )

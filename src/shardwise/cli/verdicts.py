@@ -103,7 +103,7 @@ def place_here(num_processes: int | None) -> tuple[int, int] | None:
 
     Raises UsageError where a launcher has started several, each of which would start that many again.
     """
-    from shardwise.comm.launchers import place_of
+    from shardwise.launchers import place_of
 
     place = place_of(os.environ)
     if num_processes is None or place is None:

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from shardwise.comm.alone import alone
 from shardwise.comm.channel import Channel
-from shardwise.comm.launchers import place_of
 from shardwise.comm.processes import processes
 from shardwise.errors import ShardwiseError
+from shardwise.launchers import place_of
 
 
 def default_channel() -> Channel:

@@ -29,10 +29,10 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 
 from shardwise.comm.frames import WIRE
 from shardwise.comm.hellos import HELLO_SECONDS, TOKEN_BYTES, accept, say_hello
-from shardwise.comm.launchers import Announced, announced
 from shardwise.comm.life import is_gone, own_record
 from shardwise.comm.links import Link
 from shardwise.errors import MismatchError, PeerError, PlanError
+from shardwise.launchers import Announced, announced
 
 _SHOWN_RANKS = 8
 

@@ -190,5 +190,6 @@ def test_nothing_in_the_source_reads_or_writes_pickles() -> None:
                 names = [] if safe else ["pickle"]
             elif isinstance(node, ast.Attribute) and node.attr in ("loads", "send_object_list", "all_gather_object"):
                 names = [] if ast.unparse(node) in ("json.loads", "tomllib.loads") else ["pickle"]
+            names = [name for name in names if name != "multiprocessing.util"]  # calls at the end of a process
             found += [f"{path}:{node.lineno}" for name in names if name.partition(".")[0] in FOREIGN]  # type: ignore[attr-defined]
     assert found == []

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from shardwise.comm import default_channel
-from shardwise.comm.launchers import announced, first_host, place_of
 from shardwise.errors import PlanError
+from shardwise.launchers import announced, first_host, place_of
 
 JOB = {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "4", "SLURM_NODELIST": "node[07-08]", "SLURM_JOB_NODELIST": "node[07-08]"}
 BATCH = {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "ENVIRONMENT": "BATCH"}
