@@ -28,7 +28,8 @@ def trained(case: Case, *, seed: int = 7, **layout: Any) -> Trajectory:
 
 
 def assert_same_on_one_rank(case: Case, *, schedule: str, pp: int, k: int) -> None:
-    assert_same(trained(case, schedule=schedule, pp=pp, k=k), trained(case, pp=1, k=k))
+    is_recurrent = case is NETS["recurrent"]
+    assert_same(trained(case, schedule=schedule, pp=pp, k=k), trained(case, pp=1, k=k), last_digit=is_recurrent)
 
 
 @pytest.mark.parametrize(

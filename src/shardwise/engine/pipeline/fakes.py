@@ -1,7 +1,7 @@
 """Fake tensors: shapes, strides and dtypes without elements, on the device that the real ones have."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,8 +52,14 @@ class Trial(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         """Memories."""
+        self._alive: list[torch.Tensor] = []
+        """What was written to: another memory must not get the number of one that was given back."""
         self.kept: set[int] = set()
         """Memories of parameters and buffers."""
+
+    def _note(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._alive += tensors
+        self.written.update(map(storage_of, tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,7 +70,7 @@ class Trial(TorchDispatchMode):
             given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
             for each in schema.arguments:
                 if each.alias_info is not None and each.alias_info.is_write:
-                    self.written.update(map(storage_of, tensors_in(given.get(each.name))))
+                    self._note(tensors_in(given.get(each.name)))
         return func(*args, **kwargs)
 
 
