@@ -403,5 +403,5 @@ def test_a_hundred_thousand_tiny_tensors_are_planned_and_handed_out_in_seconds()
     begun = time.process_time()
     plan = plan_reads(stored, wanted, 0, block_bytes=1 << 18, readers={0})
     handed_out = sum(len(moved) for span in plan.reads for _, moved in plan.transfers(span, 0))
-    assert time.process_time() - begun < 12  # 4 s on a free core, 7 where two share it
+    assert time.process_time() - begun < 12  # seconds, also where two tests share a slow processor
     assert handed_out == 100_000
