@@ -17,9 +17,10 @@ from shardwise.train.rank import run
 from tests.cli.processes import members_of_group, metrics, started
 from tests.train.runs import without_times
 
-NET = """
+NET = '''
 import os
 import signal
+import threading
 import time
 import torch
 from torch import nn
@@ -29,8 +30,14 @@ SENT = []
 
 
 def send(number, to):
-    os.kill(os.getppid() if to == "parent" else os.getpid(), getattr(signal, number))
+    """Return when the signal has come back to this process: a launcher passes it on when it gets to it."""
+    number = getattr(signal, number)
+    handle, has_come = signal.getsignal(number), threading.Event()
+    signal.signal(number, lambda *of_call: (has_come.set(), handle(*of_call)))
+    os.kill(os.getppid() if to == "parent" else os.getpid(), number)
     SENT.append(number)
+    while not has_come.wait(0.01):
+        pass
 
 
 class Net(nn.Module):
@@ -72,7 +79,7 @@ class Net(nn.Module):
 
 def loss(logits, batch):
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-"""
+'''
 
 CONFIG = """
 model = {factory = "net.py:Net", loss = "net.py:loss"}

@@ -37,7 +37,7 @@ _ASKED = (
 
 
 @functools.cache
-def _metadata() -> frozenset[Any]:
+def functions_of_metadata() -> frozenset[Any]:
     """The functions that ask a parameter for something else than its values."""
     found: set[Any] = {getattr(torch.Tensor, name) for name in _ASKED if hasattr(torch.Tensor, name)}
     found |= {torch.numel, torch.is_floating_point, torch.is_complex}
@@ -64,7 +64,7 @@ def resting_class(kind: type) -> type:
     """The class of parameters of class `kind` while they are not gathered."""
 
     def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _metadata():
+        if func in functions_of_metadata():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         given = (*args, *(kwargs or {}).values())

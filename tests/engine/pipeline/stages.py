@@ -89,12 +89,8 @@ def whole_state(ranks: Sequence[Pieces]) -> State:
     return state
 
 
-def assert_same(got: Trajectory, wanted: Trajectory, *, last_digit: bool = False) -> None:
-    """Losses, norms, parameters, buffers and moments after every update are equal in every bit.
-
-    last_digit: the evaluation afterwards may differ in it. Known of cells called in turns on four stages, in
-    evaluation only and on some processors; the cause is open.
-    """
+def assert_same(got: Trajectory, wanted: Trajectory) -> None:
+    """Losses, norms, parameters, buffers and moments after every update are equal in every bit."""
     for at, (state, other) in enumerate(zip(got.states, wanted.states, strict=True)):
         assert state.keys() == other.keys(), f"update {at}: {sorted(state.keys() ^ other.keys())}"
         different = [
@@ -105,7 +101,7 @@ def assert_same(got: Trajectory, wanted: Trajectory, *, last_digit: bool = False
         assert got.losses[at] == wanted.losses[at], f"loss of update {at}; {different}"
         assert not different, f"after update {at} of {len(got.states)}: {len(different)} of {len(state)}: {different}"
         assert got.grad_norms[at] == wanted.grad_norms[at], f"norm of update {at}"
-    assert abs(got.held_out - wanted.held_out) <= (1e-7 * abs(wanted.held_out) if last_digit else 0)
+    assert got.held_out == wanted.held_out
     assert math.isfinite(got.held_out)
 
 

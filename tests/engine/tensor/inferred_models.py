@@ -48,6 +48,14 @@ class Centred(Feed):
         return torch.relu(hidden - hidden.mean(-1, keepdim=True))
 
 
+class CentredInTraining(Feed):
+    """The mean over what would be cut, behind dropout, where evaluation shows neither."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(torch.relu(hidden), 0.1, self.training)
+        return hidden - hidden.mean(-1, keepdim=True) if self.training else hidden
+
+
 class Summed(Feed):
     """A running sum over what would be cut."""
 

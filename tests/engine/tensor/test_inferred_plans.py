@@ -100,6 +100,7 @@ def test_what_can_be_cut_is_cut_and_right(block: Callable[[], nn.Module], expect
     ("block", "why"),
     [
         (odd.Centred, "'mean' over dim 2"),
+        (odd.CentredInTraining, "is not its part of the whole"),
         (odd.Summed, "'cumsum' over dim 2"),
         (odd.Weighed, "'mul' with a whole value"),
         (odd.Reversed, "'flip' over dim 2"),

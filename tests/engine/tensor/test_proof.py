@@ -152,6 +152,27 @@ class Shifted(Between):
         return super().forward(self.shift(x))
 
 
+class InTraining(nn.Module):
+    """Computes something else while it is trained, behind dropout of two kinds."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.drop, self.change = (
+            nn.Linear(WIDTH, WIDE),
+            nn.Linear(WIDE, WIDTH),
+            nn.Dropout(),
+            change,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = functional.dropout(self.drop(self.up(x)), 0.3, self.training)
+        out: torch.Tensor = self.down(self.change(h) if self.training else h)
+        return out
+
+
+FAULTS["mean in training"] = (lambda: InTraining(lambda h: h - h.mean(-1, keepdim=True)), CUT)
+RIGHT["training"] = (lambda: InTraining(torch.tanh), CUT)
+RIGHT["noise in training"] = (lambda: InTraining(lambda h: h + torch.randn_like(h)), CUT)
 SHIFTED = {"block.0.up": "column", "block.0.down": "row"}
 FAULTS["wrong sequence"] = (lambda: nn.Sequential(Shifted()), {**SHIFTED, "block.0.shift": "sequence"})
 

@@ -4,13 +4,13 @@ Whatever the call gives is described alike on all ranks, by the entry that all o
 outputs there are, which of them are inputs or views of inputs, which inputs were written to.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.pipeline.calls import Call, Unit
 from shardwise.engine.pipeline.flows import Flow
@@ -19,6 +19,7 @@ from shardwise.engine.pipeline.inference import Entry, Inputs, Writes, describe
 from shardwise.engine.pipeline.nested import filled, is_plain, put_into, tensors_in, told_in, transform
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.values import Family, Memory, Spec, StageTensor, Value
+from shardwise.engine.resting import functions_of_metadata
 from shardwise.errors import ModelError
 
 if TYPE_CHECKING:
@@ -30,18 +31,35 @@ _OF_ANOTHER_STAGE = (
 )
 
 
-class _RefuseForeign(TorchFunctionMode):
-    """Nothing that a module computes may come from another stage's module, which has no values here."""
+@functools.cache
+def _refusing_class(call: str) -> type:
+    """The class of another stage's parameters while `call` is executed: they say what they are, and refuse the rest.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    A torch function mode would see reads as well, but modules take other paths where one is active: torch's own
+    transformer layer leaves its fused kernel, which rounds differently.
+    """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(type(each) is nn.Parameter and each.is_meta for each in (*args, *(kwargs or {}).values())):
-            raise ModelError(_OF_ANOTHER_STAGE.format(name=self._name, site=user_site()))
-        return func(*args, **(kwargs or {}))
+    def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in functions_of_metadata():
+            raise ModelError(_OF_ANOTHER_STAGE.format(name=call, site=user_site()))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    kind: type = nn.Parameter
+    return type(kind)("ForeignParameter", (kind,), {"__torch_function__": classmethod(torch_function)})
+
+
+@contextmanager
+def _refusing_foreign(model: nn.Module, call: str) -> Iterator[None]:
+    """Nothing that `call` computes may come from another stage's module, which has no values here."""
+    foreign = [each for each in model.parameters() if type(each) is nn.Parameter and each.is_meta]
+    for each in foreign:
+        each.__class__ = _refusing_class(call)
+    try:
+        yield
+    finally:
+        for each in foreign:
+            each.__class__ = nn.Parameter
 
 
 def execute(
@@ -141,7 +159,7 @@ def _run(
     writes = Writes(call, args, kwargs, inputs.objects)
     try:
         # Where it could be tried, it was seen that it needs nothing of other stages.
-        refusing = nullcontext() if is_described else _RefuseForeign(call.name)
+        refusing = nullcontext() if is_described else _refusing_foreign(runner.model, call.name)
         with runner.glue.aside(), inputs.lending(tensors), refusing:
             answer, records = call.run(args, kwargs)
             return answer, records, writes.found()

@@ -1,17 +1,21 @@
 """A module run apart from the training: on copies of its inputs, with other parameters, and nothing left behind."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engine.pipeline.nested import is_plain, tensors_in, transform
 from shardwise.engine.precision import stop_following
+from shardwise.engine.randomness import Split
 from shardwise.engine.tensor.vocabulary import forget_heads
 from shardwise.engine.wrapping import Forward, eager, strip
 
@@ -92,6 +96,16 @@ def widened(value: torch.Tensor) -> torch.Tensor:
     return value.float() if is_half(value) else value
 
 
+class Run(NamedTuple):
+    """What a module gave."""
+
+    tensors: list[torch.Tensor]
+    eps: float
+    """The coarsest precision of all that it computed."""
+    drew: bool
+    """Whether it drew random numbers."""
+
+
 def run_apart(
     module: nn.Module,
     forward: Forward,
@@ -100,8 +114,9 @@ def run_apart(
     *,
     is_cut: bool,
     is_wide: bool,
-) -> tuple[list[torch.Tensor], float]:
-    """The tensors that the module gives in evaluation mode, and the coarsest precision of all that it computed.
+    trains: bool,
+) -> Run:
+    """What the module gives, in evaluation or (`trains`) in training mode, where dropout gives what it takes.
 
     Not `is_cut`: it runs, and all in it, with its own forward inside of `forward`. is_wide: half precision is float32
     meanwhile. Random numbers begin where they are now, each time. Raises what the module raises.
@@ -115,25 +130,61 @@ def run_apart(
         torch.no_grad(),
         torch.random.fork_rng(devices=devices),
         torch.autocast(device.type, enabled=False),
+        NoDropout(),
         precision,
     ):
-        _prepare(module, parameters, is_wide=is_wide)
+        _prepare(module, parameters, is_wide=is_wide, trains=trains)
         if is_cut:
             forward = eager(forward)
         else:
             forget_heads(module)
             forward = strip(module, forward)
+        before = random_states(device)
         output = forward(*given.args, **given.kwargs)
-        return [each.detach() for each in tensors_in(output)], precision.eps
+        tensors = [each.detach() for each in tensors_in(output)]
+        return Run(tensors, precision.eps, drew=not all(map(torch.equal, before, random_states(device))))
 
 
-def _prepare(module: nn.Module, parameters: Parameters, *, is_wide: bool) -> None:
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """Equal before and after what draws no random numbers."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout gives what it takes, so that what a module computes in training mode can be compared."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _dropouts():
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        if func is F.multi_head_attention_forward and "training" in kwargs:
+            kwargs = {**kwargs, "training": False}  # which is about dropout alone
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _dropouts() -> frozenset[Any]:
+    names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    more = ("feature_dropout", *(f"{name}_" for name in ("dropout", "alpha_dropout", "feature_dropout")))
+    return frozenset(getattr(each, name) for each in (F, torch) for name in (*names, *more) if hasattr(each, name))
+
+
+def _prepare(module: nn.Module, parameters: Parameters, *, is_wide: bool, trains: bool) -> None:
     buffers: dict[torch.Tensor, torch.Tensor] = {}
-    for each in module.modules():
-        each.training = False
+    modules = list(module.modules())
+    is_in_training = any(each.training for each in modules)  # then each keeps its own mode
+    for each in modules:
+        each.training = trains and (each.training or not is_in_training)
         vars(each)["_compiled_call_impl"] = None
         for hooks in (each._forward_pre_hooks, each._forward_hooks):
-            for number in [number for number, hook in hooks.items() if not _is_of_the_module(hook)]:
+            for number in [number for number, hook in hooks.items() if not _is_kept(hook, trains=trains)]:
                 del hooks[number]
         for name, held in each._parameters.items():
             if held is not None:
@@ -193,8 +244,13 @@ def _eps_inside(operation: str, made: torch.Tensor) -> float:
     return 0.0
 
 
-def _is_of_the_module(hook: Any) -> bool:
-    """Hooks of torch (normed weights) and ours belong to the module; those of others look at the calls of a program."""
+def _is_kept(hook: Any, *, trains: bool) -> bool:
+    """Hooks of torch (normed weights) and ours belong to the module; those of others look at the calls of a program.
+
+    In training mode nothing is drawn to split streams: it would look as if the module had drawn.
+    """
+    if trains and isinstance(getattr(hook, "__self__", hook), Split):
+        return False
     origin = getattr(hook, "__module__", None) or type(hook).__module__
     return origin.partition(".")[0] in ("torch", "shardwise")
 

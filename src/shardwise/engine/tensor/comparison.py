@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.tensor.apart import Inputs, Parameters, is_half, run_apart, widened
+from shardwise.engine.tensor.apart import Inputs, Parameters, Run, is_half, run_apart, widened
 from shardwise.engine.tensor.differences import differ, factor_of, finest_eps, leaf_of, perturbed, rounded
 from shardwise.engine.tensor.movements import Movements, taken
 from shardwise.engine.wrapping import Forward
@@ -78,18 +78,25 @@ class Comparison:
             return pair
         # Gathered once: data ranks gather together (stage 3), and need other numbers of attempts.
         held = self._held()
-        found: _Difference | Unknown | None = None
-        for attempt in range(_ATTEMPTS):
-            found = self._compare(forward, *pair, held, attempt, is_outermost=is_outermost)
-            if not isinstance(found, _Difference):
+        for trains in (False, True):
+            found: _Difference | Unknown | None = None
+            for attempt in range(_ATTEMPTS):
+                found = self._compare(forward, *pair, held, attempt, is_outermost=is_outermost, trains=trains)
+                if not isinstance(found, _Difference):
+                    break
+            if isinstance(found, Unknown) and not trains:
                 return found
-        assert isinstance(found, _Difference)
-        if inputs.has_state:
-            return Unknown("it reads tensors from an object that it is given, of which each rank may have its own part")
+            if isinstance(found, _Difference):
+                if inputs.has_state:
+                    return Unknown("each rank may have its own part of the tensors in an object that it is given")
+                return self._refusal(found, "training mode without dropout" if trains else "evaluation mode")
+        return None
+
+    def _refusal(self, found: _Difference, mode: str) -> str:
         return (
             f"tensor.rules: {self._named()} gives other numbers when it is cut. With whole parameters its output "
-            f"differs by {found.relative:.1e} (relative, largest over the ranks along tp), and rounding makes "
-            f"{found.noise:.1e}. {self._rules()} {self._advice()}"
+            f"differs by {found.relative:.1e} (relative, largest over the ranks along tp, in {mode}), and rounding "
+            f"makes {found.noise:.1e}. {self._rules()} {self._advice()}"
         )
 
     def explanation(self, forward: Forward, inputs: Inputs, error: str) -> str:
@@ -103,7 +110,7 @@ class Comparison:
             cut = self._plan.cuts.get(self._names[parameter])
             value = torch.full((), 1, dtype=parameter.dtype, device=parameter.device)
             stand_ins[parameter] = (value / 64).to(value.dtype).expand(parameter.shape if cut is None else cut.shape)
-        if self._try(forward, inputs, stand_ins, is_cut=False, is_wide=False)[1]:
+        if isinstance(self._try(forward, inputs, stand_ins, is_cut=False, is_wide=False, trains=False), str):
             return ""
         return (
             f"tensor.rules: {self._named()} fails when it is cut, and runs with whole parameters: {error}\n"
@@ -173,35 +180,50 @@ class Comparison:
     # Both ways ------------------------------------------------------------------------------------------------------
 
     def _compare(
-        self, forward: Forward, whole: Inputs, own: Inputs, held: Parameters, attempt: int, *, is_outermost: bool
+        self,
+        forward: Forward,
+        whole: Inputs,
+        own: Inputs,
+        held: Parameters,
+        attempt: int,
+        *,
+        is_outermost: bool,
+        trains: bool,
     ) -> _Difference | Unknown | None:
+        """None where cut and whole agree, or where `trains` and chance is in what the module computes."""
         problem = ""
         for is_wide in (True, False) if self._has_halves(whole) else (True,):
             parameters, portions = self._parameters(held, attempt, is_wide=is_wide)
-            expected, problem, eps = self._try(forward, whole, parameters, is_cut=False, is_wide=is_wide)
-            problem = next(filter(None, self._told(problem)), "")
-            if problem:
+            expected = self._try(forward, whole, parameters, is_cut=False, is_wide=is_wide, trains=trains)
+            problem = next(filter(None, self._told(expected if isinstance(expected, str) else "")), "")
+            if problem or isinstance(expected, str):
                 continue
-            made, failure, _ = self._try(forward, own, portions, is_cut=True, is_wide=is_wide)
-            told = self._told([failure, [list(each.shape) for each in made]])
-            if failure := next((each for each, _ in told if each), ""):
+            if trains and any(self._told(expected.drew)):
+                return None
+            made = self._try(forward, own, portions, is_cut=True, is_wide=is_wide, trains=trains)
+            told = self._told(
+                [made, []] if isinstance(made, str) else ["", [list(each.shape) for each in made.tensors]]
+            )
+            failure = next((each for each, _ in told if each), "")
+            if failure or isinstance(made, str):
                 return Unknown(f"it runs, and fails in evaluation mode ({failure})")
             shapes = [[tuple(shape) for shape in each] for _, each in told]
-            if any(len(each) != len(expected) for each in shapes):
+            if any(len(each) != len(expected.tensors) for each in shapes):
                 return Unknown("it gives another number of tensors when it is cut")
-            pairs = self._pairs(made, expected, shapes)
+            pairs = self._pairs(made.tensors, expected.tensors, shapes)
             compared = [pair for pair in pairs if pair is not None]
             if not compared or (len(compared) < len(pairs) and not is_outermost):
                 return Unknown("it gives tensors of which each rank has its own part")
             relative = max(self._told(differ(*map(list, zip(*compared, strict=True)))))
-            if relative <= 4 * finest_eps(expected):
+            finest = finest_eps(expected.tensors)
+            if relative <= 4 * finest:
                 return None
-            inexact, values = rounded(whole, parameters, eps)
-            again, _, _ = self._try(forward, inexact, values, is_cut=False, is_wide=is_wide)
-            noise = max(
-                finest_eps(expected), *self._told(differ(again, expected) if len(again) == len(expected) else 0.0)
-            )
-            return None if relative <= factor_of(eps) * noise else _Difference(relative, noise)
+            inexact, values = rounded(whole, parameters, expected.eps)
+            again = self._try(forward, inexact, values, is_cut=False, is_wide=is_wide, trains=trains)
+            others = [] if isinstance(again, str) else again.tensors
+            is_alike = len(others) == len(expected.tensors)
+            noise = max(finest, *self._told(differ(others, expected.tensors) if is_alike else 0.0))
+            return None if relative <= factor_of(expected.eps) * noise else _Difference(relative, noise)
         return Unknown(f"it does not run by itself with whole parameters ({problem})")
 
     def _try(
@@ -212,13 +234,13 @@ class Comparison:
         *,
         is_cut: bool,
         is_wide: bool,
-    ) -> tuple[list[torch.Tensor], str, float]:
-        """The tensors that the module gives, or what it raises, and the precision of what it computes with."""
+        trains: bool,
+    ) -> Run | str:
+        """What the module gives, or what it raises."""
         try:
-            made, eps = run_apart(self.module, forward, inputs, parameters, is_cut=is_cut, is_wide=is_wide)
+            return run_apart(self.module, forward, inputs, parameters, is_cut=is_cut, is_wide=is_wide, trains=trains)
         except Exception as error:  # whatever a module raises
-            return [], f"{type(error).__name__}: {error}", 0.0
-        return made, "", eps
+            return f"{type(error).__name__}: {error}"
 
     def _pairs(
         self,

@@ -4,9 +4,10 @@ One region on two ranks, after its first forward (of the first microbatch, in tr
 
     [1] inputs      copies of what the call was given, which all ranks have alike (or as parts of positions)
     [2] parameters  gathered over tp, changed a little, alike on all ranks; each rank takes its portion of those
-    [3] whole       the module's own forward with whole parameters      no gradients, evaluation mode, half precision
-    [4] cut         the forward of the plan with the portions           as float32; the module is left as it was
+    [3] whole       the module's own forward with whole parameters      no gradients, half precision as float32; the
+    [4] cut         the forward of the plan with the portions           module is left as it was
     [5] compare     relative difference, against what rounding alone makes of [3]
+    [6] again       in training mode, without dropout; not where the module draws other random numbers
 
 Regions are proved from the inside out. One whose inputs are not whole, or that cannot run uncut by itself, hands the
 proof on to the module around it. All ranks along tp go through it together, since they run the same modules in the same

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.inventory import named_places
 from shardwise.engine.pipeline.outline import unchanged
+from shardwise.engine.tensor.apart import NoDropout, random_states
 from shardwise.engine.tensor.movements import taken
 from shardwise.engine.tensor.styles import STYLES, SharedInputs, parameters_set
 from shardwise.engine.wrapping import Forward, unwrap, wrap
@@ -41,19 +42,34 @@ class RehearsalError(Exception):
 
 
 def rehearse(model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: Callable[[], Any]) -> None:
-    """Run the model, by `call()`, with the portions of each rank. Raises RehearsalError where it computes otherwise."""
-    with torch.no_grad(), unchanged(model), _distinct(model):
+    """Run the model, by `call()`, with the portions of each rank. Raises RehearsalError where it computes otherwise.
+
+    It runs in evaluation mode, and in training mode without dropout unless it draws other random numbers there.
+    """
+    with torch.no_grad(), unchanged(model), _distinct(model), NoDropout():
         model.eval()
-        heard = _hear(model, plan, call)
-        for rank in range(plan.num_ranks):
-            with torch.random.fork_rng(devices=[]), _as_rank(model, outline, plan, rank, heard):
-                try:
-                    call()
-                except RehearsalError:
-                    raise
-                except Exception as error:
-                    where = _innermost(model, error.__traceback__)
-                    raise RehearsalError(where, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        _rehearse(model, outline, plan, call, _hear(model, plan, call)[0])
+        model.train()
+        try:
+            heard, drew = _hear(model, plan, call)
+        except Exception:  # whatever a model raises that cannot be trained on the sample
+            return
+        if not drew:
+            _rehearse(model, outline, plan, call, heard)
+
+
+def _rehearse(
+    model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: Callable[[], Any], heard: "_Calls"
+) -> None:
+    for rank in range(plan.num_ranks):
+        with unchanged(model), _as_rank(model, outline, plan, rank, heard):
+            try:
+                call()
+            except RehearsalError:
+                raise
+            except Exception as error:
+                where = _innermost(model, error.__traceback__)
+                raise RehearsalError(where, f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 @contextmanager
@@ -81,18 +97,21 @@ _Calls = Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]
 """What modules read and gave, call by call."""
 
 
-def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> _Calls:
+def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> tuple[_Calls, bool]:
+    """What modules that end cuts read and give in the whole model, and whether it draws random numbers."""
     heard: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {
         name: [] for name, styles in plan.styles.items() if any(_ends(style) for style in styles)
     }
-    try:
-        for name in heard:
-            wrap(model.get_submodule(name), _Listener(heard[name]))
-        with torch.random.fork_rng(devices=[]):
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    with unchanged(model):
+        before = random_states(device)
+        try:
+            for name in heard:
+                wrap(model.get_submodule(name), _Listener(heard[name]))
             call()
-    finally:
-        unwrap(model)
-    return heard
+        finally:
+            unwrap(model)
+        return heard, not all(map(torch.equal, before, random_states(device)))
 
 
 def _ends(style: Style) -> bool:
