@@ -25,6 +25,11 @@ def few_of(names: Sequence[str], most: int = 3, *, quotes: bool = True) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def in_words(error: BaseException) -> str:
+    """The class of an error and what it says, if it says anything (KeyboardInterrupt does not)."""
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
+
+
 def _counted(problems: Sequence[str], about: str) -> str:
     """The first of what may be many problems, how many there are, and of what."""
     shown = list(problems[:_SHOWN_PROBLEMS])

@@ -188,6 +188,13 @@ def test_a_bad_set_is_refused(tmp_path: Path, override: str, message: str) -> No
     assert message in str(problems_of(tmp_path, MINIMAL, override))
 
 
+def test_a_setting_is_left_out_by_null(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL + "\n[checkpoint]\nevery = 3\n")
+    checkpoint = read_config(path, overrides=["checkpoint.every=null", "checkpoint.keep=null"]).checkpoint
+    assert (checkpoint.every, read_config(path).checkpoint.every) == (None, 3)
+
+
 @pytest.mark.parametrize("table", ["model", "data", "train", "mesh", "sharding", "precision", "pipeline"])
 def test_a_value_where_a_table_belongs_is_refused(tmp_path: Path, table: str) -> None:
     text = f"{table} = 3\n" + (MINIMAL if table not in ("model", "train") else "")

@@ -99,7 +99,7 @@ class Certificate:
                 [f"{each.name} ({each.why})" for each in lossy]
             )
         else:
-            text = f"all {equal} tensors come back to the bit"
+            text = "the tensor comes back to the bit" if equal == 1 else f"all {equal} tensors come back to the bit"
         return f"round trip: {text}{self._comparison}"
 
     @property

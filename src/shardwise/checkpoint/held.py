@@ -10,7 +10,7 @@ import torch
 from shardwise.checkpoint.states import State, Stateful
 from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
 from shardwise.comm.dtypes import dtype_name
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, in_words
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
@@ -166,7 +166,7 @@ def _problem(key: object, value: object) -> str | None:
     try:
         problem = _no_elements(value)
     except Exception as error:  # of a kind of tensor that refuses to be looked at
-        problem = f"refuses to be read ({type(error).__name__}: {error}); give a plain tensor"
+        problem = f"refuses to be read ({in_words(error)}); give a plain tensor"
     return None if problem is None else f"{name!r} {problem}"
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from typing_extensions import TypedDict
 
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
-from shardwise.errors import CheckpointError, PlanError
+from shardwise.errors import CheckpointError, PlanError, in_words
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
@@ -209,7 +209,7 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
             raise ValueError(f"{head.num_tensors} tensors are announced and {len(tensors)} listed")
         _check_places(tensors.values(), sizes)
     except (ValidationError, PlanError, IndexError, KeyError, ValueError) as error:
-        raise _damaged(location, f"{type(error).__name__}: {error}") from error
+        raise _damaged(location, in_words(error)) from error
     return Contents(
         format="shardwise",
         location=location,

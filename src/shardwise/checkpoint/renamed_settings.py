@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, in_words
 from shardwise.plan.model_settings import LOADED_BY, REWRITE, origin_of
 from shardwise.plan.optimizer_settings import ADDED, stored_optimizers
 from shardwise.plan.state_names import STATE_PREFIX, is_state_name
@@ -133,9 +133,7 @@ def recorded_metas(settings: Mapping[str, Any], rewrite: Rewrite) -> dict[str, T
         sources = origin_of(settings)[LOADED_BY]["sources"]
         return {name: TensorMeta(tuple(shape), dtype) for name, (shape, dtype) in sources.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the checkpoint's record of its rewrite is not understood ({type(error).__name__}: {error})"
-        ) from None
+        raise CheckpointError(f"the checkpoint's record of its rewrite is not understood ({in_words(error)})") from None
 
 
 def names_state(rewrite: Rewrite) -> bool:

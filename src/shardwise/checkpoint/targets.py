@@ -10,7 +10,7 @@ from operator import itemgetter
 import torch
 
 from shardwise.checkpoint.held import Held
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, in_words
 from shardwise.space import Piece
 
 __all__ = ["check_targets"]
@@ -64,7 +64,7 @@ def _problem(piece: Piece, tensor: torch.Tensor) -> str | None:
         except Exception as error:
             return (
                 f"{piece} would be read into a {type(tensor).__name__}, which cannot be written: "
-                f"{type(error).__name__}: {error}; give a plain tensor"
+                f"{in_words(error)}; give a plain tensor"
             )
     return None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.verdicts import launched, place_here, told
+from shardwise.errors import in_words
 from shardwise.train.stopping import Stopped, StopSignals
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _run(config: "RunConfig", resume: str | None, signals: StopSignals, *, is_ra
         run(config, channel, Console(), resume=resume, signals=signals)
     except BaseException as error:
         if not (isinstance(error, Stopped) and error.is_agreed):
-            channel.abort(str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}")
+            channel.abort(str(error) if isinstance(error, Stopped) else in_words(error))
             raise
         channel.close()
         raise

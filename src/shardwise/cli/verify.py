@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.verdicts import FAILED, launched, place_here, told
+from shardwise.errors import in_words
 
 if TYPE_CHECKING:
     from shardwise.train import RunConfig
@@ -102,7 +103,7 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
         program.check()
         run_layout(program, channel, folder)
     except BaseException as error:
-        channel.abort(f"{type(error).__name__}: {error}")
+        channel.abort(in_words(error))
         raise
     rank, device = channel.rank, channel.device
     channel.close()

@@ -24,6 +24,7 @@ from shardwise.comm.rendezvous import connect, meet
 from shardwise.comm.switchboard import Switchboard
 from shardwise.comm.transfers import Collecting, Filling, Summing
 from shardwise.comm.verdicts import Verdict
+from shardwise.errors import in_words
 
 
 def processes(
@@ -71,7 +72,7 @@ def _speak_at_the_end(board: Switchboard) -> None:
         if (left := reference()) is not None:
             error = sys.exception() or getattr(sys, "last_value", None)
             what = "has ended its program (its last line, or sys.exit) without closing its channel"
-            left.leave(f"rank {left.rank} {f'stopped: {type(error).__name__}: {error}' if error else what}")
+            left.leave(f"rank {left.rank} {f'stopped: {in_words(error)}' if error else what}")
 
     # Not `atexit`, which processes of multiprocessing leave out.
     Finalize(None, speak, exitpriority=0)

@@ -31,7 +31,7 @@ from shardwise.comm.frames import WIRE
 from shardwise.comm.hellos import HELLO_SECONDS, TOKEN_BYTES, accept, say_hello
 from shardwise.comm.life import is_gone, own_record
 from shardwise.comm.links import Link
-from shardwise.errors import MismatchError, PeerError, PlanError
+from shardwise.errors import MismatchError, PeerError, PlanError, in_words
 from shardwise.launchers import Announced, announced
 
 _SHOWN_RANKS = 8
@@ -220,7 +220,7 @@ def connect(meeting: Meeting, *, shared_memory: bool) -> dict[int, Link]:
             try:
                 links = _connect_pairs(meeting, token, local, [unix], _unix_connector(meeting.rank, token))
             except OSError as error:
-                failure = f"{type(error).__name__}: {error}"
+                failure = in_words(error)
         if any(hosts):
             meeting.publish("verdict", failure)
             if any(meeting.read_all("verdict")):

@@ -31,7 +31,7 @@ from shardwise.comm.calls import (
 )
 from shardwise.comm.channel import Channel, Work
 from shardwise.comm.matching import Call, Group, Transfer, named
-from shardwise.errors import PeerError, PlanError, ShardwiseError
+from shardwise.errors import PeerError, PlanError, ShardwiseError, in_words
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ class _World:
         except BaseException as error:
             rank.error = error
             self._failed.append(rank)
-            self.stop(rank.number, f"rank {rank.number} stopped with {type(error).__name__}: {error}")
+            self.stop(rank.number, f"rank {rank.number} stopped with {in_words(error)}")
         if all(other.has_ended for other in self.ranks):
             self._all_ended.release()
         else:
@@ -253,7 +253,7 @@ class _World:
                 self._raise_if_others_wait(timeout_seconds)
                 deadline = time.monotonic() + timeout_seconds
         except BaseException as error:
-            self.stop(None, f"the caller of simulate stopped with {type(error).__name__}: {error}")
+            self.stop(None, f"the caller of simulate stopped with {in_words(error)}")
             raise
 
     def raise_if_failed(self) -> None:

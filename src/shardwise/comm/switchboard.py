@@ -23,7 +23,7 @@ from shardwise.comm.messages import INLINE_BYTES, Chunk, Inbound, Outbound, Stam
 from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
 from shardwise.comm.transfers import Intake, Transfer
 from shardwise.comm.verdicts import Status, Verdict, different, garbled, gone, stuck
-from shardwise.errors import MismatchError, PeerError
+from shardwise.errors import MismatchError, PeerError, in_words
 
 _NUMBERS = 1 << 32
 _MIN_WINDOW = 2
@@ -261,7 +261,7 @@ class Switchboard:
             self._act(link, header, payload)
         except (LookupError, TypeError, ValueError, OSError, struct.error) as error:
             # It names what was never announced, or its text is none: not what this version would send.
-            link.refuse(f"a frame of kind {header[0]} that means nothing here ({type(error).__name__}: {error})")
+            link.refuse(f"a frame of kind {header[0]} that means nothing here ({in_words(error)})")
 
     def _act(self, link: Link, header: Header, payload: Payload) -> None:
         kind, _, segment, slot, lane, digest, _, total, number, _ = header

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.engine.hollow import Region, ValuesNeededError, Watch, watched
 from shardwise.engine.initialisers import Initialiser, initialisers_of
 from shardwise.engine.skeleton import Place, Skeleton, with_values
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, in_words
 
 _UNSET = 0x5A
 """What every byte is before a call that cannot be followed: bytes that differ afterwards were written."""
@@ -175,9 +175,9 @@ class Initialisation:
                 self._empty(within)
         if not any(place.lacks_values for place in within):
             return _Effect(initialiser=initialiser, writes={}, takes_all=True)
+        assert error is not None
         raise ModelError(
-            f"{initialiser.words} raised {type(error).__name__}: {error}; mend it, or build the module outside "
-            "torch.device('meta')"
+            f"{initialiser.words} raised {in_words(error)}; fix it, or build the module outside torch.device('meta')"
         ) from error
 
     def _attempted(self, initialiser: Initialiser, real: Sequence[Place], within: Sequence[Place]) -> dict[int, _Write]:
@@ -336,7 +336,7 @@ class Initialisation:
             with initialiser.module_kept(), watched(watch):
                 initialiser.call()
         except Exception as error:
-            raise ModelError(f"{initialiser.words} raised {type(error).__name__}: {error}") from error
+            raise ModelError(f"{initialiser.words} raised {in_words(error)}") from error
         for number in wanted:
             place = self._skeleton.places[number]
             tensor = place.current()

@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.engine.buffers import Owned
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.tensor.cutting import portion_of
-from shardwise.errors import OptimizerError, few_of
+from shardwise.errors import OptimizerError, few_of, in_words
 from shardwise.plan import Parameter
 
 OptimizerSource = (
@@ -27,7 +27,7 @@ def build(source: OptimizerSource, parameters: list[nn.Parameter]) -> tuple[torc
         try:
             source = source(parameters)
         except Exception as error:
-            raise OptimizerError(f"the optimizer function raised {type(error).__name__}: {error}") from error
+            raise OptimizerError(f"the optimizer function raised {in_words(error)}") from error
     optimizers = (source,) if isinstance(source, torch.optim.Optimizer) else source
     if not isinstance(optimizers, Sequence) or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
         raise OptimizerError(

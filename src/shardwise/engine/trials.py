@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.optimizers import keys_not_along
-from shardwise.errors import OptimizerError
+from shardwise.errors import OptimizerError, in_words
 
 
 def check_elementwise(
@@ -44,7 +44,7 @@ def _why_not_elementwise(
             together = _trial(optimizer, group, [first, second], device)
             apart = torch.cat([_trial(optimizer, group, [half], device) for half in (first, second)])
         except Exception as error:  # whatever an unknown optimizer raises is its reason
-            return f"tried on a 4 x 6 matrix and on its halves, it raised {type(error).__name__}: {error}. {instead}"
+            return f"tried on a 4 x 6 matrix and on its halves, it raised {in_words(error)}. {instead}"
     if not _same(whole, together):
         return f"a 4 x 6 matrix updated whole and updated as two halves gave different values. {instead}"
     if not _same(together, apart):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.errors import CheckpointError, few_of
+from shardwise.errors import CheckpointError, few_of, in_words
 
 PYTHON_DTYPES: Mapping[str, str] = MappingProxyType({"bool": "bool", "int": "int64", "float": "float64"})
 """The dtype of the 0-d tensor that keeps a Python value of an optimizer's state, by the type's name."""
@@ -90,7 +90,7 @@ def stored_optimizers(settings: Mapping[str, Any]) -> tuple[NamedOptimizer, ...]
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"the checkpoint's settings of optimizers are not understood ({type(error).__name__}: {error}); each is to "
+            f"the checkpoint's settings of optimizers are not understood ({in_words(error)}); each is to "
             "have a kind and groups, and each group parameters and settings"
         ) from None
 

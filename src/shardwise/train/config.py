@@ -111,7 +111,10 @@ def _with_overrides(tables: dict[str, Any], overrides: Sequence[str], problems: 
                 break
             table = inner
         else:
-            table[last] = _toml_value(text.strip())
+            if text.strip() == "null":  # TOML has no word for it
+                table.pop(last, None)
+            else:
+                table[last] = _toml_value(text.strip())
     return tables
 
 

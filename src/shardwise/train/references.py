@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, in_words
 from shardwise.train.config import RunConfig
 
 
@@ -40,7 +40,7 @@ def resolve(reference: str, *, folder: Path, key: str) -> Callable[..., Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"{key}: no file {folder / source}") from error
     except Exception as error:  # a foreign module may raise anything while it is imported
-        raise ConfigError(f"{key}: {source} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}: {source} cannot be imported: {in_words(error)}") from error
     try:
         found = getattr(module, name)
     except AttributeError as error:

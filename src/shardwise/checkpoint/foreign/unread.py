@@ -33,7 +33,8 @@ _KINDS = (
     _kind(
         r"zero_to_fp32\.py|(?:bf16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+\w*_(?:model|optim)_states\.pt",
         "a checkpoint of DeepSpeed",
-        "the zero_to_fp32.py in it writes whole weights: python zero_to_fp32.py FOLDER OUT --safe_serialization; then "
+        "its zero_to_fp32.py, in the folder of the saves, writes whole weights: python zero_to_fp32.py FOLDER OUT "
+        "--safe_serialization; then "
         "name OUT",
     ),
     _kind(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shardwise.engine.pipeline.nested import ObjectSlot, Opaque, Slot
-from shardwise.errors import MismatchError, ModelError
+from shardwise.errors import MismatchError, ModelError, in_words
 
 _LARGEST_NUMBER = 1 << 63
 
@@ -44,7 +44,7 @@ def unpacked(content: torch.Tensor) -> Any:
         return _read(json.loads(content.numpy().tobytes()))
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise MismatchError(
-            f"an announcement between the stages of a pipeline cannot be read ({type(error).__name__}: {error}); every "
+            f"an announcement between the stages of a pipeline cannot be read ({in_words(error)}); every "
             "rank has to run the same program, with the same versions of its libraries"
         ) from error
 

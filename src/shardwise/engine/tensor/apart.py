@@ -96,6 +96,17 @@ def widened(value: torch.Tensor) -> torch.Tensor:
     return value.float() if is_half(value) else value
 
 
+class Way(NamedTuple):
+    """How a module runs."""
+
+    is_cut: bool
+    """As the plan has it; else it runs, and all in it, with its own forward."""
+    is_wide: bool
+    """Half precision is float32 meanwhile."""
+    trains: bool
+    """In training mode, where dropout gives what it takes; else in evaluation mode."""
+
+
 class Run(NamedTuple):
     """What a module gave."""
 
@@ -106,25 +117,12 @@ class Run(NamedTuple):
     """Whether it drew random numbers."""
 
 
-def run_apart(
-    module: nn.Module,
-    forward: Forward,
-    inputs: Inputs,
-    parameters: Parameters,
-    *,
-    is_cut: bool,
-    is_wide: bool,
-    trains: bool,
-) -> Run:
-    """What the module gives, in evaluation or (`trains`) in training mode, where dropout gives what it takes.
-
-    Not `is_cut`: it runs, and all in it, with its own forward inside of `forward`. is_wide: half precision is float32
-    meanwhile. Random numbers begin where they are now, each time. Raises what the module raises.
-    """
+def run_apart(module: nn.Module, forward: Forward, inputs: Inputs, parameters: Parameters, way: Way) -> Run:
+    """What the module gives. Random numbers begin where they are now, each time. Raises what the module raises."""
     device = next((each.device for each in parameters.values()), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
     precision = _Precision()
-    given = inputs.changed(widened if is_wide else _same)
+    given = inputs.changed(widened if way.is_wide else _same)
     with (
         _left_alone(module),
         torch.no_grad(),
@@ -133,8 +131,8 @@ def run_apart(
         NoDropout(),
         precision,
     ):
-        _prepare(module, parameters, is_wide=is_wide, trains=trains)
-        if is_cut:
+        _prepare(module, parameters, way)
+        if way.is_cut:
             forward = eager(forward)
         else:
             forget_heads(module)
@@ -176,24 +174,24 @@ def _dropouts() -> frozenset[Any]:
     return frozenset(getattr(each, name) for each in (F, torch) for name in (*names, *more) if hasattr(each, name))
 
 
-def _prepare(module: nn.Module, parameters: Parameters, *, is_wide: bool, trains: bool) -> None:
+def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
     buffers: dict[torch.Tensor, torch.Tensor] = {}
     modules = list(module.modules())
     is_in_training = any(each.training for each in modules)  # then each keeps its own mode
     for each in modules:
-        each.training = trains and (each.training or not is_in_training)
+        each.training = way.trains and (each.training or not is_in_training)
         vars(each)["_compiled_call_impl"] = None
         for hooks in (each._forward_pre_hooks, each._forward_hooks):
-            for number in [number for number, hook in hooks.items() if not _is_kept(hook, trains=trains)]:
+            for number in [number for number, hook in hooks.items() if not _is_kept(hook, way)]:
                 del hooks[number]
         for name, held in each._parameters.items():
             if held is not None:
                 each._parameters[name] = nn.Parameter(parameters[held], requires_grad=False)
         for name, buffer in each._buffers.items():
             if buffer is not None:
-                fresh = widened(buffer).clone() if is_wide else buffer.clone()
+                fresh = widened(buffer).clone() if way.is_wide else buffer.clone()
                 each._buffers[name] = buffers.setdefault(buffer, fresh)
-    if is_wide:
+    if way.is_wide:
         stop_following(module)
 
 
@@ -244,12 +242,12 @@ def _eps_inside(operation: str, made: torch.Tensor) -> float:
     return 0.0
 
 
-def _is_kept(hook: Any, *, trains: bool) -> bool:
+def _is_kept(hook: Any, way: Way) -> bool:
     """Hooks of torch (normed weights) and ours belong to the module; those of others look at the calls of a program.
 
     In training mode nothing is drawn to split streams: it would look as if the module had drawn.
     """
-    if trains and isinstance(getattr(hook, "__self__", hook), Split):
+    if way.trains and isinstance(getattr(hook, "__self__", hook), Split):
         return False
     origin = getattr(hook, "__module__", None) or type(hook).__module__
     return origin.partition(".")[0] in ("torch", "shardwise")

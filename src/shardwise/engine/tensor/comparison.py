@@ -11,10 +11,11 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.tensor.apart import Inputs, Parameters, Run, is_half, run_apart, widened
+from shardwise.engine.tensor.apart import Inputs, Parameters, Run, Way, is_half, run_apart, widened
 from shardwise.engine.tensor.differences import differ, factor_of, finest_eps, leaf_of, perturbed, rounded
 from shardwise.engine.tensor.movements import Movements, taken
 from shardwise.engine.wrapping import Forward
+from shardwise.errors import in_words
 from shardwise.plan.tensor_heads import GROUPS, HEADS
 from shardwise.plan.tensor_plan import TensorPlan
 from shardwise.plan.tensor_regions import CUTS_THE_MODULE, Region
@@ -110,7 +111,7 @@ class Comparison:
             cut = self._plan.cuts.get(self._names[parameter])
             value = torch.full((), 1, dtype=parameter.dtype, device=parameter.device)
             stand_ins[parameter] = (value / 64).to(value.dtype).expand(parameter.shape if cut is None else cut.shape)
-        if isinstance(self._try(forward, inputs, stand_ins, is_cut=False, is_wide=False, trains=False), str):
+        if isinstance(self._try(forward, inputs, stand_ins, Way(is_cut=False, is_wide=False, trains=False)), str):
             return ""
         return (
             f"tensor.rules: {self._named()} fails when it is cut, and runs with whole parameters: {error}\n"
@@ -194,13 +195,14 @@ class Comparison:
         problem = ""
         for is_wide in (True, False) if self._has_halves(whole) else (True,):
             parameters, portions = self._parameters(held, attempt, is_wide=is_wide)
-            expected = self._try(forward, whole, parameters, is_cut=False, is_wide=is_wide, trains=trains)
+            uncut = Way(is_cut=False, is_wide=is_wide, trains=trains)
+            expected = self._try(forward, whole, parameters, uncut)
             problem = next(filter(None, self._told(expected if isinstance(expected, str) else "")), "")
             if problem or isinstance(expected, str):
                 continue
             if trains and any(self._told(expected.drew)):
                 return None
-            made = self._try(forward, own, portions, is_cut=True, is_wide=is_wide, trains=trains)
+            made = self._try(forward, own, portions, uncut._replace(is_cut=True))
             told = self._told(
                 [made, []] if isinstance(made, str) else ["", [list(each.shape) for each in made.tensors]]
             )
@@ -219,28 +221,19 @@ class Comparison:
             if relative <= 4 * finest:
                 return None
             inexact, values = rounded(whole, parameters, expected.eps)
-            again = self._try(forward, inexact, values, is_cut=False, is_wide=is_wide, trains=trains)
+            again = self._try(forward, inexact, values, uncut)
             others = [] if isinstance(again, str) else again.tensors
             is_alike = len(others) == len(expected.tensors)
             noise = max(finest, *self._told(differ(others, expected.tensors) if is_alike else 0.0))
             return None if relative <= factor_of(expected.eps) * noise else _Difference(relative, noise)
         return Unknown(f"it does not run by itself with whole parameters ({problem})")
 
-    def _try(
-        self,
-        forward: Forward,
-        inputs: Inputs,
-        parameters: Parameters,
-        *,
-        is_cut: bool,
-        is_wide: bool,
-        trains: bool,
-    ) -> Run | str:
+    def _try(self, forward: Forward, inputs: Inputs, parameters: Parameters, way: Way) -> Run | str:
         """What the module gives, or what it raises."""
         try:
-            return run_apart(self.module, forward, inputs, parameters, is_cut=is_cut, is_wide=is_wide, trains=trains)
+            return run_apart(self.module, forward, inputs, parameters, way)
         except Exception as error:  # whatever a module raises
-            return f"{type(error).__name__}: {error}"
+            return in_words(error)
 
     def _pairs(
         self,

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.engine.tensor.recording import record
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, in_words
 from shardwise.plan.outlines import parents
 from shardwise.plan.tensor import TensorPlan, plan_tensor
 from shardwise.plan.tensor_heads import GROUPS, HEADS, WORDS
@@ -41,7 +41,7 @@ def infer_plan(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]
         trace = record(model, outline, call)
     except Exception as error:
         raise PlanError(
-            f'tensor.rules: "auto" runs the model once on a sample, and it raised {type(error).__name__}: {error}; '
+            f'tensor.rules: "auto" runs the model once on a sample, and it raised {in_words(error)}; '
             "give a batch that the model takes, parallelize(..., sample=batch), or {name: rule}"
         ) from error
     return _Search(model, outline, call, trace, num_ranks).run()

@@ -22,6 +22,7 @@ from shardwise.engine.tensor.apart import NoDropout, random_states
 from shardwise.engine.tensor.movements import taken
 from shardwise.engine.tensor.styles import STYLES, SharedInputs, parameters_set
 from shardwise.engine.wrapping import Forward, unwrap, wrap
+from shardwise.errors import in_words
 from shardwise.plan.tensor_outline import TensorOutline
 from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan
 
@@ -69,7 +70,7 @@ def _rehearse(
                 raise
             except Exception as error:
                 where = _innermost(model, error.__traceback__)
-                raise RehearsalError(where, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+                raise RehearsalError(where, in_words(error).splitlines()[0]) from error
 
 
 @contextmanager
