@@ -4,6 +4,7 @@ import pytest
 
 from shardwise.plan import Ownership, Plan
 from tests.golden.cases import FOLDER, PLANS, ownership_of, path_of, text_of
+from tests.golden.surfaces import TEXTS
 
 
 @pytest.mark.parametrize("case", PLANS)
@@ -18,5 +19,10 @@ def test_golden_texts_parse_back(case: str) -> None:
     assert Ownership.parse(ownership) == ownership_of(PLANS[case])
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_users_hold_on_to_is_what_the_golden_text_says(name: str) -> None:
+    assert TEXTS[name]() == path_of(name).read_text(encoding="utf-8"), "`make golden` writes the texts anew"
+
+
 def test_every_golden_text_has_a_case() -> None:
-    assert sorted(FOLDER.glob("*.txt")) == sorted(map(path_of, PLANS))
+    assert sorted(FOLDER.glob("*.txt")) == sorted(map(path_of, [*PLANS, *TEXTS]))
