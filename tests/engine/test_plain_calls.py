@@ -133,6 +133,9 @@ def test_what_is_saved_of_a_model_is_whole_or_refused_with_what_saves_it(layout:
                 way()
             for name in ("sw.save(path, engine)", "sw.full(engine)", "export_hf"):
                 assert name in str(caught.value)
+        for held in (model, around):
+            with pytest.raises(ModelError, match=r"copied in parts.* sw\.full\(engine\) gives whole tensors"):
+                copy.deepcopy(held)
 
     on(layout, check)
 

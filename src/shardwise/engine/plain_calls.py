@@ -3,7 +3,7 @@
     optimizer.step()          trains nothing: the engine alone gives gradients to the masters
     optimizer.state_dict()    is a part, where ranks own slices
     model.state_dict()        is a part, where this rank holds portions of parameters or has only its own stages
-    torch.save(model)         the same
+    torch.save(model)         the same, as is copy.deepcopy(model)
 
 Each would go on in silence. What is whole on every rank is left as torch has it.
 """
@@ -159,7 +159,7 @@ class _OptimizerParts(_Refusal):
 
 @dataclass(frozen=True, slots=True)
 class _Parts(_Refusal):
-    """Before the `state_dict` of a module that holds parts. It goes along where the module is copied."""
+    """Before the `state_dict` of a module that holds parts, and where it is copied or pickled."""
 
     why: dict[str, str]
     """For each attribute that is not whole."""
@@ -178,7 +178,11 @@ class _Parts(_Refusal):
         raise ModelError(f"the model would be pickled (torch.save) in parts: {key!r} {why}. {_SAVE}")
 
     def __deepcopy__(self, memo: object) -> "_Parts":
-        return self
+        key, why = next(iter(self.why.items()))
+        raise ModelError(
+            f"the model would be copied in parts: {key!r} {why}. Copy it before parallelize, or build it again and fill "
+            "it: sw.full(engine) gives whole tensors, one after the other"
+        )
 
 
 @dataclass(frozen=True, slots=True)
