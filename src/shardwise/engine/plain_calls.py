@@ -180,8 +180,8 @@ class _Parts(_Refusal):
     def __deepcopy__(self, memo: object) -> "_Parts":
         key, why = next(iter(self.why.items()))
         raise ModelError(
-            f"the model would be copied in parts: {key!r} {why}. Copy it before parallelize, or build it again and fill "
-            "it: sw.full(engine) gives whole tensors, one after the other"
+            f"the model would be copied in parts: {key!r} {why}. Copy it before parallelize, or build it again and "
+            "fill it: sw.full(engine) gives whole tensors, one after the other"
         )
 
 
