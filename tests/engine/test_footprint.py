@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.gradients import Gradients
+from shardwise.engine.zero.grad_per_update import GradPerUpdate
 from tests.engine.expected import adamw, points, seeded, square_loss
 from tests.engine.test_counters import PRECISIONS, SHARDINGS, Tower
 
@@ -20,7 +20,7 @@ def distinct_bytes(tensors: list[torch.Tensor]) -> int:
 def measured(engine: sw.Engine) -> tuple[int, int, int, int]:
     """Bytes of working copies, gradients and masters held apart; number of elements of one moment."""
     buffers, gradients = engine._buffers, engine._gradients
-    assert isinstance(gradients, Gradients)
+    assert isinstance(gradients, GradPerUpdate)
     arena = gradients._arena
     working = distinct_bytes(buffers.working)
     both = distinct_bytes([*buffers.working, *buffers.masters])

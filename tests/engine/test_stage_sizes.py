@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.comm import Work
-from shardwise.engine.gradient_runs import GradientRuns
+from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
 from tests.engine.models import word_loss
 from tests.engine.oracle import share_of
 from tests.engine.test_footprint import tensor_bytes_alive
@@ -131,7 +131,7 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_of(channel, plan)
         gradients, buffers = engine._gradients, engine._buffers
-        assert isinstance(gradients, GradientRuns)
+        assert isinstance(gradients, GradPerMicrobatch)
         for _ in range(2):
             gradients.buffers.peak = 0  # the first update cannot know that a module is not used, and waits for it
             engine.step(share_of(BATCHES[0], channel.rank, channel.size))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.engine.gathering import Gathering
+from shardwise.engine.zero.unshard import Unshard
 from tests.engine.models import word_batch, word_loss, words, words_with_kept_norm
 from tests.engine.oracle import Trained, share_of
 from tests.engine.ranks import assert_same_bits
@@ -316,9 +316,9 @@ def test_any_dtypes_share_a_unit() -> None:
     assert_stages_agree(net("frozen"), precision=precision)
 
 
-def gathering_of(engine: sw.Engine) -> Gathering:
+def gathering_of(engine: sw.Engine) -> Unshard:
     sharded = engine._computation._sharded
-    assert isinstance(sharded, Gathering)
+    assert isinstance(sharded, Unshard)
     return sharded
 
 

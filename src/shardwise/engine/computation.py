@@ -10,10 +10,10 @@ from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
-from shardwise.engine.rounds import Joint, Rounds, Sharded
 from shardwise.engine.tensor.notes import module_noted
 from shardwise.engine.tensor.proof import Proof
 from shardwise.engine.weights import Weighting
+from shardwise.engine.zero.uneven_microbatches import Joint, Sharded, UnevenMicrobatches
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import Precision
 
@@ -89,7 +89,7 @@ class Computation:
         losses = [torch.zeros((), device=self._device) for _ in parts]
         with (
             self.proof.judging(by_all=True),
-            Rounds(self._sharded, counted, joint) as rounds,
+            UnevenMicrobatches(self._sharded, counted, joint) as rounds,
             self._explained(),
         ):
             self._train_counted(parts, factors, streams, counted, losses, rounds, before_last_backward)
@@ -102,7 +102,7 @@ class Computation:
         streams: Sequence[Stream],
         counted: Sequence[int],
         losses: list[torch.Tensor],
-        rounds: Rounds,
+        rounds: UnevenMicrobatches,
         before_last_backward: Callable[[], None],
     ) -> None:
         if self.runner is not None:
@@ -138,7 +138,7 @@ class Computation:
             torch.no_grad(),
             _evaluating(self._model),
             self.proof.judging(by_all=True),
-            Rounds(self._sharded, counted, joint, trains=False) as rounds,
+            UnevenMicrobatches(self._sharded, counted, joint, trains=False) as rounds,
             self._explained(),
         ):
             if self.runner is not None:
@@ -162,7 +162,7 @@ class Computation:
             torch.no_grad(),
             _evaluating(self._model),
             self.proof.judging(by_all=False),
-            Rounds(self._sharded, [], [], trains=False, is_agreed=False),
+            UnevenMicrobatches(self._sharded, [], [], trains=False, is_agreed=False),
             self._explained(),
         ):
             if self.runner is not None:

@@ -15,7 +15,6 @@ from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.engine import Engine
-from shardwise.engine.gathering import Gathering
 from shardwise.engine.given_dtensors import portions_of_dtensors
 from shardwise.engine.hand_over import ModelNames
 from shardwise.engine.initialisation import Initialisation
@@ -31,14 +30,6 @@ from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.sharded import (
-    attend,
-    make_buffers,
-    make_gradients,
-    number_microbatches,
-    plan_layout,
-    units_of,
-)
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.tensor.cutting import NO_CUTS, agree_on_tensor_plan, keep_portions
 from shardwise.engine.tensor.proof import Proof
@@ -47,6 +38,15 @@ from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
 from shardwise.engine.values import ValueSource, fill, give_room
 from shardwise.engine.wrapping import unwrap
+from shardwise.engine.zero.build import (
+    install_unshard_hooks,
+    make_buffers,
+    make_gradients,
+    number_microbatches,
+    plan_layout,
+    units_of,
+)
+from shardwise.engine.zero.unshard import Unshard
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Plan
 from shardwise.space import Portion
@@ -148,14 +148,16 @@ def parallelize_with(
     gradients = make_gradients(
         layout, owned, plan, owners=channels.owners, replicas=channels.replicas, counters=counters
     )
-    sharded = attend(model, layout, owned, plan, buffers, gradients, owners=channels.owners, counters=counters)
+    sharded = install_unshard_hooks(
+        model, layout, owned, plan, buffers, gradients, owners=channels.owners, counters=counters
+    )
     proof = Proof(
         model,
         decision.plan if plan.tensor.prove else NO_CUTS,
         channels.tensor,
         world=channel,
-        gather=sharded.holding if isinstance(sharded, Gathering) else None,
-        is_followed=lambda: isinstance(sharded, Gathering) and sharded.is_followed,
+        gather=sharded.holding if isinstance(sharded, Unshard) else None,
+        is_followed=lambda: isinstance(sharded, Unshard) and sharded.is_followed,
         is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
     )
     summed = SummedGradients(

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from shardwise.engine.gathering import Gathering
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.ties import StageTies
-from shardwise.engine.rounds import Sharded
-from shardwise.engine.sharded import Layout
+from shardwise.engine.zero.build import Layout
+from shardwise.engine.zero.uneven_microbatches import Sharded
+from shardwise.engine.zero.unshard import Unshard
 from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
 from shardwise.plan.gathers import Use, count_gathers, one_by_one
 from shardwise.plan.memory import sharded_footprint, sharded_traffic
@@ -29,7 +29,7 @@ class Sizes:
         self._layout = layout
         self._owner = owner
         self._ties = ties
-        self._gathering = sharded if isinstance(sharded, Gathering) else None
+        self._gathering = sharded if isinstance(sharded, Unshard) else None
         self._runner = runner
 
     def footprint(self, num_microbatches: int) -> Footprint:
@@ -73,7 +73,7 @@ class Sizes:
             gather_bytes=owned.gather_bytes + self._ties.sent_value_bytes(),
         )
 
-    def _gathers(self, gathering: Gathering, k: int) -> dict[str, int]:
+    def _gathers(self, gathering: Unshard, k: int) -> dict[str, int]:
         """How often each unit is gathered in an update of k microbatches."""
         stage_of = {unit.number: unit.stage for unit in gathering.units}
         stages = sorted(set(stage_of.values()))

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from shardwise.comm.dtypes import dtype_name
-from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.optimizer_state import KnownOptimizer
+from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.plan import Parameter, Segment
 from shardwise.plan.state_names import MASTER, state_name
 from shardwise.space import Box, Piece
@@ -18,7 +18,7 @@ from shardwise.space import Box, Piece
 def state_of(
     inventory: Inventory,
     model: nn.Module,
-    buffers: FlatBuffers,
+    buffers: FlatParams,
     optimizers: Sequence[KnownOptimizer],
 ) -> dict[Piece, torch.Tensor]:
     """Everything this rank owns, as views: parameters, masters, optimizer state; buffers and unfused parameters whole.
@@ -40,7 +40,7 @@ def state_of(
     return state
 
 
-def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatBuffers) -> dict[Piece, torch.Tensor]:
+def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) -> dict[Piece, torch.Tensor]:
     """The part of the state that does not depend on optimizers."""
     state: dict[Piece, torch.Tensor] = {}
     spec_of = {spec.name: spec for spec in inventory.specs}
@@ -89,7 +89,7 @@ def placed(
     return pieces
 
 
-def _segments(buffers: FlatBuffers) -> Iterator[tuple[str, Segment, int]]:
+def _segments(buffers: FlatParams) -> Iterator[tuple[str, Segment, int]]:
     for index, bucket in enumerate(buffers.ownership.buckets):
         for segment in bucket.segments(buffers.owner):
             yield segment.name, segment, index

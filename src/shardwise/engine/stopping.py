@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwise.comm import Channel
-from shardwise.engine.gathering import words_on_units
+from shardwise.engine.zero.unshard import words_on_units
 from shardwise.errors import MismatchError, PeerError
 
 

@@ -10,7 +10,7 @@ from shardwise.errors import MismatchError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Closing:
+class StepExchange:
     """The same on every rank."""
 
     loss: float
@@ -28,7 +28,7 @@ class Closing:
     """Whether some rank asked to stop."""
 
 
-def exchange_closing(
+def exchange_step(
     channel: Channel,
     *,
     loss: float,
@@ -39,7 +39,7 @@ def exchange_closing(
     changed_buffers: Sequence[bool],
     written: Sequence[bool],
     stop: bool,
-) -> Closing:
+) -> StepExchange:
     """Exchange this rank's share of the loss and of the norm, and what it touched. `alike`: see `sum_of_losses`."""
     flags = [*touched, *changed_buffers, *written, stop]
     num_bytes = -(-len(flags) // 8)
@@ -53,7 +53,7 @@ def exchange_closing(
         union |= bits
     anywhere = [bool(union >> at & 1) for at in range(len(flags))]
     changed = [at for at in range(len(changed_buffers)) if anywhere[len(touched) + at]]
-    return Closing(
+    return StepExchange(
         loss=sum_of_losses([share for share, _ in shares], alike, is_exact=channel.device.type == "cpu"),
         squares=[share for _, share in shares],
         norms=dict(pair for answer in answers for pair in struct.iter_unpack("<qd", answer[16 + num_bytes :])),

@@ -24,7 +24,7 @@ class Owned:
     """The master, a view: in the parameter's shape where parameters stay whole, else 1-D."""
 
 
-class FlatBuffers:
+class FlatParams:
     """Working copies and masters, bucket by bucket. Where both have one dtype the master is a view: no second copy."""
 
     def __init__(

@@ -38,7 +38,7 @@ class Sharded(Protocol):
         """No more forwards and backwards follow, perhaps because one raised."""
 
 
-class Rounds:
+class UnevenMicrobatches:
     """The microbatches of one pass, numbered over all that any data rank computes."""
 
     def __init__(

@@ -18,10 +18,10 @@ import torch
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.view_copies import refusal_of_write
+from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.view_copies import refusal_of_write
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Segment, Slot
 
@@ -60,7 +60,7 @@ def _unfollowed() -> frozenset[Any]:
 
 
 @functools.cache
-def resting_class(kind: type) -> type:
+def sharded_class(kind: type) -> type:
     """The class of parameters of class `kind` while they are not gathered."""
 
     def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,8 +108,8 @@ def _flattened(values: Iterable[Any]) -> Iterable[Any]:
             yield value
 
 
-class RestingBuffers(FlatBuffers):
-    """`FlatBuffers` whose buckets with a unit are at rest until they are filled. Parameters without one are whole."""
+class ShardedParams(FlatParams):
+    """`FlatParams` whose buckets with a unit are at rest until they are filled. Parameters without one are whole."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class RestingBuffers(FlatBuffers):
                 parameter = self._parameters[slot.name]
                 self._kinds[slot.name] = type(parameter)
                 parameter.__dict__["_rests_in"] = (slot.name, unit_of[slot.name])
-                parameter.__class__ = resting_class(type(parameter))
+                parameter.__class__ = sharded_class(type(parameter))
 
     @property
     def reads_in_place(self) -> bool:
@@ -164,7 +164,7 @@ class RestingBuffers(FlatBuffers):
         return self._runs[index] if index in self._runs else super().part(index)
 
     def is_held_whole(self, index: int) -> bool:
-        """See `FlatBuffers`."""
+        """See `FlatParams`."""
         return index not in self._runs
 
     def kind_of(self, name: str) -> type | None:
@@ -203,12 +203,12 @@ class RestingBuffers(FlatBuffers):
         return address
 
     def moved(self) -> list[str]:
-        """See `FlatBuffers`."""
+        """See `FlatParams`."""
         with torch._C.DisableTorchFunctionSubclass():
             return super().moved()
 
     def adopt_writes(self) -> None:
-        """See `FlatBuffers`. Raises ModelError for writes to what was gathered, which are lost."""
+        """See `FlatParams`. Raises ModelError for writes to what was gathered, which are lost."""
         with torch._C.DisableTorchFunctionSubclass():
             for name in self._kinds:
                 if self._parameters[name]._version != self._placed[name][1]:

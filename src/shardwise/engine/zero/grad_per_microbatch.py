@@ -20,11 +20,11 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.engine.collecting import Collectors
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import take_gradient, values_of
-from shardwise.engine.gradient_buffers import Buffer, GradientBuffers
-from shardwise.engine.gradients import Gradients, sum_over_replicas
+from shardwise.engine.zero.grad_buffers import Buffer, GradBuffers
+from shardwise.engine.zero.grad_hooks import Collectors
+from shardwise.engine.zero.grad_per_update import GradPerUpdate, sum_over_replicas
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
 from shardwise.plan.memory import run_dtype, wire_dtype
@@ -61,7 +61,7 @@ class _Flight:
     is_first: bool
 
 
-class GradientRuns:
+class GradPerMicrobatch:
     """All gradients of one rank; `microbatch_done` ends each microbatch, `reduce` the update."""
 
     def __init__(
@@ -90,7 +90,7 @@ class GradientRuns:
         self._ownership = _restricted(
             ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if not is_so]
         )
-        self._whole = Gradients(
+        self._whole = GradPerUpdate(
             {name: each for name, each in parameters.items() if name in late},
             _restricted(ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if is_so]),
             precision,
@@ -99,7 +99,7 @@ class GradientRuns:
             counters=counters,
             late=late,
         )
-        self.buffers = GradientBuffers(self._ownership, precision, owners, by_unit=not starts_when_complete)
+        self.buffers = GradBuffers(self._ownership, precision, owners, by_unit=not starts_when_complete)
         self._pending = [
             _Pending(
                 index=index,

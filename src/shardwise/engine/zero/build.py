@@ -6,21 +6,21 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.counters import Counters
-from shardwise.engine.gathering import Gathering
-from shardwise.engine.gathering_calls import GatheringCalls
-from shardwise.engine.gradient_runs import GradientRuns
-from shardwise.engine.gradients import Gradients
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.outside_reads import OutsideReads
 from shardwise.engine.pipeline.outline import outline_of
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_parameters import StageParameters
-from shardwise.engine.resting import RestingBuffers
-from shardwise.engine.rounds import Sharded
-from shardwise.engine.unit_calls import GatheredUnit
 from shardwise.engine.wrapping import wrap
+from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
+from shardwise.engine.zero.grad_per_update import GradPerUpdate
+from shardwise.engine.zero.outside_reads import OutsideReads
+from shardwise.engine.zero.sharded_params import ShardedParams
+from shardwise.engine.zero.uneven_microbatches import Sharded
+from shardwise.engine.zero.unit_calls import GatheredUnit
+from shardwise.engine.zero.unshard import Unshard
+from shardwise.engine.zero.unshard_hooks import UnshardHook
 from shardwise.plan import Ownership, Placement, Plan, plan_ownership
 from shardwise.plan.units import Units, plan_units
 
@@ -79,11 +79,11 @@ def _restricted(units: Units, names: Collection[str]) -> Units:
 
 def make_buffers(
     layout: Layout, inventory: Inventory, owners: Channel, *, keep_shapes: bool, waiting: Collection[str] = ()
-) -> FlatBuffers:
+) -> FlatParams:
     """The working copies and masters of a layout."""
     if layout.stage < 3:
-        return FlatBuffers(inventory, layout.ownership, owners, keep_shapes=keep_shapes, waiting=waiting)
-    return RestingBuffers(
+        return FlatParams(inventory, layout.ownership, owners, keep_shapes=keep_shapes, waiting=waiting)
+    return ShardedParams(
         inventory,
         layout.ownership,
         owners,
@@ -95,10 +95,10 @@ def make_buffers(
 
 def make_gradients(
     layout: Layout, inventory: Inventory, plan: Plan, *, owners: Channel, replicas: Channel, counters: Counters
-) -> Gradients | GradientRuns:
+) -> GradPerUpdate | GradPerMicrobatch:
     """The gradients of a layout."""
     if layout.stage < 2:
-        return Gradients(
+        return GradPerUpdate(
             inventory.parameters,
             layout.ownership,
             plan.precision,
@@ -107,7 +107,7 @@ def make_gradients(
             counters=counters,
             late=layout.late,
         )
-    return GradientRuns(
+    return GradPerMicrobatch(
         inventory.parameters,
         layout.ownership,
         plan.precision,
@@ -120,23 +120,23 @@ def make_gradients(
     )
 
 
-def attend(
+def install_unshard_hooks(
     model: nn.Module,
     layout: Layout,
     inventory: Inventory,
     plan: Plan,
-    buffers: FlatBuffers,
-    gradients: Gradients | GradientRuns,
+    buffers: FlatParams,
+    gradients: GradPerUpdate | GradPerMicrobatch,
     *,
     owners: Channel,
     counters: Counters,
 ) -> Sharded | None:
     """What gathers and reduces around microbatches; under stage 3 it is put around the forwards of the model."""
-    if not isinstance(gradients, GradientRuns):
+    if not isinstance(gradients, GradPerMicrobatch):
         return None
-    if not isinstance(buffers, RestingBuffers):
+    if not isinstance(buffers, ShardedParams):
         return gradients
-    gathering = Gathering(
+    gathering = Unshard(
         buffers,
         gradients,
         layout.units.units,
@@ -152,14 +152,14 @@ def attend(
             needed.setdefault(model.get_submodule(name), []).append(unit)
     for module, units in needed.items():
         if (place := _place_in(module, units)) is not None:
-            wrap(module, GatheringCalls(gathering, units, place))
+            wrap(module, UnshardHook(gathering, units, place))
     OutsideReads(gathering, buffers)
     return gathering
 
 
 def number_microbatches(sharded: Sharded | None, runner: PipelineRunner) -> None:
     """Let calls be told apart by the microbatch that the schedule has them belong to."""
-    if isinstance(sharded, Gathering):
+    if isinstance(sharded, Unshard):
         sharded.microbatch = lambda: -1 if runner.flow is None else runner.flow.number
 
 

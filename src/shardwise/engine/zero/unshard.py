@@ -23,10 +23,10 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.counters import Counters
-from shardwise.engine.gradient_runs import GradientRuns
-from shardwise.engine.resting import RestingBuffers, resting_class
-from shardwise.engine.unit_calls import GatheredUnit, Saved, UnitCall, unpack
-from shardwise.engine.view_copies import Copy
+from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
+from shardwise.engine.zero.sharded_params import ShardedParams, sharded_class
+from shardwise.engine.zero.unit_calls import GatheredUnit, Saved, UnitCall, unpack
+from shardwise.engine.zero.view_copies import Copy
 from shardwise.errors import MismatchError, ModelError
 from shardwise.plan.gathers import Use
 from shardwise.plan.units import Unit
@@ -35,13 +35,13 @@ FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 _END = b"end"
 
 
-class Gathering:
+class Unshard:
     """The units of one rank. See `Sharded` for what goes on around microbatches."""
 
     def __init__(
         self,
-        buffers: RestingBuffers,
-        gradients: GradientRuns,
+        buffers: ShardedParams,
+        gradients: GradPerMicrobatch,
         units: Sequence[Unit],
         parameters: Mapping[str, nn.Parameter],
         *,
@@ -99,7 +99,7 @@ class Gathering:
         for name in plan.parameters:
             kind = self._buffers.kind_of(name)
             assert kind is not None
-            members.append((parameters[name], kind, resting_class(kind)))
+            members.append((parameters[name], kind, sharded_class(kind)))
         return GatheredUnit(
             number=number,
             plan=plan,

@@ -16,15 +16,15 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.engine.collecting import Collectors
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import take_gradient, values_of
+from shardwise.engine.zero.grad_hooks import Collectors
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Ownership, Precision, plan_arena
 from shardwise.plan.memory import wire_dtype
 
 
-class Gradients:
+class GradPerUpdate:
     """All gradients of one rank, in one arena; laid out anew when the number of microbatches asks for it."""
 
     def __init__(
