@@ -52,8 +52,7 @@ from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, check_writes, describe_batch, weigh
 from shardwise.engine.zero.flat_params import FlatParams, Owned
-from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
-from shardwise.engine.zero.grad_per_update import GradPerUpdate
+from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.model_settings import settings_of_model
@@ -74,7 +73,7 @@ class Engine:
         loss_weight: LossWeight | None,
         channels: EngineChannels,
         buffers: FlatParams,
-        gradients: GradPerUpdate | GradPerMicrobatch,
+        gradients: GradReduce,
         ties: StageTies,
         model_buffers: ModelBuffers,
         optimizers: tuple[KnownOptimizer, ...],
@@ -441,4 +440,4 @@ class Engine:
         self._ties.publish()
 
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
-        return stopping_peers(self._channels.world, doing)
+        return stopping_peers(self._channels.world, doing, advice=self._computation.advice)

@@ -1,7 +1,7 @@
 """The state of an engine as pieces: what a checkpoint saves, without any traffic."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -44,11 +44,12 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) 
     """The part of the state that does not depend on optimizers."""
     state: dict[Piece, torch.Tensor] = {}
     spec_of = {spec.name: spec for spec in inventory.specs}
-    for name, segment, index in _segments(buffers):
-        span = slice(segment.start, segment.start + segment.run.num_elements)
-        state |= placed(name, buffers.part(index)[span], spec_of[name], segment)
-        if buffers.has_masters(index):
-            state |= placed(state_name(name, MASTER), buffers.masters[index][span], spec_of[name], segment)
+    for bucket in buffers.buckets:
+        for name, segment in bucket.segments.items():
+            span = slice(segment.start, segment.start + segment.run.num_elements)
+            state |= placed(name, bucket.part[span], spec_of[name], segment)
+            if bucket.has_master:
+                state |= placed(state_name(name, MASTER), bucket.master[span], spec_of[name], segment)
     for spec in inventory.specs:
         if not buffers.holds(spec.name) or not spec.num_elements:  # what has no elements is in nobody's part
             state |= placed(spec.name, inventory.parameters[spec.name].detach(), spec)
@@ -87,9 +88,3 @@ def placed(
             held = block[Box(part.offset, piece.shape).slices()]
         pieces[piece] = held
     return pieces
-
-
-def _segments(buffers: FlatParams) -> Iterator[tuple[str, Segment, int]]:
-    for index, bucket in enumerate(buffers.ownership.buckets):
-        for segment in bucket.segments(buffers.owner):
-            yield segment.name, segment, index

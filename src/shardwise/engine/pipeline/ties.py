@@ -24,8 +24,8 @@ from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.stage_parameters import StageParameters
-from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
 from shardwise.engine.zero.grad_per_update import GradPerUpdate
+from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.memory import gradient_dtype, plan_arena
@@ -141,7 +141,7 @@ class StageTies:
         return gradients.view(name) if name in gradients.touched else None
 
     @torch.no_grad()
-    def collect(self, own: GradPerUpdate | GradPerMicrobatch) -> None:
+    def collect(self, own: GradReduce) -> None:
         """Bring the gradients of all ranks together in those of the owners, after the last backward.
 
         All ranks of the pipeline call it together, before `own.reduce`.
@@ -228,7 +228,7 @@ class StageTies:
             works.append(self._send(_flat(list(alike)), owner, "gradients"))
         return works
 
-    def _take(self, user: int, own: GradPerUpdate | GradPerMicrobatch) -> Iterator[tuple[str, torch.Tensor]]:
+    def _take(self, user: int, own: GradReduce) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive what the rank `user` has for this rank's parameters."""
         held = [spec for bundle in self._owned if bundle.user == user and bundle.trainable for spec in bundle.specs]
         flags = torch.empty(len(held), dtype=torch.uint8, device=self._channel.device)

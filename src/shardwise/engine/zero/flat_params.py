@@ -1,18 +1,21 @@
-"""The flat buffers of one rank: working copies that the model's parameters view, masters of what it owns."""
+"""The parameters of one rank in flat buffers: working copies that parameters view, masters of what the rank owns."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import put_on, values_of
 from shardwise.engine.inventory import Inventory
-from shardwise.plan import Bucket, Ownership, Segment, Slot
+from shardwise.engine.zero.buckets import WholeBucket, make_buckets
+from shardwise.engine.zero.sharded_params import sharded_class
+from shardwise.engine.zero.view_copies import refusal_of_write
+from shardwise.plan import Ownership, Segment, Slot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +28,7 @@ class Owned:
 
 
 class FlatParams:
-    """Working copies and masters, bucket by bucket. Where both have one dtype the master is a view: no second copy."""
+    """Working copies and masters, bucket by bucket."""
 
     def __init__(
         self,
@@ -35,148 +38,138 @@ class FlatParams:
         *,
         keep_shapes: bool,
         waiting: Collection[str] = (),
+        unit_of: Mapping[str, str] | None = None,
     ) -> None:
-        """`waiting`: parameters whose values come later, by `write` or by a load."""
+        """waiting: parameters whose values come later, by `write` or by a load. unit_of: of parameters that are
+        sharded, which are here whole only while their unit is gathered (stage 3)."""
+        unit_of = unit_of or {}
         self.ownership = ownership
         self.owner = owners.rank
         self._owners = owners
-        self.working: list[torch.Tensor] = []
-        self.masters: list[torch.Tensor] = []
         self.owned: list[Owned] = []
         """Trainable stretches only; frozen masters are held for the checkpoint."""
+        self.buckets, self.sharded = make_buckets(ownership.buckets, unit_of, owners)
         self._parameters = {
             slot.name: inventory.parameters[slot.name] for bucket in ownership.buckets for slot in bucket.slots
         }
-        self._slots: dict[str, tuple[int, Slot, Segment | None]] = {}
-        """Where a parameter lies: bucket, slot in it, and what this rank owns of it."""
-        for index, bucket in enumerate(ownership.buckets):
-            self._fill(index, bucket, waiting, keep_shapes=keep_shapes)
-        self._owned_elements = [
-            sum(segment.run.num_elements for segment in bucket.segments(self.owner)) for bucket in ownership.buckets
-        ]
+        self._slots: dict[str, tuple[WholeBucket, Slot]] = {}
+        """The bucket of a parameter, and its slot in it."""
+        for bucket in self.buckets:
+            self._fill(bucket, waiting, keep_shapes=keep_shapes)
         self._placed = {name: (self._place_of(name), each._version) for name, each in self._parameters.items()}
+        self._kinds: dict[str, type] = {}
+        for slot in (slot for bucket in self.sharded for slot in bucket.plan.slots):
+            parameter = self._parameters[slot.name]
+            self._kinds[slot.name] = type(parameter)
+            parameter.__dict__["_rests_in"] = (slot.name, unit_of[slot.name])
+            parameter.__class__ = sharded_class(type(parameter))
         self.written: set[str] = set()
         """Parameters that were written to from outside, until ranks have compared them."""
-
-    def part(self, index: int) -> torch.Tensor:
-        """The owned part of a working buffer."""
-        run = self.ownership.buckets[index].part(self.owner)
-        return self.working[index][run.start : run.stop]
 
     def name_of(self) -> dict[torch.Tensor, str]:
         """The names of the parameters that this rank's optimizers have."""
         return {owned.parameter: owned.segment.name for owned in self.owned}
 
-    def has_masters(self, index: int) -> bool:
-        """Whether the masters of a bucket are held apart from the working copies."""
-        bucket = self.ownership.buckets[index]
-        return bucket.master != bucket.working
-
     def cast_from_masters(self) -> set[str]:
         """Names of parameters whose working copy is made from a master that is held apart."""
-        buckets = [bucket for index, bucket in enumerate(self.ownership.buckets) if self.has_masters(index)]
-        return {slot.name for bucket in buckets for slot in bucket.slots}
-
-    def moved(self) -> list[str]:
-        """Names of parameters that no longer view their buffer: somebody replaced their storage."""
-        return [name for name in self._parameters if self._place_of(name) != self._placed[name][0]]
-
-    def _place_of(self, name: str) -> int:
-        """What stays the same as long as nobody gives the parameter another storage."""
-        return values_of(self._parameters[name]).data_ptr()
+        return {slot.name for bucket in self.buckets if bucket.has_master for slot in bucket.plan.slots}
 
     def holds(self, name: str) -> bool:
         """Whether a parameter lies in one of the buffers."""
         return name in self._parameters
 
-    def is_held_whole(self, index: int) -> bool:
-        """Whether the working copy of a whole bucket is here all the time."""
-        return True
+    # What is sharded ------------------------------------------------------------------------------------------------
+
+    def kind_of(self, name: str) -> type | None:
+        """The class of a parameter while it is gathered; None for one that is held whole."""
+        return self._kinds.get(name)
+
+    def read_by(self, reader: Callable[..., Any]) -> None:
+        """Let `reader` carry out operations on sharded parameters; see `OutsideReads`."""
+        for name in self._kinds:
+            self._parameters[name].__dict__["_reader"] = reader
+
+    # Writes from outside --------------------------------------------------------------------------------------------
+
+    def moved(self) -> list[str]:
+        """Names of parameters that no longer view their buffer: somebody replaced their storage."""
+        with torch._C.DisableTorchFunctionSubclass():  # sharded or not
+            return [name for name in self._parameters if self._place_of(name) != self._placed[name][0]]
 
     @torch.no_grad()
     def adopt_writes(self) -> None:
-        """Take values that were written into parameters from outside (`load_state_dict`) over into the masters."""
-        written = {name for name, each in self._parameters.items() if each._version != self._placed[name][1]}
-        if not written:
-            return
-        self.written |= written
-        for index, bucket in enumerate(self.ownership.buckets):
-            for segment in bucket.segments(self.owner) if self.has_masters(index) else ():
-                if segment.name in written:
-                    span = slice(segment.start, segment.start + segment.run.num_elements)
-                    self.masters[index][span].copy_(self.part(index)[span])
-        self._placed |= {name: (self._placed[name][0], self._parameters[name]._version) for name in written}
+        """Take values that were written into parameters from outside (`load_state_dict`) over into the masters.
+
+        Raises ModelError for writes to a sharded parameter while it was gathered, which are lost.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # sharded or not
+            versions = {name: each._version for name, each in self._parameters.items()}
+        written = [name for name, version in versions.items() if version != self._placed[name][1]]
+        if lost := next((name for name in written if name in self._kinds), None):
+            raise refusal_of_write(lost)
+        for name in written:
+            self._slots[name][0].adopt(name)
+            self._placed[name] = self._placed[name][0], versions[name]
+        self.written.update(written)
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Of the values of those parameters that are here."""
         held = {name: values_of(self._parameters[name]) for name in names if name in self._parameters}
         return {name: digest_of_values(values) for name, values in held.items()}
 
-    def publish(self, counters: Counters) -> None:
-        """Cast the updated masters into the working copy, once per owned element, and give them to all ranks."""
-        trainable = [index for index, bucket in enumerate(self.ownership.buckets) if bucket.trainable]
-        self._publish(trainable, "parameters of bucket", counters)
-
-    def publish_restored(self, counters: Counters) -> None:
-        """Publish masters that were written from outside, frozen ones too."""
-        self._publish(range(len(self.ownership.buckets)), "restored parameters of bucket", counters)
-
-    @torch.no_grad()
-    def _publish(self, indices: Sequence[int], subject: str, counters: Counters) -> None:
-        works = []
-        for index in indices:
-            bucket = self.ownership.buckets[index]
-            part = self.part(index)
-            if self.has_masters(index):
-                part.copy_(self.masters[index])
-                counters.cast_elements += self._owned_elements[index]
-            if self._owners.size > 1 and self.is_held_whole(index):
-                counters.all_gathers += 1
-                purpose = f"{subject} {index}"
-                works.append(self._owners.all_gather(self.working[index], part, counts=bucket.counts, purpose=purpose))
-        for work in works:
-            work.wait()
-
     @torch.no_grad()
     def write(self, name: str, values: torch.Tensor) -> bool:
         """Take over the values of a parameter, in its own shape; whether it is here."""
         if name not in self._slots:
             return False
-        index, slot, segment = self._slots[name]
-        self._write(index, slot, segment, values)
+        bucket, slot = self._slots[name]
+        bucket.write(slot, values)
         return True
 
-    def _room(self, index: int, num_bytes: int) -> torch.Tensor:
-        """Memory for the working copy of a bucket."""
-        return self._owners.allocate(num_bytes)
+    # Updates --------------------------------------------------------------------------------------------------------
 
-    def _write(self, index: int, slot: Slot, segment: Segment | None, values: torch.Tensor) -> None:
-        flat = values.reshape(-1)
-        self.working[index][slot.run.start : slot.run.stop].copy_(flat)
-        if segment is not None:
-            span = slice(segment.start, segment.start + segment.run.num_elements)
-            self.masters[index][span].copy_(flat[segment.run.start : segment.run.stop])
+    def publish(self, counters: Counters) -> None:
+        """Cast the updated masters into the working copy, once per owned element, and give them to all ranks."""
+        trainable = [index for index, bucket in enumerate(self.buckets) if bucket.plan.trainable]
+        self._publish(trainable, "parameters of bucket", counters)
+
+    def publish_restored(self, counters: Counters) -> None:
+        """Publish masters that were written from outside, frozen ones too."""
+        self._publish(range(len(self.buckets)), "restored parameters of bucket", counters)
 
     @torch.no_grad()
-    def _fill(self, index: int, bucket: Bucket, waiting: Collection[str], *, keep_shapes: bool) -> None:
-        dtype = torch_dtype(bucket.working)
-        working = self._room(index, bucket.num_elements * dtype.itemsize).view(dtype)
-        self.working.append(working)
-        part = self.part(index)
-        master = part
-        if self.has_masters(index):
-            master = torch.zeros(bucket.counts[self.owner], dtype=torch_dtype(bucket.master), device=working.device)
-        self.masters.append(master)
-        segments = {segment.name: segment for segment in bucket.segments(self.owner)}
-        for slot in bucket.slots:
-            self._slots[slot.name] = index, slot, segments.get(slot.name)
+    def _publish(self, indices: Sequence[int], subject: str, counters: Counters) -> None:
+        works = []
+        for index in indices:
+            bucket = self.buckets[index]
+            if bucket.has_master:
+                bucket.part.copy_(bucket.master)
+                counters.cast_elements += bucket.num_owned
+            if self._owners.size > 1 and bucket.is_whole:
+                counters.all_gathers += 1
+                works.append(
+                    self._owners.all_gather(
+                        bucket.working, bucket.part, counts=bucket.plan.counts, purpose=f"{subject} {index}"
+                    )
+                )
+        for work in works:
+            work.wait()
+
+    def _place_of(self, name: str) -> int:
+        return self._slots[name][0].place_of(self._parameters[name])
+
+    @torch.no_grad()
+    def _fill(self, bucket: WholeBucket, waiting: Collection[str], *, keep_shapes: bool) -> None:
+        for slot in bucket.plan.slots:
+            self._slots[slot.name] = bucket, slot
             parameter = self._parameters[slot.name]
             values = values_of(parameter)
             if slot.name not in waiting:
-                self._write(index, slot, segments.get(slot.name), values)
-            if (segment := segments.get(slot.name)) is not None and bucket.trainable:
+                bucket.write(slot, values)
+            if (segment := bucket.segments.get(slot.name)) is not None and bucket.plan.trainable:
                 span = slice(segment.start, segment.start + segment.run.num_elements)
-                view = master[span].view(values.shape) if keep_shapes else master[span]
+                view = bucket.master[span].view(values.shape) if keep_shapes else bucket.master[span]
                 self.owned.append(Owned(segment=segment, parameter=nn.Parameter(view)))
             parameter.grad = None  # its dtype or place may no longer fit
-            put_on(parameter, working[slot.run.start : slot.run.stop].view(values.shape))
+            put_on(parameter, bucket.working[slot.run.start : slot.run.stop].view(values.shape))
+        bucket.free()

@@ -25,6 +25,7 @@ from shardwise.engine.given_dtensors import take_gradient, values_of
 from shardwise.engine.zero.grad_buffers import Buffer, GradBuffers
 from shardwise.engine.zero.grad_hooks import Collectors
 from shardwise.engine.zero.grad_per_update import GradPerUpdate, sum_over_replicas
+from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
 from shardwise.plan.memory import run_dtype, wire_dtype
@@ -61,8 +62,10 @@ class _Flight:
     is_first: bool
 
 
-class GradPerMicrobatch:
+class GradPerMicrobatch(Passes):
     """All gradients of one rank; `microbatch_done` ends each microbatch, `reduce` the update."""
+
+    moves_in_step = True
 
     def __init__(
         self,
@@ -211,28 +214,23 @@ class GradPerMicrobatch:
 
     # Microbatches -------------------------------------------------------------------------------------------------
 
-    @property
-    def gathers(self) -> bool:
-        """See `Sharded`."""
-        return False
-
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
-        """See `Sharded`."""
+        """See `Passes`."""
         self._trains = trains
 
     def begin_microbatch(self, *, is_joint: bool) -> None:
-        """See `Sharded`: buckets go in one order in any case."""
+        """See `Passes`: buckets go in one order in any case."""
 
     def end_pass(self, *, has_failed: bool = False) -> None:
-        """See `Sharded`."""
+        """See `Passes`."""
         self._trains = False
 
     def skip_microbatch(self) -> None:
-        """See `Sharded`."""
+        """See `Passes`."""
         self.microbatch_done()
 
     def microbatch_done(self, stage: int | None = None) -> None:
-        """See `Sharded`: what is left of the microbatch is reduced."""
+        """See `Passes`: what is left of the microbatch is reduced."""
         if not self._trains:
             return
         stages = sorted(self._by_stage) if stage is None else [stage]
