@@ -54,7 +54,12 @@ class GatheredUnit:
         return self.plan.name
 
     def open(self) -> None:
-        """Forwards that read its parameters follow."""
+        """Forwards that read its parameters follow.
+
+        The class changes, rather than one class that looks up whether it is gathered: that would cost 11 us in every
+        operation that takes a parameter (measured with F.linear), against 0.2 us per parameter and call. And torch's
+        modules leave their fused kernels where an argument has a torch function of its own.
+        """
         for parameter, kind, _ in self.parameters:
             parameter.__class__ = kind
 
