@@ -127,7 +127,7 @@ def test_every_word_is_explained_in_one_sentence() -> None:
 
 
 NAMES_OF_COMMANDS = {"verify.py", "schedule.py"}
-"""Modules of `cli` have the names of their commands: `shardwise verify`, `shardwise ckpt verify`, `shardwise schedule`."""
+"""Modules of `cli` have the names of their commands: `shardwise verify` and `shardwise ckpt verify`."""
 
 
 def test_no_two_files_and_no_two_classes_have_one_name() -> None:
