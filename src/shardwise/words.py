@@ -37,7 +37,7 @@ GLOSSARY: Mapping[str, str] = MappingProxyType(
         "region": "The smallest module in which all cuts along tp begin and end; it is compared cut and whole.",
         "save": "One committed state in a folder of its own, complete or absent.",
         "rewrite": "A declared transformation between the names and shapes of two state dicts.",
-        "certificate": "A file that says, per converted tensor, whether it comes back bit for bit, equal to the original.",
+        "certificate": "A file that says, per converted tensor, whether it comes back bit for bit.",
         "reshard": "To move live tensors from one layout to another, without a file.",
         "relayout": "To put a running engine under another plan, with all its state and without a file.",
     }
