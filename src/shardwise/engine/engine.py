@@ -423,7 +423,8 @@ class Engine:
         """Clip, step the optimizers on the owned masters, cast once, gather the working copies."""
         touched = {name for name, flag in zip(self._names.trainable, closing.touched, strict=True) if flag}
         for owned in self._buffers.owned:
-            # Like in one process: what no microbatch used has no gradient, and the optimizer leaves it alone.
+            # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
+            # decay the weights and the moments.
             name = owned.segment.name
             owned.parameter.grad = gradients[name] if name in touched else None
         if self.plan.clip_grad_norm is not None:

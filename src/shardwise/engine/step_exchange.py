@@ -41,6 +41,7 @@ def exchange_step(
     stop: bool,
 ) -> StepExchange:
     """Exchange this rank's share of the loss and of the norm, and what it touched. `alike`: see `sum_of_losses`."""
+    # One bit per parameter and buffer in one message: a step costs one exchange whatever is agreed on in it.
     flags = [*touched, *changed_buffers, *written, stop]
     num_bytes = -(-len(flags) // 8)
     packed = struct.pack("<dd", loss, squares) + _bits(flags).to_bytes(num_bytes, "little")
@@ -104,4 +105,5 @@ def _bits(flags: Sequence[bool]) -> int:
 
 
 def _sum(values: Sequence[float]) -> float:
+    # fsum rounds once, so that the sum does not depend on the order of the ranks, nor on how many they are.
     return math.fsum(values) if all(map(math.isfinite, values)) else math.nan

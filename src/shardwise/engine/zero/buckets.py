@@ -104,6 +104,8 @@ class ShardedBucket(WholeBucket):
     @torch.no_grad()
     def fill(self, counters: Counters, *, unit: str) -> Work | None:
         """Begin to gather all elements; None where they are here already."""
+        # The storage object stays and only its memory comes and goes: the parameters, and what autograd saved of them,
+        # are views of it.
         self.working.untyped_storage().resize_(self.working.numel() * self.working.element_size())
         counters.all_gathers += 1
         if self._sources:
@@ -149,6 +151,7 @@ def _runs(sharded: Mapping[int, Bucket], owners: Channel) -> dict[int, tuple[tor
         for owner in range(owners.size)
     ]
     num_bytes = max(each[-1] for each in starts)
+    # CPU ranks of one host map each other's runs: a gather is then one copy per owner, and wakes nobody up.
     shared = owners.share(num_bytes) if num_bytes and owners.device.type == "cpu" else None
     own = owners.allocate(starts[owners.rank][-1]) if shared is None else shared[owners.rank]
 
@@ -167,6 +170,8 @@ def _runs(sharded: Mapping[int, Bucket], owners: Channel) -> dict[int, tuple[tor
 
 def _run_bytes(bucket: Bucket, owner: int) -> int:
     """Bytes of an owner's run, up to where the next one may begin."""
+    # torch allocates at multiples of 64 bytes, and vector kernels round by the alignment of what they read: with
+    # another one, results would differ from those of one process in the last digit.
     return -(-bucket.counts[owner] * torch_dtype(bucket.working).itemsize // 64) * 64
 
 

@@ -147,6 +147,7 @@ class FlatParams:
                 counters.cast_elements += bucket.num_owned
             if self._owners.size > 1 and bucket.is_whole:
                 counters.all_gathers += 1
+                # Begun for all buckets before the first is waited for: one bucket travels while the next is cast.
                 works.append(
                     self._owners.all_gather(
                         bucket.working, bucket.part, counts=bucket.plan.counts, purpose=f"{subject} {index}"
@@ -170,6 +171,7 @@ class FlatParams:
                 span = slice(segment.start, segment.start + segment.run.num_elements)
                 view = bucket.master[span].view(values.shape) if keep_shapes else bucket.master[span]
                 self.owned.append(Owned(segment=segment, parameter=nn.Parameter(view)))
-            parameter.grad = None  # its dtype or place may no longer fit
+            # A gradient from before has the dtype, and maybe the shape, of the parameter as it was.
+            parameter.grad = None
             put_on(parameter, bucket.working[slot.run.start : slot.run.stop].view(values.shape))
         bucket.free()

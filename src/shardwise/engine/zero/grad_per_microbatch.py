@@ -302,6 +302,7 @@ class GradPerMicrobatch(Passes):
     @torch.no_grad()
     def _launch(self, pending: _Pending) -> None:
         """Start the reduction of a bucket, after the one before it."""
+        # One reduction at a time is in flight, so that two buffers are enough: one fills while the other is reduced.
         self._land()
         if pending.buffer is None:
             self._give_buffer(pending)
@@ -313,6 +314,8 @@ class GradPerMicrobatch(Passes):
         run = self._runs[pending.index]
         is_first = pending.num_rounds == 0
         master = torch_dtype(pending.bucket.master)
+        # The first part of the sum is written where the sum is; later ones are added from a scratch, in the order of
+        # the microbatches, which is the order in which one process adds them.
         target = run if is_first and run.dtype == master else self._scratch_of(run.numel(), master)
         self._counters.reduce_scatters += 1
         work = self._owners.reduce_scatter(

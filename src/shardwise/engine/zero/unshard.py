@@ -260,7 +260,8 @@ class Unshard(Passes):
             calls[unit.number] = calls.get(unit.number, 0) + 1
 
     def begin_backward(self, call: UnitCall) -> None:
-        """See `UnitCall`. Calls whose forward began later have had their backward: autograd goes back in time."""
+        """See `UnitCall`."""
+        # Autograd goes back in time: a call whose forward began after this one had ended has had its backward.
         for later in [each for each in self._open if each.entered > call.left]:
             later.end()
         self._open.append(call)
@@ -302,9 +303,11 @@ class Unshard(Passes):
     def saving(self, call: UnitCall) -> Iterator[None]:
         """What autograd saves of parameters inside begins the backward of the call when it is asked for."""
         self._calls.append(call)
+        # Hooks of others (activation checkpoints) stay alone: torch calls the innermost hooks only. Around a unit in a
+        # unit ours are installed already, and find the inner call in `_calls`.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         try:
-            if hooks is None:  # others (checkpoints) save in their way; ours are there already around a nested unit
+            if hooks is None:
                 pack = self._pack
                 if "torch._dynamo" in sys.modules:  # or what is compiled would have the hook compiled too
                     pack = self._eager_pack = self._eager_pack or torch.compiler.disable(pack)
@@ -359,7 +362,8 @@ class Unshard(Passes):
                 self._make_room(unit)
                 self._fill(unit)
             self._wait(unit)
-        if phase != BACKWARD:  # there autograd has what it saved, and a forward that it runs again is one of its own
+        # Autograd reads what it saved, which views the memory; only forwards read the parameters themselves.
+        if phase != BACKWARD:
             unit.num_forwards += 1
             if unit.num_forwards == 1:
                 unit.open()
