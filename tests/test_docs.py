@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.train.tables import CheckpointTable, DataTable, ModelTable, Table, TrainTable
-from shardwise.words import VOCABULARY
+from shardwise.words import GLOSSARY
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,9 +33,9 @@ def test_every_link_of_the_page_leads_somewhere(page: Path) -> None:
     assert not missing
 
 
-def test_the_vocabulary_page_is_the_vocabulary() -> None:
-    rows = re.findall(r"^\| \*\*(.+?)\*\* \| (.+?) \|$", (ROOT / "docs" / "vocabulary.md").read_text(), re.MULTILINE)
-    assert dict(rows) == dict(VOCABULARY)
+def test_the_glossary_page_is_the_glossary() -> None:
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| (.+?) \|$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert dict(rows) == dict(GLOSSARY)
 
 
 @pytest.mark.parametrize("module", ["shardwise.plan.names", "shardwise.plan.microbatches"])

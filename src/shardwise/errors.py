@@ -103,6 +103,10 @@ class MismatchError(ShardwiseError):
     """Ranks were given different models, plans, calls or tensors. Names the ranks and the first difference."""
 
 
+class CallMismatchError(MismatchError):
+    """Ranks made calls on one channel that do not fit each other: their programs took different ways."""
+
+
 class PeerError(ShardwiseError):
     """A peer died, got stuck or stopped with an error of its own.
 

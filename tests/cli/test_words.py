@@ -39,7 +39,7 @@ OF_PROGRAMS = {
     "checkpoint/held.py": "a module given as a state",
     "checkpoint/pruning.py": "sw.checkpoint.prune; checkpoint.keep is checked with the configuration",
     "engine/engine.py": "sw.relayout",
-    "engine/gathering.py": "calls of the model past its engine",
+    "engine/zero/unshard.py": "calls of the model past its engine",
     "engine/pipeline/glue.py": "a loop of a program's own around the model, such as generate",
     "engine/plain_calls.py": "calls of the model and the optimizer past their engine",
     "engine/relayout.py": "sw.relayout",

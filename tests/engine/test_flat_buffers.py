@@ -33,7 +33,7 @@ def test_values_are_written_without_looking_through_the_buckets(monkeypatch: pyt
             assert parameter.flatten().tolist() == [at + 0.5] * parameter.numel()
         assert not buffers.write("another", torch.zeros(1))
         channel.exchange(b"", purpose="both have written")
-        return list(buffers.masters)
+        return [bucket.master for bucket in buffers.buckets]
 
     masters = sw.simulate(2, run)
     assert asked == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.gradients import Gradients
+from shardwise.engine.zero.grad_per_update import GradPerUpdate
 from tests.engine.expected import adamw, points, seeded, square_loss
 from tests.engine.test_counters import PRECISIONS, SHARDINGS, Tower
 
@@ -20,10 +20,10 @@ def distinct_bytes(tensors: list[torch.Tensor]) -> int:
 def measured(engine: sw.Engine) -> tuple[int, int, int, int]:
     """Bytes of working copies, gradients and masters held apart; number of elements of one moment."""
     buffers, gradients = engine._buffers, engine._gradients
-    assert isinstance(gradients, Gradients)
+    assert isinstance(gradients, GradPerUpdate)
     arena = gradients._arena
-    working = distinct_bytes(buffers.working)
-    both = distinct_bytes([*buffers.working, *buffers.masters])
+    working = distinct_bytes([bucket.working for bucket in buffers.buckets])
+    both = distinct_bytes([each for bucket in buffers.buckets for each in (bucket.working, bucket.master)])
     moments = [state["exp_avg"].numel() for state in engine.optimizer.state.values()]
     return working, arena.untyped_storage().nbytes(), both - working, sum(moments)
 
@@ -52,7 +52,7 @@ def test_the_live_buffers_take_what_the_plan_says(
             planned.owned_elements,
         )
         assert all(parameter.grad is None for parameter in model.parameters())
-        working = {buffer.untyped_storage().data_ptr() for buffer in engine._buffers.working}
+        working = {bucket.working.untyped_storage().data_ptr() for bucket in engine._buffers.buckets}
         assert {parameter.untyped_storage().data_ptr() for parameter in model.parameters()} <= working
         return planned.owned_elements
 
@@ -66,8 +66,8 @@ def test_in_float32_there_is_no_second_copy() -> None:
         plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))
         engine = sw.parallelize(seeded(Tower)(), plan, optimizer=adamw, loss=square_loss, channel=channel)
         assert engine.footprint().master_bytes == 0
-        for working, master in zip(engine._buffers.working, engine._buffers.masters, strict=True):
-            assert working.untyped_storage().data_ptr() == master.untyped_storage().data_ptr()
+        for bucket in engine._buffers.buckets:
+            assert bucket.working.untyped_storage().data_ptr() == bucket.master.untyped_storage().data_ptr()
 
     sw.simulate(2, run)
 

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.comm import Work
-from shardwise.engine.gradient_runs import GradientRuns
+from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
 from tests.engine.models import word_loss
 from tests.engine.oracle import share_of
 from tests.engine.test_footprint import tensor_bytes_alive
@@ -131,20 +131,20 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_of(channel, plan)
         gradients, buffers = engine._gradients, engine._buffers
-        assert isinstance(gradients, GradientRuns)
+        assert isinstance(gradients, GradPerMicrobatch)
         for _ in range(2):
             gradients.buffers.peak = 0  # the first update cannot know that a module is not used, and waits for it
             engine.step(share_of(BATCHES[0], channel.rank, channel.size))
         planned = engine.footprint()
-        parts = [buffers.part(index) for index in range(len(buffers.working))]
+        parts = [bucket.part for bucket in buffers.buckets]
+        masters = [bucket.master for bucket in buffers.buckets]
+        whole = [bucket.working for bucket in buffers.buckets]
         aliased = sum(
-            part.nbytes
-            for part, master in zip(parts, buffers.masters, strict=True)
-            if part.data_ptr() == master.data_ptr()
+            part.nbytes for part, master in zip(parts, masters, strict=True) if part.data_ptr() == master.data_ptr()
         )
-        working = sum(part.nbytes for part in parts) if stage == 3 else bytes_of(buffers.working)
+        working = sum(part.nbytes for part in parts) if stage == 3 else bytes_of(whole)
         assert working == planned.working_bytes
-        assert sum(master.nbytes for master in buffers.masters) - aliased == planned.master_bytes
+        assert sum(master.nbytes for master in masters) - aliased == planned.master_bytes
         assert bytes_of(gradients._runs) == planned.gradient_bytes
         # More than two while the last gradients come: those of the model itself and of the embedding, in both dtypes.
         assert 2 <= gradients.buffers.peak <= 4
@@ -169,7 +169,7 @@ def test_the_most_that_is_gathered_is_what_the_plan_says(keeps: bool) -> None:
 
         def measured(unit: Any) -> None:
             fill(unit)
-            held.append(bytes_of(engine._buffers.working))
+            held.append(bytes_of([bucket.working for bucket in engine._buffers.buckets]))
 
         gathering._fill = measured  # type: ignore[method-assign]
         engine.step(share_of(BATCHES[0], channel.rank, channel.size))

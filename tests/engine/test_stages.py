@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.engine.gathering import Gathering
+from shardwise.engine.zero.unit_calls import Residence
+from shardwise.engine.zero.unshard import Unshard
 from tests.engine.models import word_batch, word_loss, words, words_with_kept_norm
 from tests.engine.oracle import Trained, share_of
 from tests.engine.ranks import assert_same_bits
@@ -316,17 +317,17 @@ def test_any_dtypes_share_a_unit() -> None:
     assert_stages_agree(net("frozen"), precision=precision)
 
 
-def gathering_of(engine: sw.Engine) -> Gathering:
-    sharded = engine._computation._sharded
-    assert isinstance(sharded, Gathering)
+def gathering_of(engine: sw.Engine) -> Unshard:
+    sharded = engine._computation._passes
+    assert isinstance(sharded, Unshard)
     return sharded
 
 
 def assert_at_rest(engine: sw.Engine) -> None:
     for unit in gathering_of(engine).units:
-        assert (unit.num_uses, unit.is_resident, unit.works) == (0, False, [])
-        for index in unit.buckets:
-            assert engine._buffers.working[index].untyped_storage().nbytes() == 0
+        assert (unit.num_uses, unit.residence, unit.works) == (0, Residence.SHARDED, [])
+        for bucket in unit.buckets:
+            assert bucket.working.untyped_storage().nbytes() == 0
 
 
 @pytest.mark.parametrize("kind", ["tied", "checkpointed"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.calls import Signature, gather, scatter_sum
-from shardwise.errors import MismatchError
+from shardwise.errors import CallMismatchError
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -69,7 +69,7 @@ class Transfer:
     def carry_out(self) -> None:
         """Move the data unless it was done, and let go of the tensors; raises `MismatchError` when the calls differ."""
         if self._difference:
-            raise MismatchError(self._difference)
+            raise CallMismatchError(self._difference)
         if not self.calls:
             return
         calls = [self.calls[rank] for rank in self.ranks]

@@ -23,7 +23,7 @@ from shardwise.comm.messages import INLINE_BYTES, Chunk, Inbound, Outbound, Stam
 from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
 from shardwise.comm.transfers import Intake, Transfer
 from shardwise.comm.verdicts import Status, Verdict, different, garbled, gone, stuck
-from shardwise.errors import MismatchError, PeerError, in_words
+from shardwise.errors import CallMismatchError, PeerError, in_words
 
 _NUMBERS = 1 << 32
 _MIN_WINDOW = 2
@@ -369,7 +369,7 @@ class Switchboard:
         assert self.verdict is not None
         self.fail(self.verdict)
         if self.verdict.culprit is None:
-            raise MismatchError(self.verdict.fact)
+            raise CallMismatchError(self.verdict.fact)
         if self._raised is None:
             where = f"while rank {self.rank} was in {signature.operation} for {signature.purpose!r}"
             text = f"{self.verdict.fact}, {where}"

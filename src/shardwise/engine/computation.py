@@ -10,10 +10,10 @@ from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
-from shardwise.engine.rounds import Joint, Rounds, Sharded
 from shardwise.engine.tensor.notes import module_noted
 from shardwise.engine.tensor.proof import Proof
 from shardwise.engine.weights import Weighting
+from shardwise.engine.zero.uneven_microbatches import Joint, Passes, UnevenMicrobatches
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import Precision
 
@@ -36,13 +36,13 @@ class Computation:
         rank: int,
         data_rank: int,
         precision: Precision,
-        sharded: Sharded | None = None,
+        passes: Passes,
         on_loss: Sequence[Callable[[torch.Tensor], None]] = (),
         proof: Proof,
     ) -> None:
-        """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `sharded`: None
-        where whole working copies and gradients are held. `on_loss`: see each loss before its backward, where the
-        whole model is here. `proof`: of the plan of tensor parallelism."""
+        """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `passes`: what the
+        data ranks do together around microbatches. `on_loss`: see each loss before its backward, where the whole model
+        is here. `proof`: of the plan of tensor parallelism."""
         self.random = random
         self.step = 0
         """The steps begun so far."""
@@ -53,15 +53,17 @@ class Computation:
         self._rank = rank
         self._data_rank = data_rank
         self._precision = precision
-        self._sharded = sharded
+        self._passes = passes
+        self.advice = passes.advice
+        """See `Passes`."""
         self._on_loss = on_loss
         self.proof = proof
 
     def check_even(self, weighting: Weighting) -> None:
         """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
-        if self.runner is None or self._sharded is None or weighting.is_even:
+        if self.runner is None or not self._passes.moves_in_step or weighting.is_even:
             return
-        if self.runner.num_chunks > 1 or self._sharded.gathers:
+        if self.runner.num_chunks > 1 or self._passes.gathers:
             raise BatchError(
                 "data ranks compute different microbatches, because some have weight 0 on some ranks only (the weights "
                 f"are {[list(each) for each in weighting.by_rank]}); under pp with stage 3, or with several stages per "
@@ -89,7 +91,7 @@ class Computation:
         losses = [torch.zeros((), device=self._device) for _ in parts]
         with (
             self.proof.judging(by_all=True),
-            Rounds(self._sharded, counted, joint) as rounds,
+            UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(),
         ):
             self._train_counted(parts, factors, streams, counted, losses, rounds, before_last_backward)
@@ -102,7 +104,7 @@ class Computation:
         streams: Sequence[Stream],
         counted: Sequence[int],
         losses: list[torch.Tensor],
-        rounds: Rounds,
+        rounds: UnevenMicrobatches,
         before_last_backward: Callable[[], None],
     ) -> None:
         if self.runner is not None:
@@ -138,7 +140,7 @@ class Computation:
             torch.no_grad(),
             _evaluating(self._model),
             self.proof.judging(by_all=True),
-            Rounds(self._sharded, counted, joint, trains=False) as rounds,
+            UnevenMicrobatches(self._passes, counted, joint, trains=False) as rounds,
             self._explained(),
         ):
             if self.runner is not None:
@@ -162,7 +164,7 @@ class Computation:
             torch.no_grad(),
             _evaluating(self._model),
             self.proof.judging(by_all=False),
-            Rounds(self._sharded, [], [], trains=False, is_agreed=False),
+            UnevenMicrobatches(self._passes, [], [], trains=False, is_agreed=False),
             self._explained(),
         ):
             if self.runner is not None:

@@ -20,14 +20,10 @@ from torch import nn
 
 from shardwise.comm.agreement import agree
 from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
-from shardwise.engine.buffers import FlatBuffers, Owned
 from shardwise.engine.channels import EngineChannels, RankGroups
-from shardwise.engine.closing import Closing, exchange_closing, exchange_loss
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.forward_writes import ForwardWrites
-from shardwise.engine.gradient_runs import GradientRuns
-from shardwise.engine.gradients import Gradients
 from shardwise.engine.hand_over import HandOver, ModelNames
 from shardwise.engine.inventory import Inventory, places_in, refuse_added, refuse_moved, refuse_replaced
 from shardwise.engine.model_buffers import ModelBuffers
@@ -49,11 +45,14 @@ from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.state import placed, state_of
+from shardwise.engine.step_exchange import StepExchange, exchange_loss, exchange_step
 from shardwise.engine.stopping import stopping_peers
 from shardwise.engine.tensor.deciding import TensorDecision
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.weights import Weighting, agree_on_weights, check_writes, describe_batch, weigh
+from shardwise.engine.zero.flat_params import FlatParams, Owned
+from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.model_settings import settings_of_model
@@ -73,8 +72,8 @@ class Engine:
         computation: Computation,
         loss_weight: LossWeight | None,
         channels: EngineChannels,
-        buffers: FlatBuffers,
-        gradients: Gradients | GradientRuns,
+        buffers: FlatParams,
+        gradients: GradReduce,
         ties: StageTies,
         model_buffers: ModelBuffers,
         optimizers: tuple[KnownOptimizer, ...],
@@ -376,7 +375,7 @@ class Engine:
     @torch.no_grad()
     def _close(
         self, losses: Sequence[torch.Tensor], weighting: Weighting, gradients: Mapping[str, torch.Tensor], *, stop: bool
-    ) -> tuple[Closing, float]:
+    ) -> tuple[StepExchange, float]:
         """Take the mean of the gradients, and exchange what every rank has to know before any of them updates.
 
         Returns that, and the norm of the whole gradient.
@@ -395,7 +394,7 @@ class Engine:
         are_whole = everyone.size * self._channels.tensor.size == 1
         norms = norms_of(list(used.values())) if are_whole and world.size > 1 else []
         self.counters.exchanges += 1
-        closing = exchange_closing(
+        closing = exchange_step(
             world,
             loss=weighting.share_of_mean(losses, everyone.rank),
             alike=self._ranks.alike,
@@ -420,11 +419,12 @@ class Engine:
 
     # [5], [6] -------------------------------------------------------------------------------------------------------
 
-    def _update(self, closing: Closing, grad_norm: float, gradients: Mapping[str, torch.Tensor]) -> None:
+    def _update(self, closing: StepExchange, grad_norm: float, gradients: Mapping[str, torch.Tensor]) -> None:
         """Clip, step the optimizers on the owned masters, cast once, gather the working copies."""
         touched = {name for name, flag in zip(self._names.trainable, closing.touched, strict=True) if flag}
         for owned in self._buffers.owned:
-            # Like in one process: what no microbatch used has no gradient, and the optimizer leaves it alone.
+            # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
+            # decay the weights and the moments.
             name = owned.segment.name
             owned.parameter.grad = gradients[name] if name in touched else None
         if self.plan.clip_grad_norm is not None:
@@ -441,4 +441,4 @@ class Engine:
         self._ties.publish()
 
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
-        return stopping_peers(self._channels.world, doing)
+        return stopping_peers(self._channels.world, doing, advice=self._computation.advice)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.buffers import Owned
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.tensor.cutting import portion_of
+from shardwise.engine.zero.flat_params import Owned
 from shardwise.errors import OptimizerError, few_of, in_words
 from shardwise.plan import Parameter
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.engine import Engine
-from shardwise.engine.gathering import Gathering
 from shardwise.engine.given_dtensors import portions_of_dtensors
 from shardwise.engine.hand_over import ModelNames
 from shardwise.engine.initialisation import Initialisation
@@ -31,14 +31,6 @@ from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.sharded import (
-    attend,
-    make_buffers,
-    make_gradients,
-    number_microbatches,
-    plan_layout,
-    units_of,
-)
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.tensor.cutting import NO_CUTS, agree_on_tensor_plan, keep_portions
 from shardwise.engine.tensor.proof import Proof
@@ -47,6 +39,7 @@ from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
 from shardwise.engine.values import ValueSource, fill, give_room
 from shardwise.engine.wrapping import unwrap
+from shardwise.engine.zero.build import install, make_params, plan_layout, units_of
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Plan
 from shardwise.space import Portion
@@ -135,7 +128,7 @@ def parallelize_with(
     layout = plan_layout(owned, stages, plan, units, owners=channels.owners, replicas=channels.replicas)
     known = know(optimizers, inventory, whole_keys)
     counters = Counters()
-    buffers = make_buffers(layout, owned, channels.owners, keep_shapes=not sliced, waiting=waiting)
+    buffers = make_params(layout, owned, channels.owners, keep_shapes=not sliced, waiting=waiting)
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
     swap(optimizers, inventory, buffers.owned)
     if values is not None:
@@ -145,17 +138,23 @@ def parallelize_with(
     model_buffers.settle(channels.pipeline)
     let_inputs_follow(model, plan.precision)
     TensorParallel(model, decision.plan, channels.tensor)
-    gradients = make_gradients(
-        layout, owned, plan, owners=channels.owners, replicas=channels.replicas, counters=counters
+    gradients, passes = install(
+        model,
+        layout,
+        owned,
+        plan,
+        buffers,
+        owners=channels.owners,
+        replicas=channels.replicas,
+        counters=counters,
     )
-    sharded = attend(model, layout, owned, plan, buffers, gradients, owners=channels.owners, counters=counters)
     proof = Proof(
         model,
         decision.plan if plan.tensor.prove else NO_CUTS,
         channels.tensor,
         world=channel,
-        gather=sharded.holding if isinstance(sharded, Gathering) else None,
-        is_followed=lambda: isinstance(sharded, Gathering) and sharded.is_followed,
+        gather=passes.holding,
+        is_followed=lambda: passes.is_followed,
         is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
     )
     summed = SummedGradients(
@@ -178,7 +177,7 @@ def parallelize_with(
             if decision.plan.styles
             else None,
         )
-        number_microbatches(sharded, runner)
+        passes.number_by(partial(_microbatch_of, runner))
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
     if given:  # their modules may have hooks of their own, which sum gradients over ranks, say
         watchers.append(lambda _: gradients.collectors.stay_last())
@@ -200,7 +199,7 @@ def parallelize_with(
             rank=channel.rank,
             data_rank=data_rank_of(plan, channel.rank),
             precision=plan.precision,
-            sharded=sharded,
+            passes=passes,
             on_loss=watchers,
             proof=proof,
         ),
@@ -212,7 +211,7 @@ def parallelize_with(
         model_buffers=model_buffers,
         optimizers=known,
         counters=counters,
-        sizes=Sizes(plan, layout, owner=channels.owners.rank, ties=ties, sharded=sharded, runner=runner),
+        sizes=Sizes(plan, layout, owner=channels.owners.rank, ties=ties, passes=passes, runner=runner),
         summed=summed,
         plain_calls=PlainCalls(
             model,
@@ -295,6 +294,11 @@ def _inspect(
     if channel.rank == 0 and computes_in_float16(inventory.specs):
         warn_of_underflow("the model trains in float16")
     return inventory, optimizers, portions, seeds[0][1] if seed is None else seed
+
+
+def _microbatch_of(runner: PipelineRunner) -> int:
+    """The microbatch that calls of modules belong to now; -1 outside of all."""
+    return -1 if runner.flow is None else runner.flow.number
 
 
 def _is_within(name: str, other: str) -> bool:

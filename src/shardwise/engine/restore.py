@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from shardwise.comm.dtypes import dtype_name, torch_dtype
-from shardwise.engine.buffers import FlatBuffers, Owned
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
@@ -23,6 +22,7 @@ from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.state import placed, state_of_model, whole
+from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.errors import CheckpointError
 from shardwise.plan.model_settings import origin_of
 from shardwise.plan.optimizer_entries import (
@@ -45,7 +45,7 @@ class EngineRestoration:
         inventory: Inventory,
         aliases: Mapping[str, str],
         model: nn.Module,
-        buffers: FlatBuffers,
+        buffers: FlatParams,
         ties: StageTies,
         computation: Computation,
         model_buffers: ModelBuffers,
@@ -156,7 +156,7 @@ def _random_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _trained(
-    buffers: FlatBuffers, optimizers: Sequence[KnownOptimizer]
+    buffers: FlatParams, optimizers: Sequence[KnownOptimizer]
 ) -> Iterator[tuple[KnownOptimizer, Mapping[str, Any], Owned]]:
     """Everything that is trained here, with its optimizer and group."""
     owned_of = {owned.parameter: owned for owned in buffers.owned}

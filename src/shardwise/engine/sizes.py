@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 
-from shardwise.engine.gathering import Gathering
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.ties import StageTies
-from shardwise.engine.rounds import Sharded
-from shardwise.engine.sharded import Layout
+from shardwise.engine.zero.build import Layout
+from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
-from shardwise.plan.gathers import Use, count_gathers, one_by_one
 from shardwise.plan.memory import sharded_footprint, sharded_traffic
 
 
@@ -22,14 +20,14 @@ class Sizes:
         *,
         owner: int,
         ties: StageTies,
-        sharded: Sharded | None,
+        passes: Passes,
         runner: PipelineRunner | None,
     ) -> None:
         self._plan = plan
         self._layout = layout
         self._owner = owner
         self._ties = ties
-        self._gathering = sharded if isinstance(sharded, Gathering) else None
+        self._passes = passes
         self._runner = runner
 
     def footprint(self, num_microbatches: int) -> Footprint:
@@ -64,7 +62,11 @@ class Sizes:
         if layout.stage < 2:
             owned = traffic(layout.ownership, self._owner, precision, num_microbatches=k)
         else:
-            gathers = None if self._gathering is None else self._gathers(self._gathering, k)
+            schedule = None if self._runner is None else self._runner.schedule
+            actions = None
+            if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
+                actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.rank]]
+            gathers = self._passes.gathers_in(k, actions)
             owned = sharded_traffic(
                 layout.ownership, self._owner, precision, num_microbatches=k, gathers=gathers, late=layout.late
             )
@@ -72,22 +74,3 @@ class Sizes:
             reduce_bytes=owned.reduce_bytes + self._ties.sent_gradient_bytes(k),
             gather_bytes=owned.gather_bytes + self._ties.sent_value_bytes(),
         )
-
-    def _gathers(self, gathering: Gathering, k: int) -> dict[str, int]:
-        """How often each unit is gathered in an update of k microbatches."""
-        stage_of = {unit.number: unit.stage for unit in gathering.units}
-        stages = sorted(set(stage_of.values()))
-        forward: dict[int, list[Use]] = {stage: [] for stage in stages}
-        for use in gathering.order or one_by_one(len(gathering.units)):
-            forward[stage_of[use.unit]].append(use)
-        actions = [(kind, at) for _ in range(k) for kind, order in (("F", stages), ("B", stages[::-1])) for at in order]
-        schedule = None if self._runner is None else self._runner.schedule
-        if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
-            actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.rank]]
-        found = count_gathers(
-            forward,
-            actions,
-            keeps=self._plan.sharding.keep_gathered,
-            backward=gathering.differentiated if gathering.order else None,
-        )
-        return {unit.plan.name: found[unit.number] for unit in gathering.units}

@@ -1,15 +1,15 @@
 """The state of an engine as pieces: what a checkpoint saves, without any traffic."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from shardwise.comm.dtypes import dtype_name
-from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.optimizer_state import KnownOptimizer
+from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.plan import Parameter, Segment
 from shardwise.plan.state_names import MASTER, state_name
 from shardwise.space import Box, Piece
@@ -18,7 +18,7 @@ from shardwise.space import Box, Piece
 def state_of(
     inventory: Inventory,
     model: nn.Module,
-    buffers: FlatBuffers,
+    buffers: FlatParams,
     optimizers: Sequence[KnownOptimizer],
 ) -> dict[Piece, torch.Tensor]:
     """Everything this rank owns, as views: parameters, masters, optimizer state; buffers and unfused parameters whole.
@@ -40,15 +40,16 @@ def state_of(
     return state
 
 
-def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatBuffers) -> dict[Piece, torch.Tensor]:
+def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) -> dict[Piece, torch.Tensor]:
     """The part of the state that does not depend on optimizers."""
     state: dict[Piece, torch.Tensor] = {}
     spec_of = {spec.name: spec for spec in inventory.specs}
-    for name, segment, index in _segments(buffers):
-        span = slice(segment.start, segment.start + segment.run.num_elements)
-        state |= placed(name, buffers.part(index)[span], spec_of[name], segment)
-        if buffers.has_masters(index):
-            state |= placed(state_name(name, MASTER), buffers.masters[index][span], spec_of[name], segment)
+    for bucket in buffers.buckets:
+        for name, segment in bucket.segments.items():
+            span = slice(segment.start, segment.start + segment.run.num_elements)
+            state |= placed(name, bucket.part[span], spec_of[name], segment)
+            if bucket.has_master:
+                state |= placed(state_name(name, MASTER), bucket.master[span], spec_of[name], segment)
     for spec in inventory.specs:
         if not buffers.holds(spec.name) or not spec.num_elements:  # what has no elements is in nobody's part
             state |= placed(spec.name, inventory.parameters[spec.name].detach(), spec)
@@ -87,9 +88,3 @@ def placed(
             held = block[Box(part.offset, piece.shape).slices()]
         pieces[piece] = held
     return pieces
-
-
-def _segments(buffers: FlatBuffers) -> Iterator[tuple[str, Segment, int]]:
-    for index, bucket in enumerate(buffers.ownership.buckets):
-        for segment in bucket.segments(buffers.owner):
-            yield segment.name, segment, index

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwise.comm import Channel
-from shardwise.engine.gathering import words_on_units
-from shardwise.errors import MismatchError, PeerError
+from shardwise.errors import CallMismatchError, PeerError
 
 
 @contextmanager
-def stopping_peers(world: Channel, doing: str) -> Iterator[None]:
-    """Tell the other ranks when this one stops."""
+def stopping_peers(world: Channel, doing: str, *, advice: str = "") -> Iterator[None]:
+    """Tell the other ranks when this one stops. advice: what to do where ranks make calls that do not fit."""
     try:
         yield
     except PeerError:
@@ -18,6 +17,6 @@ def stopping_peers(world: Channel, doing: str) -> Iterator[None]:
     except BaseException as error:
         if world.size > 1:
             world.abort(f"{type(error).__name__} in {doing}: {error}")
-        if words := words_on_units(error):
-            raise MismatchError(words) from error
+        if advice and isinstance(error, CallMismatchError):
+            raise CallMismatchError(f"{error}\n{advice}") from error
         raise

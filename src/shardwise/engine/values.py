@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.skeleton import with_values
 from shardwise.engine.tensor.cutting import portion_of
+from shardwise.engine.zero.flat_params import FlatParams
 
 BufferPlace = tuple[nn.Module, str]
 """A module and the name under which it holds a buffer."""
@@ -73,7 +73,7 @@ def fill(
     *,
     held: Inventory,
     model: nn.Module,
-    buffers: FlatBuffers,
+    buffers: FlatParams,
     ties: StageTies,
 ) -> None:
     """Keep of each tensor that `source` gives what this rank has of it.

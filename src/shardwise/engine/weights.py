@@ -12,7 +12,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agree, digest_of_values
 from shardwise.comm.dtypes import dtype_name
 from shardwise.engine.batches import Batch, LossWeight, count_rows
-from shardwise.engine.rounds import Joint
+from shardwise.engine.zero.uneven_microbatches import Joint
 from shardwise.errors import BatchError, MismatchError, ShardwiseError
 
 

@@ -1,4 +1,4 @@
-"""What is clipped: calls of placed modules, and glue operations; each can be run, and can be tried on fake tensors."""
+"""What is infer-only on other ranks: calls of placed modules, and glue; each can be run, and tried on fake tensors."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence

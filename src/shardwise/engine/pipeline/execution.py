@@ -19,7 +19,7 @@ from shardwise.engine.pipeline.inference import Entry, Inputs, Writes, describe
 from shardwise.engine.pipeline.nested import filled, is_plain, put_into, tensors_in, told_in, transform
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.values import Family, Memory, Spec, StageTensor, Value
-from shardwise.engine.resting import functions_of_metadata
+from shardwise.engine.zero.sharded_params import functions_of_metadata
 from shardwise.errors import ModelError
 
 if TYPE_CHECKING:

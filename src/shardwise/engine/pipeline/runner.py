@@ -23,7 +23,7 @@ from shardwise.engine.pipeline.steps import LossOf, TrainingStep
 from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.values import StageTensor
 from shardwise.engine.randomness import KeyedRandom, Stream
-from shardwise.engine.rounds import Rounds
+from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
 from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt
@@ -162,7 +162,7 @@ class PipelineRunner:
         *,
         streams: Sequence[Stream | None],
         before_last_backward: Callable[[], None],
-        rounds: Rounds,
+        rounds: UnevenMicrobatches,
     ) -> list[torch.Tensor]:
         """Forward and backward of all microbatches; the loss of each where this rank has it, and zero elsewhere.
 
@@ -207,7 +207,7 @@ class PipelineRunner:
         return output.detach()
 
     def evaluate(
-        self, parts: Sequence[Batch], loss_of: LossOf, *, streams: Sequence[Stream | None], rounds: Rounds
+        self, parts: Sequence[Batch], loss_of: LossOf, *, streams: Sequence[Stream | None], rounds: UnevenMicrobatches
     ) -> list[torch.Tensor]:
         """Forward of all microbatches; losses as `train` gives them."""
         losses = []

@@ -11,7 +11,7 @@ from shardwise.engine.pipeline.flows import Flow
 from shardwise.engine.pipeline.turns import Turn
 from shardwise.engine.pipeline.values import StageTensor
 from shardwise.engine.randomness import Stream
-from shardwise.engine.rounds import Rounds
+from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class TrainingStep:
         factors: Sequence[float],
         loss_of: LossOf,
         streams: Sequence[Stream | None],
-        rounds: Rounds,
+        rounds: UnevenMicrobatches,
     ) -> None:
         self.flows: dict[int, Flow] = {}
         self.losses = [torch.zeros((), device=runner.device) for _ in parts]

@@ -22,10 +22,10 @@ from torch import nn
 from shardwise.comm import Channel, Work
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.counters import Counters
-from shardwise.engine.gradient_runs import GradientRuns
-from shardwise.engine.gradients import Gradients
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.stage_parameters import StageParameters
+from shardwise.engine.zero.grad_per_update import GradPerUpdate
+from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.memory import gradient_dtype, plan_arena
@@ -100,14 +100,14 @@ class StageTies:
         self._working = [self._take_in(bundle, waiting) for bundle in self._replicas]
         self._placed = {name: self._parameters[name].data_ptr() for name in self._names}
         alone = pipeline.over([pipeline.rank]) if self._replicas else pipeline
-        self._gradients: dict[int, Gradients] = {}
+        self._gradients: dict[int, GradPerUpdate] = {}
         """By owner: what this rank has for parameters of that rank."""
         self._handed_down: set[str] = set()
         self._layouts: dict[int, Ownership] = {}
         for owner in sorted({bundle.owner for bundle in self._replicas if bundle.trainable}):
             specs = [spec for each in self._replicas if each.trainable and each.owner == owner for spec in each.specs]
             self._layouts[owner] = plan_ownership(specs, plan.sharding, num_owners=1, num_replicas=1)
-            self._gradients[owner] = Gradients(
+            self._gradients[owner] = GradPerUpdate(
                 {spec.name: self._parameters[spec.name] for spec in specs},
                 self._layouts[owner],
                 plan.precision,
@@ -141,7 +141,7 @@ class StageTies:
         return gradients.view(name) if name in gradients.touched else None
 
     @torch.no_grad()
-    def collect(self, own: Gradients | GradientRuns) -> None:
+    def collect(self, own: GradReduce) -> None:
         """Bring the gradients of all ranks together in those of the owners, after the last backward.
 
         All ranks of the pipeline call it together, before `own.reduce`.
@@ -215,7 +215,7 @@ class StageTies:
             parameter.data = part
         return flat
 
-    def _give(self, owner: int, gradients: Gradients) -> list[Work]:
+    def _give(self, owner: int, gradients: GradPerUpdate) -> list[Work]:
         """Send which replicas of the parameters of `owner` have a gradient, and those that they have."""
         gradients.stop()
         held = [
@@ -228,7 +228,7 @@ class StageTies:
             works.append(self._send(_flat(list(alike)), owner, "gradients"))
         return works
 
-    def _take(self, user: int, own: Gradients | GradientRuns) -> Iterator[tuple[str, torch.Tensor]]:
+    def _take(self, user: int, own: GradReduce) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive what the rank `user` has for this rank's parameters."""
         held = [spec for bundle in self._owned if bundle.user == user and bundle.trainable for spec in bundle.specs]
         flags = torch.empty(len(held), dtype=torch.uint8, device=self._channel.device)

@@ -7,22 +7,22 @@ import torch
 from torch import nn
 
 from shardwise.engine.autograd_state import in_backward
-from shardwise.engine.gathering import FORWARD, RECOMPUTATION, Gathering
 from shardwise.engine.pipeline.nested import tensors_in, transform
-from shardwise.engine.unit_calls import GatheredUnit
-from shardwise.engine.view_copies import Copy, copy_of_view
 from shardwise.engine.wrapping import Forward
+from shardwise.engine.zero.unit_calls import GatheredUnit
+from shardwise.engine.zero.unshard import FORWARD, RECOMPUTATION, Unshard
+from shardwise.engine.zero.view_copies import Copy, copy_of_view
 from shardwise.errors import ModelError
 
 
-class GatheringCalls:
+class UnshardHook:
     """A `Wrapper` for one module."""
 
     structure = None
     """It changes no shapes."""
 
     def __init__(
-        self, gathering: Gathering, units: Sequence[GatheredUnit], place: tuple[nn.Module, str, nn.Parameter]
+        self, gathering: Unshard, units: Sequence[GatheredUnit], place: tuple[nn.Module, str, nn.Parameter]
     ) -> None:
         """`place`: where the module, or one inside, has a parameter of the units."""
         self.gathering = gathering
@@ -38,7 +38,7 @@ class GatheringCalls:
 
 
 def run_gathered(
-    gathering: Gathering,
+    gathering: Unshard,
     units: Sequence[GatheredUnit],
     forward: Callable[..., Any],
     args: Sequence[Any],
@@ -85,7 +85,7 @@ def _refusal_of_transformed(units: Sequence[GatheredUnit]) -> ModelError:
     )
 
 
-def _without_memory_of_units(gathering: Gathering, units: Sequence[GatheredUnit], output: Any) -> Any:
+def _without_memory_of_units(gathering: Unshard, units: Sequence[GatheredUnit], output: Any) -> Any:
     """The output, with copies of what views a parameter: that is not gathered any more when somebody reads it."""
 
     def copied(leaf: Any) -> Any:

@@ -1,9 +1,12 @@
 """Whose turn it is: microbatches that some data ranks compute and others do not, in step with each other."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
+
+from torch import nn
 
 
 class Joint(enum.Enum):
@@ -14,12 +17,20 @@ class Joint(enum.Enum):
     ALL = enum.auto()
 
 
-class Sharded(Protocol):
-    """What is gathered and reduced while microbatches are computed (stages 2 and 3), by all data ranks together."""
+class Passes:
+    """What data ranks do together while microbatches are computed: at stages 0 and 1, which this class is, nothing."""
 
-    @property
-    def gathers(self) -> bool:
-        """Whether forwards gather something (stage 3)."""
+    moves_in_step = False
+    """Whether they reduce or gather something in every microbatch."""
+
+    gathers = False
+    """Whether forwards gather something (stage 3)."""
+
+    is_followed = False
+    """Whether other data ranks skip this microbatch, and do of it what this one announces."""
+
+    advice = ""
+    """What to do where ranks make other calls than their peers."""
 
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
         """Forwards of some microbatches follow, and their backwards too where it `trains`. `is_agreed`: the ranks have
@@ -37,13 +48,25 @@ class Sharded(Protocol):
     def end_pass(self, *, has_failed: bool = False) -> None:
         """No more forwards and backwards follow, perhaps because one raised."""
 
+    def number_by(self, microbatch: Callable[[], int]) -> None:
+        """Let `microbatch` say on which one this rank works, where a schedule mixes several."""
 
-class Rounds:
+    def holding(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
+        """The parameter has its values inside."""
+        return nullcontext()
+
+    def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int] | None:
+        """How often each unit is gathered in an update. schedule: forwards and backwards ("F", "B") by stage of the
+        pipeline; None: one after the other."""
+        return None
+
+
+class UnevenMicrobatches:
     """The microbatches of one pass, numbered over all that any data rank computes."""
 
     def __init__(
         self,
-        sharded: Sharded | None,
+        passes: Passes,
         counted: Sequence[int],
         joint: Sequence[Joint],
         *,
@@ -51,7 +74,7 @@ class Rounds:
         is_agreed: bool = True,
     ) -> None:
         """`counted`: the microbatches that this rank computes. `joint`: who computes each."""
-        self._sharded = sharded
+        self._passes = passes
         self._counted = counted
         self._joint = joint
         self._trains = trains
@@ -59,36 +82,31 @@ class Rounds:
         self._next = 0
 
     def __enter__(self) -> Self:
-        if self._sharded is not None:
-            self._sharded.begin_pass(trains=self._trains, is_agreed=self._is_agreed)
+        self._passes.begin_pass(trains=self._trains, is_agreed=self._is_agreed)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._sharded is None:
-            return
         if kind is None:
             self._skip_to(len(self._joint))
-        self._sharded.end_pass(has_failed=kind is not None)
+        self._passes.end_pass(has_failed=kind is not None)
 
     def begin(self, number: int) -> None:
         """The rank goes on to the `number`-th microbatch that it computes: to its forward, or (with stages) to a
         backward."""
         at = self._counted[number]
-        if self._sharded is not None and self._next <= at:
+        if self._next <= at:
             self._skip_to(at)
             self._next = at + 1
-            self._sharded.begin_microbatch(is_joint=self._joint[at] is Joint.ALL)
+            self._passes.begin_microbatch(is_joint=self._joint[at] is Joint.ALL)
 
     def done(self, stage: int | None = None) -> None:
-        """Its backward has ended (in a pass that does not train, its forward); see `Sharded.microbatch_done`."""
-        if self._sharded is not None:
-            self._sharded.microbatch_done(stage)
+        """Its backward has ended (in a pass that does not train, its forward); see `Passes.microbatch_done`."""
+        self._passes.microbatch_done(stage)
 
     def _skip_to(self, end: int) -> None:
-        assert self._sharded is not None
         for at in range(self._next, end):
             if self._joint[at] is not Joint.NONE:
-                self._sharded.skip_microbatch()
+                self._passes.skip_microbatch()
         self._next = max(self._next, end)

@@ -23,7 +23,7 @@ class Buffer:
     num_to_land: int
 
 
-class GradientBuffers:
+class GradBuffers:
     """The buffers of one rank. Buckets are told by their number among the trainable ones of the ownership."""
 
     def __init__(self, ownership: Ownership, precision: Precision, owners: Channel, *, by_unit: bool) -> None:

@@ -20,11 +20,12 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.engine.collecting import Collectors
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import take_gradient, values_of
-from shardwise.engine.gradient_buffers import Buffer, GradientBuffers
-from shardwise.engine.gradients import Gradients, sum_over_replicas
+from shardwise.engine.zero.grad_buffers import Buffer, GradBuffers
+from shardwise.engine.zero.grad_hooks import Collectors
+from shardwise.engine.zero.grad_per_update import GradPerUpdate, sum_over_replicas
+from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
 from shardwise.plan.memory import run_dtype, wire_dtype
@@ -61,8 +62,10 @@ class _Flight:
     is_first: bool
 
 
-class GradientRuns:
+class GradPerMicrobatch(Passes):
     """All gradients of one rank; `microbatch_done` ends each microbatch, `reduce` the update."""
+
+    moves_in_step = True
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class GradientRuns:
         self._ownership = _restricted(
             ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if not is_so]
         )
-        self._whole = Gradients(
+        self._whole = GradPerUpdate(
             {name: each for name, each in parameters.items() if name in late},
             _restricted(ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if is_so]),
             precision,
@@ -99,7 +102,7 @@ class GradientRuns:
             counters=counters,
             late=late,
         )
-        self.buffers = GradientBuffers(self._ownership, precision, owners, by_unit=not starts_when_complete)
+        self.buffers = GradBuffers(self._ownership, precision, owners, by_unit=not starts_when_complete)
         self._pending = [
             _Pending(
                 index=index,
@@ -211,28 +214,23 @@ class GradientRuns:
 
     # Microbatches -------------------------------------------------------------------------------------------------
 
-    @property
-    def gathers(self) -> bool:
-        """See `Sharded`."""
-        return False
-
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
-        """See `Sharded`."""
+        """See `Passes`."""
         self._trains = trains
 
     def begin_microbatch(self, *, is_joint: bool) -> None:
-        """See `Sharded`: buckets go in one order in any case."""
+        """See `Passes`: buckets go in one order in any case."""
 
     def end_pass(self, *, has_failed: bool = False) -> None:
-        """See `Sharded`."""
+        """See `Passes`."""
         self._trains = False
 
     def skip_microbatch(self) -> None:
-        """See `Sharded`."""
+        """See `Passes`."""
         self.microbatch_done()
 
     def microbatch_done(self, stage: int | None = None) -> None:
-        """See `Sharded`: what is left of the microbatch is reduced."""
+        """See `Passes`: what is left of the microbatch is reduced."""
         if not self._trains:
             return
         stages = sorted(self._by_stage) if stage is None else [stage]
@@ -304,6 +302,7 @@ class GradientRuns:
     @torch.no_grad()
     def _launch(self, pending: _Pending) -> None:
         """Start the reduction of a bucket, after the one before it."""
+        # One reduction at a time is in flight, so that two buffers are enough: one fills while the other is reduced.
         self._land()
         if pending.buffer is None:
             self._give_buffer(pending)
@@ -315,6 +314,8 @@ class GradientRuns:
         run = self._runs[pending.index]
         is_first = pending.num_rounds == 0
         master = torch_dtype(pending.bucket.master)
+        # The first part of the sum is written where the sum is; later ones are added from a scratch, in the order of
+        # the microbatches, which is the order in which one process adds them.
         target = run if is_first and run.dtype == master else self._scratch_of(run.numel(), master)
         self._counters.reduce_scatters += 1
         work = self._owners.reduce_scatter(

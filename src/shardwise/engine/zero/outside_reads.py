@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 from shardwise.engine.autograd_state import in_backward
-from shardwise.engine.gathering import RECOMPUTATION, Gathering
-from shardwise.engine.gathering_calls import run_gathered
-from shardwise.engine.resting import RestingBuffers
-from shardwise.engine.unit_calls import GatheredUnit
-from shardwise.engine.view_copies import refusal_of_write
+from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.unit_calls import GatheredUnit
+from shardwise.engine.zero.unshard import RECOMPUTATION, Unshard
+from shardwise.engine.zero.unshard_hooks import run_gathered
+from shardwise.engine.zero.view_copies import refusal_of_write
 
 
 class OutsideReads:
     """Gathers for the operations that take parameters at rest."""
 
-    def __init__(self, gathering: Gathering, buffers: RestingBuffers) -> None:
+    def __init__(self, gathering: Unshard, params: FlatParams) -> None:
         self._gathering = gathering
         self._unit_of = {id(each): unit for unit in gathering.units for each, _, _ in unit.parameters}
-        buffers.read_by(self.read)
+        params.read_by(self.read)
 
     def read(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], taken: Sequence[torch.Tensor]

@@ -23,25 +23,34 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.counters import Counters
-from shardwise.engine.gradient_runs import GradientRuns
-from shardwise.engine.resting import RestingBuffers, resting_class
-from shardwise.engine.unit_calls import GatheredUnit, Saved, UnitCall, unpack
-from shardwise.engine.view_copies import Copy
-from shardwise.errors import MismatchError, ModelError
-from shardwise.plan.gathers import Use
+from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
+from shardwise.engine.zero.sharded_params import sharded_class
+from shardwise.engine.zero.uneven_microbatches import Passes
+from shardwise.engine.zero.unit_calls import Backward, GatheredUnit, Residence, Saved, UnitCall, unpack
+from shardwise.engine.zero.view_copies import Copy
+from shardwise.errors import CallMismatchError, ModelError
+from shardwise.plan.gathers import Use, count_gathers, one_by_one
 from shardwise.plan.units import Unit
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 _END = b"end"
 
 
-class Gathering:
-    """The units of one rank. See `Sharded` for what goes on around microbatches."""
+class Unshard(Passes):
+    """The units of one rank. See `Passes` for what goes on around microbatches."""
+
+    moves_in_step = True
+    gathers = True
+    advice = (
+        "under stage 3 all data ranks gather and reduce the same units in the same order: where the data choose which "
+        "modules run (experts, layers that are skipped), name one module around all of them in sharding.units"
+    )
 
     def __init__(
         self,
-        buffers: RestingBuffers,
-        gradients: GradientRuns,
+        params: FlatParams,
+        gradients: GradPerMicrobatch,
         units: Sequence[Unit],
         parameters: Mapping[str, nn.Parameter],
         *,
@@ -51,13 +60,13 @@ class Gathering:
         keeps: bool,
     ) -> None:
         """`keeps`: what was gathered once stays until the end of the pass."""
-        self._buffers = buffers
+        self._params = params
+        self._reads_in_place = any(each.reads_in_place for each in params.sharded)
         self._gradients = gradients
         self._owners = owners
         self._counters = counters
         self._keeps = keeps
-        self.microbatch: Callable[[], int] = lambda: 0
-        """The microbatch that this rank works on, where a schedule mixes several."""
+        self._microbatch: Callable[[], int] = lambda: 0
         self.units = tuple(self._unit(number, plan, parameters, stage_of) for number, plan in enumerate(units))
         self._resident: list[GatheredUnit] = []
         self._calls: list[UnitCall] = []
@@ -78,47 +87,36 @@ class Gathering:
         self._num_calls = 0
         self._order: list[tuple[int, bool, UnitCall | None]] = []
         """Unit, begins and call of the uses in the forward of the last microbatch that was trained on."""
-        self.differentiated: set[int] = set()
+        self._differentiated: set[int] = set()
         """The units that had a backward in this step, or in the last one."""
         self._uses: dict[int, list[tuple[int, bool, UnitCall | None]]] = {}
         """The same of microbatches that are on their way."""
-        self._announces = False
-        """Whether other ranks follow what this one does, in a microbatch that they do not compute."""
+        self.is_followed = False
 
     def _unit(
         self, number: int, plan: Unit, parameters: Mapping[str, nn.Parameter], stage_of: Mapping[str, int]
     ) -> GatheredUnit:
-        names = set(plan.parameters)
-        buckets = tuple(
-            index
-            for index, bucket in enumerate(self._buffers.ownership.buckets)
-            if not self._buffers.is_held_whole(index) and bucket.slots[0].name in names
-        )
+        buckets = tuple(each for each in self._params.sharded if each.plan.slots[0].name in plan.parameters)
         reductions = {self._gradients.index_of(name): None for name in plan.parameters}
         members = []
         for name in plan.parameters:
-            kind = self._buffers.kind_of(name)
+            kind = self._params.kind_of(name)
             assert kind is not None
-            members.append((parameters[name], kind, resting_class(kind)))
+            members.append((parameters[name], kind, sharded_class(kind)))
         return GatheredUnit(
             number=number,
             plan=plan,
             buckets=buckets,
             reductions=tuple(sorted(each for each in reductions if each is not None)),
             parameters=tuple(members),
-            storages=frozenset(map(self._buffers.storage_of, buckets)),
+            storages=frozenset(each.storage for each in buckets),
             stage=stage_of[plan.parameters[0]],
         )
 
     # Passes and microbatches ----------------------------------------------------------------------------------------
 
-    @property
-    def gathers(self) -> bool:
-        """See `Sharded`."""
-        return True
-
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
-        """See `Sharded`."""
+        """See `Passes`."""
         if not is_agreed:  # also whether all ranks are about to do the same
             self._counters.exchanges += 1
             self._owners.exchange(b"", purpose="parameters are written")
@@ -126,17 +124,17 @@ class Gathering:
         self.is_in_pass = True
         self._trains = trains
         if trains:
-            self.differentiated.clear()
+            self._differentiated.clear()
         self._gradients.begin_pass(trains=trains)
 
     def end_pass(self, *, has_failed: bool = False) -> None:
-        """See `Sharded`."""
+        """See `Passes`."""
         self.is_in_pass = False
         self._gradients.end_pass()
         if has_failed:
-            for unit in [each for each in self._resident if each.works]:
+            for unit in [each for each in self._resident if each.residence is Residence.ARRIVING]:
                 unit.works.clear()
-                unit.is_resident = False
+                unit.residence = Residence.SHARDED
                 self._resident.remove(unit)  # and keeps its memory, to which a transfer may still write
         self.release()
 
@@ -153,34 +151,34 @@ class Gathering:
         self._open.clear()
         self._outstanding.clear()
         self._uses.clear()
-        self._announces = False
+        self.is_followed = False
         self._last_use = None
 
     def microbatch_done(self, stage: int | None = None) -> None:
-        """See `Sharded`. Raises ModelError where a forward wrote to what it got as a copy of a parameter."""
+        """See `Passes`. Raises ModelError where a forward wrote to what it got as a copy of a parameter."""
         self.watch(None)
         for call in self._open:
             for unit in call.close():
                 self.drop(unit, BACKWARD)
         self._open.clear()
-        calls = self._outstanding.get(self.microbatch(), {})
+        calls = self._outstanding.get(self._microbatch(), {})
         for unit in self.units:
             if stage is None or unit.stage == stage:
                 calls.pop(unit.number, None)
         if self._trains:
-            self._order = self._uses.pop(self.microbatch(), self._order)
-        if self._announces:
+            self._order = self._uses.pop(self._microbatch(), self._order)
+        if self.is_followed:
             self._exchange(_END)
-            self._announces = False
+            self.is_followed = False
         self._gradients.microbatch_done(stage)
 
     def begin_microbatch(self, *, is_joint: bool) -> None:
-        """See `Sharded`."""
-        self._announces = not is_joint and self._is_followed
+        """See `Passes`."""
+        self.is_followed = not is_joint and self._has_followers
 
     def skip_microbatch(self) -> None:
-        """See `Sharded`: gather and reduce what the others do, as they say it."""
-        if self._is_followed:
+        """See `Passes`: gather and reduce what the others do, as they say it."""
+        if self._has_followers:
             while (told := next(filter(None, self._exchange(b"")), _END)) != _END:  # nothing, where all skip it
                 what, phase, number = json.loads(told)
                 unit = self.units[number]
@@ -193,22 +191,22 @@ class Gathering:
         self.microbatch_done()
 
     @property
-    def _is_followed(self) -> bool:
+    def _has_followers(self) -> bool:
         """Whether ranks that skip a microbatch have something to do in it."""
-        return self._trains or not self._buffers.reads_in_place
+        return self._trains or not self._reads_in_place
 
     def _announce(self, what: str, phase: str, unit: GatheredUnit) -> None:
         """Tell the ranks that skip this microbatch what all of them do now."""
-        if self._announces and (what == "reduce" or not self._buffers.reads_in_place):
+        if self.is_followed and (what == "reduce" or not self._reads_in_place):
             self._exchange(json.dumps([what, phase, unit.number]).encode())
 
     def _exchange(self, value: bytes) -> list[bytes]:
-        """Every rank's answer; those who say something say the same. Raises MismatchError, the same on all ranks."""
+        """Every rank's answer; those who say something say the same. Raises CallMismatchError, alike on all ranks."""
         self._counters.exchanges += 1
         answers = self._owners.exchange(value, purpose="what comes next in a microbatch that not all ranks compute")
         if len(set(filter(None, answers))) > 1:
             lines = [f"  - rank {rank}: {self._in_words(told)}" for rank, told in enumerate(answers) if told]
-            raise MismatchError("data ranks go through a microbatch in different ways:\n" + "\n".join(lines))
+            raise CallMismatchError("data ranks go through a microbatch in different ways:\n" + "\n".join(lines))
         return answers
 
     def _in_words(self, told: bytes) -> str:
@@ -217,17 +215,36 @@ class Gathering:
         what, phase, number = json.loads(told)
         return f"{what} unit {self.units[number].plan.name!r} in {phase}"
 
-    @property
-    def order(self) -> list[Use]:
-        """The uses in the forward of the last microbatch that was trained on."""
-        return [Use(unit, begins, call is not None and call.has_begun) for unit, begins, call in self._order]
+    def number_by(self, microbatch: Callable[[], int]) -> None:
+        """See `Passes`."""
+        self._microbatch = microbatch
+
+    def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int]:
+        """See `Passes`. By the order of the last microbatch that was trained on; before it, by that of the model."""
+        order = [
+            Use(unit, begins, call is not None and call.backward is not Backward.TO_COME)
+            for unit, begins, call in self._order
+        ]
+        stage_of = {unit.number: unit.stage for unit in self.units}
+        stages = sorted(set(stage_of.values()))
+        forward: dict[int, list[Use]] = {stage: [] for stage in stages}
+        for use in order or one_by_one(len(self.units)):
+            forward[stage_of[use.unit]].append(use)
+        one = [(kind, at) for kind, each in (("F", stages), ("B", stages[::-1])) for at in each]
+        found = count_gathers(
+            forward,
+            one * num_microbatches if schedule is None else schedule,
+            keeps=self._keeps,
+            backward=self._differentiated if order else None,
+        )
+        return {unit.plan.name: found[unit.number] for unit in self.units}
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
     def call(self, units: Sequence[GatheredUnit]) -> UnitCall:
         """A call that has begun, and whose backward may follow."""
         self._num_calls += 1
-        return UnitCall(self, units, self.microbatch(), self._num_calls)
+        return UnitCall(self, units, self._microbatch(), self._num_calls)
 
     def expect_backward(self, call: UnitCall) -> None:
         """The backward of a call will begin if what it gave is used."""
@@ -235,7 +252,7 @@ class Gathering:
 
     def reduce_at_end(self, units: Sequence[GatheredUnit]) -> None:
         """Gradients of the units may come from what is no call: wait for the end of the microbatch's backward."""
-        self._count(units, self.microbatch())
+        self._count(units, self._microbatch())
 
     def _count(self, units: Sequence[GatheredUnit], microbatch: int) -> None:
         calls = self._outstanding.setdefault(microbatch, {})
@@ -243,11 +260,12 @@ class Gathering:
             calls[unit.number] = calls.get(unit.number, 0) + 1
 
     def begin_backward(self, call: UnitCall) -> None:
-        """See `UnitCall`. Calls whose forward began later have had their backward: autograd goes back in time."""
+        """See `UnitCall`."""
+        # Autograd goes back in time: a call whose forward began after this one had ended has had its backward.
         for later in [each for each in self._open if each.entered > call.left]:
             later.end()
         self._open.append(call)
-        self.differentiated.update(unit.number for unit in call.units)
+        self._differentiated.update(unit.number for unit in call.units)
         for unit in call.units:
             self.use(unit, BACKWARD)
 
@@ -285,9 +303,11 @@ class Gathering:
     def saving(self, call: UnitCall) -> Iterator[None]:
         """What autograd saves of parameters inside begins the backward of the call when it is asked for."""
         self._calls.append(call)
+        # Hooks of others (activation checkpoints) stay alone: torch calls the innermost hooks only. Around a unit in a
+        # unit ours are installed already, and find the inner call in `_calls`.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         try:
-            if hooks is None:  # others (checkpoints) save in their way; ours are there already around a nested unit
+            if hooks is None:
                 pack = self._pack
                 if "torch._dynamo" in sys.modules:  # or what is compiled would have the hook compiled too
                     pack = self._eager_pack = self._eager_pack or torch.compiler.disable(pack)
@@ -306,11 +326,6 @@ class Gathering:
                 return Saved(tensor, call)
         return tensor
 
-    @property
-    def is_followed(self) -> bool:
-        """Whether other data ranks skip this microbatch, and do of it what this one announces."""
-        return self._announces
-
     @contextmanager
     def holding(self, parameter: nn.Parameter) -> Iterator[None]:
         """A parameter has its values inside, whatever module reads it. What it takes is not counted."""
@@ -327,7 +342,7 @@ class Gathering:
     @contextmanager
     def using(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> Iterator[None]:
         """The units are gathered inside. `call`: None where no backward can follow."""
-        uses = self._uses.setdefault(self.microbatch(), []) if self._trains and phase == FORWARD else []
+        uses = self._uses.setdefault(self._microbatch(), []) if self._trains and phase == FORWARD else []
         for unit in units:
             uses.append((unit.number, True, call))
             self.use(unit, phase)
@@ -343,12 +358,12 @@ class Gathering:
         unit.num_uses += 1
         self._announce("use", phase, unit)
         if unit.num_uses == 1:
-            if not unit.is_resident:
+            if unit.residence is Residence.SHARDED:
                 self._make_room(unit)
                 self._fill(unit)
-            if unit.works:
-                self._wait(unit)
-        if phase != BACKWARD:  # there autograd has what it saved, and a forward that it runs again is one of its own
+            self._wait(unit)
+        # Autograd reads what it saved, which views the memory; only forwards read the parameters themselves.
+        if phase != BACKWARD:
             unit.num_forwards += 1
             if unit.num_forwards == 1:
                 unit.open()
@@ -370,7 +385,7 @@ class Gathering:
             self._next[self._last_use] = unit
         self._last_use = phase, unit.number
         following = self._next.get(self._last_use)
-        if following is not None and not following.is_resident:
+        if following is not None and following.residence is Residence.SHARDED:
             self._make_room(following)
             self._fill(following)
 
@@ -381,31 +396,21 @@ class Gathering:
             self._free(unit)
 
     def _fill(self, unit: GatheredUnit) -> None:
-        unit.is_resident = True
+        unit.residence = Residence.ARRIVING
         self._resident.append(unit)
-        for index in unit.buckets:
-            if (work := self._buffers.fill(index, self._counters, unit=unit.plan.name)) is not None:
+        for bucket in unit.buckets:
+            if (work := bucket.fill(self._counters, unit=unit.plan.name)) is not None:
                 unit.works.append(work)
 
     def _wait(self, unit: GatheredUnit) -> None:
         for work in unit.works:
             work.wait()
         unit.works.clear()
+        unit.residence = Residence.GATHERED
 
     def _free(self, unit: GatheredUnit) -> None:
         self._wait(unit)
         self._resident.remove(unit)
-        unit.is_resident = False
-        for index in unit.buckets:
-            self._buffers.free(index)
-
-
-def words_on_units(error: BaseException) -> str:
-    """What to say of an error of ranks that gathered or reduced other units; empty for other errors."""
-    if not isinstance(error, MismatchError) or not any(word in str(error) for word in ("of unit ", " unit '")):
-        return ""
-    return (
-        f"{error}\nunder stage 3 all data ranks gather and reduce the same units in the same order: where the data "
-        "choose which modules run (experts, layers that are skipped), name one module around all of them in "
-        "sharding.units"
-    )
+        unit.residence = Residence.SHARDED
+        for bucket in unit.buckets:
+            bucket.free()

@@ -16,15 +16,15 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.engine.collecting import Collectors
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import take_gradient, values_of
+from shardwise.engine.zero.grad_hooks import Collectors
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Ownership, Precision, plan_arena
 from shardwise.plan.memory import wire_dtype
 
 
-class Gradients:
+class GradPerUpdate:
     """All gradients of one rank, in one arena; laid out anew when the number of microbatches asks for it."""
 
     def __init__(
@@ -88,6 +88,7 @@ class Gradients:
     def begin(self, num_microbatches: int) -> None:
         """Forget the gradients of the last update and make room for those of `num_microbatches`."""
         layout = plan_arena(self._ownership, self._owners.rank, self._precision, num_microbatches=num_microbatches)
+        # One microbatch needs no float32 sums, so that the arena of k = 1 is smaller: the size follows the step.
         if layout != self._layout:
             self._lay_out(layout, num_microbatches)
         self._touched.clear()
@@ -169,10 +170,12 @@ class Gradients:
         index = len(self._works)
         bucket = self._buckets[index]
         buffer = self._buffers[index]
+        # Where a narrower copy travels than is summed, one such copy at a time is held: the peak would grow by all.
         if index and self._wire[index] != buffer.dtype:
-            self._complete(index - 1)  # a narrower copy travels: hold one at a time
+            self._complete(index - 1)
+        # What this rank has no gradient for is zeros, because other ranks may have one: all reduce all buckets.
         for slot in bucket.slots:
-            if slot.name not in self._touched:  # other ranks may have a gradient for it
+            if slot.name not in self._touched:
                 buffer[slot.run.start : slot.run.stop].zero_()
         if self._owners.size == 1:
             self._works.append(None)

@@ -6,21 +6,20 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.buffers import FlatBuffers
 from shardwise.engine.counters import Counters
-from shardwise.engine.gathering import Gathering
-from shardwise.engine.gathering_calls import GatheringCalls
-from shardwise.engine.gradient_runs import GradientRuns
-from shardwise.engine.gradients import Gradients
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.outside_reads import OutsideReads
 from shardwise.engine.pipeline.outline import outline_of
-from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_parameters import StageParameters
-from shardwise.engine.resting import RestingBuffers
-from shardwise.engine.rounds import Sharded
-from shardwise.engine.unit_calls import GatheredUnit
 from shardwise.engine.wrapping import wrap
+from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
+from shardwise.engine.zero.grad_per_update import GradPerUpdate
+from shardwise.engine.zero.grad_reduce import GradReduce
+from shardwise.engine.zero.outside_reads import OutsideReads
+from shardwise.engine.zero.uneven_microbatches import Passes
+from shardwise.engine.zero.unit_calls import GatheredUnit
+from shardwise.engine.zero.unshard import Unshard
+from shardwise.engine.zero.unshard_hooks import UnshardHook
 from shardwise.plan import Ownership, Placement, Plan, plan_ownership
 from shardwise.plan.units import Units, plan_units
 
@@ -77,28 +76,34 @@ def _restricted(units: Units, names: Collection[str]) -> Units:
     return Units(units=tuple(part for part in parts if part.parameters))
 
 
-def make_buffers(
+def make_params(
     layout: Layout, inventory: Inventory, owners: Channel, *, keep_shapes: bool, waiting: Collection[str] = ()
-) -> FlatBuffers:
+) -> FlatParams:
     """The working copies and masters of a layout."""
-    if layout.stage < 3:
-        return FlatBuffers(inventory, layout.ownership, owners, keep_shapes=keep_shapes, waiting=waiting)
-    return RestingBuffers(
+    return FlatParams(
         inventory,
         layout.ownership,
         owners,
-        unit_of=layout.units.unit_of(),
+        unit_of=layout.units.unit_of() if layout.stage == 3 else {},
         keep_shapes=keep_shapes,
         waiting=waiting,
     )
 
 
-def make_gradients(
-    layout: Layout, inventory: Inventory, plan: Plan, *, owners: Channel, replicas: Channel, counters: Counters
-) -> Gradients | GradientRuns:
-    """The gradients of a layout."""
+def install(
+    model: nn.Module,
+    layout: Layout,
+    inventory: Inventory,
+    plan: Plan,
+    params: FlatParams,
+    *,
+    owners: Channel,
+    replicas: Channel,
+    counters: Counters,
+) -> tuple[GradReduce, Passes]:
+    """How gradients are reduced, and what data ranks do around microbatches: chosen here, once, by the stage."""
     if layout.stage < 2:
-        return Gradients(
+        whole = GradPerUpdate(
             inventory.parameters,
             layout.ownership,
             plan.precision,
@@ -107,7 +112,8 @@ def make_gradients(
             counters=counters,
             late=layout.late,
         )
-    return GradientRuns(
+        return whole, Passes()
+    gradients = GradPerMicrobatch(
         inventory.parameters,
         layout.ownership,
         plan.precision,
@@ -118,26 +124,10 @@ def make_gradients(
         stage_of=layout.stage_of,
         starts_when_complete=layout.stage == 2,
     )
-
-
-def attend(
-    model: nn.Module,
-    layout: Layout,
-    inventory: Inventory,
-    plan: Plan,
-    buffers: FlatBuffers,
-    gradients: Gradients | GradientRuns,
-    *,
-    owners: Channel,
-    counters: Counters,
-) -> Sharded | None:
-    """What gathers and reduces around microbatches; under stage 3 it is put around the forwards of the model."""
-    if not isinstance(gradients, GradientRuns):
-        return None
-    if not isinstance(buffers, RestingBuffers):
-        return gradients
-    gathering = Gathering(
-        buffers,
+    if layout.stage == 2:
+        return gradients, gradients
+    unshard = Unshard(
+        params,
         gradients,
         layout.units.units,
         inventory.parameters,
@@ -147,20 +137,14 @@ def attend(
         keeps=plan.sharding.keep_gathered,
     )
     needed: dict[nn.Module, list[GatheredUnit]] = {}
-    for unit in gathering.units:
+    for unit in unshard.units:
         for name in unit.plan.modules:
             needed.setdefault(model.get_submodule(name), []).append(unit)
     for module, units in needed.items():
         if (place := _place_in(module, units)) is not None:
-            wrap(module, GatheringCalls(gathering, units, place))
-    OutsideReads(gathering, buffers)
-    return gathering
-
-
-def number_microbatches(sharded: Sharded | None, runner: PipelineRunner) -> None:
-    """Let calls be told apart by the microbatch that the schedule has them belong to."""
-    if isinstance(sharded, Gathering):
-        sharded.microbatch = lambda: -1 if runner.flow is None else runner.flow.number
+            wrap(module, UnshardHook(unshard, units, place))
+    OutsideReads(unshard, params)
+    return gradients, unshard
 
 
 def _place_in(module: nn.Module, units: list[GatheredUnit]) -> tuple[nn.Module, str, nn.Parameter] | None:

@@ -10,7 +10,7 @@ from shardwise.errors import MismatchError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Closing:
+class StepExchange:
     """The same on every rank."""
 
     loss: float
@@ -28,7 +28,7 @@ class Closing:
     """Whether some rank asked to stop."""
 
 
-def exchange_closing(
+def exchange_step(
     channel: Channel,
     *,
     loss: float,
@@ -39,8 +39,9 @@ def exchange_closing(
     changed_buffers: Sequence[bool],
     written: Sequence[bool],
     stop: bool,
-) -> Closing:
+) -> StepExchange:
     """Exchange this rank's share of the loss and of the norm, and what it touched. `alike`: see `sum_of_losses`."""
+    # One bit per parameter and buffer in one message: a step costs one exchange whatever is agreed on in it.
     flags = [*touched, *changed_buffers, *written, stop]
     num_bytes = -(-len(flags) // 8)
     packed = struct.pack("<dd", loss, squares) + _bits(flags).to_bytes(num_bytes, "little")
@@ -53,7 +54,7 @@ def exchange_closing(
         union |= bits
     anywhere = [bool(union >> at & 1) for at in range(len(flags))]
     changed = [at for at in range(len(changed_buffers)) if anywhere[len(touched) + at]]
-    return Closing(
+    return StepExchange(
         loss=sum_of_losses([share for share, _ in shares], alike, is_exact=channel.device.type == "cpu"),
         squares=[share for _, share in shares],
         norms=dict(pair for answer in answers for pair in struct.iter_unpack("<qd", answer[16 + num_bytes :])),
@@ -104,4 +105,5 @@ def _bits(flags: Sequence[bool]) -> int:
 
 
 def _sum(values: Sequence[float]) -> float:
+    # fsum rounds once, so that the sum does not depend on the order of the ranks, nor on how many they are.
     return math.fsum(values) if all(map(math.isfinite, values)) else math.nan

@@ -1,0 +1,95 @@
+"""The class of sharded parameters (stage 3), whose whole working copies exist only while they are gathered.
+
+A parameter that is not gathered says what it is (shape, dtype, gradient). Operations that need its values go to the
+reader of the buffers; where nobody can gather, they are refused.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardwise.errors import ModelError
+
+_MEMORY = frozenset({"data", "_base", "__cuda_array_interface__"})
+_VALUES = _MEMORY | {"T", "mT", "H", "mH", "real", "imag", "__dict__"}
+
+_ASKED = (
+    *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "data_ptr", "storage_offset"),
+    *("untyped_storage", "get_device", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_conj"),
+    *("is_neg", "is_inference", "is_pinned", "is_shared", "is_same_size", "has_names", "requires_grad_", "__len__"),
+    *("register_hook", "register_post_accumulate_grad_hook", "__hash__", "_is_view"),
+)
+
+
+@functools.cache
+def functions_of_metadata() -> frozenset[Any]:
+    """The functions that ask a parameter for something else than its values."""
+    found: set[Any] = {getattr(torch.Tensor, name) for name in _ASKED if hasattr(torch.Tensor, name)}
+    found |= {torch.numel, torch.is_floating_point, torch.is_complex}
+    for name in dir(torch.Tensor):
+        attribute: Any = getattr(torch.Tensor, name, None)
+        if name not in _VALUES and hasattr(attribute, "__get__") and hasattr(attribute, "__set__"):
+            found.add(attribute.__get__)
+    for name in ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"):
+        found.add(getattr(torch.Tensor, name).__set__)
+        found.add(getattr(torch.Tensor, name).__delete__)
+    return frozenset(found)
+
+
+@functools.cache
+def _unfollowed() -> frozenset[Any]:
+    """The functions that give the memory of a parameter, or change it, in ways that nobody sees."""
+    names = ("numpy", "__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__", "storage", "set_", "share_memory_")
+    found: set[Any] = {getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)}
+    return frozenset(found | {getattr(torch.Tensor, name).__get__ for name in _MEMORY if hasattr(torch.Tensor, name)})
+
+
+@functools.cache
+def sharded_class(kind: type) -> type:
+    """The class of parameters of class `kind` while they are not gathered."""
+
+    def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in functions_of_metadata():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        given = (*args, *(kwargs or {}).values())
+        taken = [each for each in _flattened(given) if hasattr(type(each), "_is_resting")]
+        is_followed = func not in _unfollowed() and getattr(func, "__name__", "") not in ("__set__", "__delete__")
+        if taken and is_followed and (read := getattr(taken[0], "_reader", None)) is not None:
+            output = read(func, args, kwargs or {}, taken)
+            if output is not NotImplemented:
+                return output
+        raise _refusal(getattr(func, "__name__", str(func)), given)
+
+    def described(self: Any) -> str:
+        name, unit = self._rests_in
+        return f"Parameter {name!r} {list(self.shape)} {self.dtype}, not gathered (unit {unit!r})"
+
+    body = {
+        "__torch_function__": classmethod(torch_function),
+        "__repr__": described,
+        "__module__": kind.__module__,
+        "_is_resting": True,
+    }
+    return type(kind)(f"Resting{kind.__name__}", (kind,), body)
+
+
+def _refusal(what: str, args: Iterable[Any]) -> ModelError:
+    name, unit = next((each._rests_in for each in _flattened(args) if hasattr(type(each), "_is_resting")), ("?", "?"))
+    within = f"of unit {unit!r}" if unit else "of the model itself"
+    return ModelError(
+        f"{what} needs the values of parameter {name!r} {within}, which is cut over ranks (stage 3) and gathered only "
+        f"for forwards of engine.step, evaluate and predict; to read values outside of them use engine.state() or "
+        f"sw.full(engine), to write them sw.load. In a forward, operations on it give new tensors: read its memory "
+        f"(data, numpy) after detach(), or name the module that reads it in sharding.units ('.' is the model itself)"
+    )
+
+
+def _flattened(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flattened(value)
+        else:
+            yield value
