@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise.comm import Channel, Work
 from shardwise.comm.calls import Signature, all_gather_signature, reduce_scatter_signature
 from shardwise.comm.processes import ProcessChannel, _lane
-from shardwise.errors import MismatchError
+from shardwise.errors import CallMismatchError
 from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import share_of
 from tests.engine.test_backward import GoesOnAlone
@@ -75,5 +75,5 @@ def test_an_order_that_differs_is_known_before_the_update(pool: Pool) -> None:
         pool.run(2, swap_on_one_rank)
     assert sorted(caught.value.failures) == [0, 1]
     for failure in caught.value.failures.values():
-        assert failure.kind == MismatchError.__name__
+        assert failure.kind == CallMismatchError.__name__
         assert "of unit 'layers." in failure.message
