@@ -11,9 +11,9 @@ from shardwise.checkpoint.assembly import AssembledReader
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.matching import apart
 from shardwise.checkpoint.read_plan import missing
+from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.sharing import gather_findings
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.virtual_contents import VirtualContents
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
@@ -27,13 +27,13 @@ def compare_twins(
     channel: Channel,
     store: Store,
     contents: Contents,
-    virtual: VirtualContents | None,
+    view: RewriteView | None,
     twins: Sequence[tuple[str, str]],
     readers: Collection[int],
 ) -> int:
     """Compare the bytes of twins, in windows that the ranks which read share; how many bytes this rank has read.
 
-    virtual: what a rewrite makes of the contents, whose names the twins then have.
+    view: what a rewrite makes of the contents, whose names the twins then have; None without one.
     Raises CheckpointError, the same on all ranks, with all that are not equal.
     """
     if not twins:
@@ -42,7 +42,7 @@ def compare_twins(
     num_bytes = 0
     if channel.rank in readers:
         turn = sorted(readers).index(channel.rank)
-        findings, num_bytes = _differences(store, contents, virtual, twins, turn, len(readers))
+        findings, num_bytes = _differences(store, contents, view, twins, turn, len(readers))
     if findings := gather_findings(channel, findings, purpose="tensors that the target ties"):
         raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
     return num_bytes
@@ -51,28 +51,28 @@ def compare_twins(
 def _differences(
     store: Store,
     contents: Contents,
-    virtual: VirtualContents | None,
+    view: RewriteView | None,
     twins: Sequence[tuple[str, str]],
     turn: int,
     turns: int,
 ) -> tuple[list[str], int]:
     """Findings about the windows whose turn it is, and the bytes that were read."""
-    named = contents if virtual is None else virtual.contents
+    named = contents if view is None else view.contents
     pairs = [
         (named.tensors[one].whole, named.tensors[other].whole)
         for one, other in twins
-        if not (contents.verifiable and virtual is None and _have_equal_checksums(contents, one, other))
+        if not (contents.verifiable and view is None and _have_equal_checksums(contents, one, other))
     ]
     lacking = [
         f"{each}: its elements are in no file; the checkpoint is incomplete"
-        for each in dict.fromkeys(_sources(contents, virtual, pairs))
+        for each in dict.fromkeys(_sources(view, pairs))
         if missing(contents.tensors[each].pieces, contents.tensors[each].whole)
     ]
     if lacking:
         return lacking, 0
     reader: PieceReader | AssembledReader = PieceReader(store, contents)
-    if virtual is not None:
-        reader = AssembledReader(store, contents, virtual.checked)
+    if view is not None:
+        reader = AssembledReader(store, contents, view.checked)
     different: dict[str, None] = {}
     sizes = [(one.num_elements, itemsize_bytes(one.dtype)) for one, _ in pairs]
     for number, window in enumerate(windows(sizes, max_bytes=WINDOW_BYTES // 2)):
@@ -94,12 +94,10 @@ def _have_equal_checksums(contents: Contents, one: str, other: str) -> bool:
     return contents.tensors[one].checksums == contents.tensors[other].checksums
 
 
-def _sources(
-    contents: Contents, virtual: VirtualContents | None, pairs: Sequence[tuple[Piece, Piece]]
-) -> Iterator[str]:
+def _sources(view: RewriteView | None, pairs: Sequence[tuple[Piece, Piece]]) -> Iterator[str]:
     """The stored tensors of which the pairs have elements."""
     for piece in (each for pair in pairs for each in pair):
-        if virtual is None:
+        if view is None:
             yield piece.name
         else:
-            yield from (contents.aliases.get(each, each) for each in virtual.checked.sources_of(piece.name))
+            yield from view.checked.sources_of(piece.name)

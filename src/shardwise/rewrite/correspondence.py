@@ -46,7 +46,7 @@ class Values(Mapping[str, Value]):
 
 
 class Correspondence:
-    """Sources, and the outputs that have their elements. `aliases` are other names of sources: alias -> source."""
+    """Sources, and the outputs that have their elements."""
 
     def __init__(
         self, *, sources: Mapping[str, TensorMeta], nodes: Mapping[str, Node], aliases: Mapping[str, str]
@@ -55,8 +55,9 @@ class Correspondence:
         """What goes in, by name; without ties."""
         self.values: Mapping[str, Value] = Values(nodes, aliases)
         """What comes out, by name, as values; without ties."""
+        self.aliases = aliases
+        """Other names of sources: alias -> source."""
         self._nodes = nodes
-        self._aliases = aliases
         self._templates: dict[tuple[Form, Box], _Template] = {}
         self._num_known = 0
         """Fragments of the templates, and one for each."""
@@ -77,7 +78,7 @@ class Correspondence:
         template = self._templates.get((node.form, box))
         if template is None:
             template = self._template(node, box)
-        leaves, aliases = node.leaves, self._aliases
+        leaves, aliases = node.leaves, self.aliases
         if aliases:
             return [each._replace(other=aliases.get(leaves[number], leaves[number])) for number, each in template]
         return [each._replace(other=leaves[number]) for number, each in template]
@@ -97,7 +98,7 @@ class Correspondence:
         return found
 
     def _source(self, leaf: str) -> TensorMeta:
-        return self.sources[self._aliases.get(leaf, leaf)]
+        return self.sources[self.aliases.get(leaf, leaf)]
 
     def push(self, name: str, box: Box) -> list[Fragment]:
         """Where the elements of a box of a source go: boxes of outputs; in several for copies, in none when dropped."""
@@ -108,7 +109,7 @@ class Correspondence:
 
     def sources_of(self, name: str) -> frozenset[str]:
         """The sources from which an output has elements. Raises KeyError for what is no output."""
-        return frozenset(self._aliases.get(leaf, leaf) for leaf in self._nodes[name].used)
+        return frozenset(self.aliases.get(leaf, leaf) for leaf in self._nodes[name].used)
 
     def _turned(self) -> dict[str, list[Value]]:
         """For each source what of it goes into each output, as values whose sources are the outputs."""

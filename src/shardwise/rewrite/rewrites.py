@@ -269,7 +269,8 @@ class Checked(Correspondence):
         wanted: Mapping[str, TensorMeta] | None,
         aliases: Mapping[str, str],
     ) -> None:
-        self._rewrite = rewrite
+        self.rewrite = rewrite
+        """With its parameters."""
         self._proved = proved
         last = proved[-1].done.evaluation
         self.ties = ties_of(last.outputs, aliases, wanted)
