@@ -5,13 +5,12 @@ and a match without partners is a finding. So ragged combinations (experts that 
 are. What only right names have (a placeholder, a star) is taken from the target's names.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from shardwise.rewrite.findings import SHOWN, Finding
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.stars import counted, gap_of
 from shardwise.rewrite.statements import Name, Stack, Statement
 from shardwise.rewrite.steps import inverted
 
@@ -213,12 +212,14 @@ class _Expansion:
 
     def _look_at_star(self, name: Name, pattern: NamePattern, groups: _Groups) -> None:
         """Note how many names a star stands for; what its numbers lack is a finding where it stacks."""
-        gaps = [gap for bindings, found in sorted(groups.items()) if (gap := gap_of(pattern, bindings, found))]
+        gaps = [gap for bindings, found in sorted(groups.items()) if (gap := _gap_of(pattern, bindings, found))]
         stacks = any(isinstance(each, Stack) for each in self.statement.operations)
         if stacks and not self.statement.gaps:
             self._find_all(name, [f"{gap}; write gaps=1 if numbers may be missing" for gap in gaps])
         line = self.statement.place.line
-        self.notes.append(f"line {line}: {counted(pattern, groups)}" + "".join(f"; {gap}" for gap in gaps[:SHOWN]))
+        self.notes.append(
+            f"line {line}: {_counts_in_words(pattern, groups)}" + "".join(f"; {gap}" for gap in gaps[:SHOWN])
+        )
 
     def _grouped(self, name: Name, pattern: NamePattern, found: list[tuple[str, tuple[str, ...], str]]) -> _Groups:
         """Matches by the digits of the placeholders; those of a star in numeric order."""
@@ -347,3 +348,35 @@ def _shown(pattern: NamePattern, known: dict[str, str]) -> str:
     for variable, digits in known.items():
         text = text.replace(f"${variable}", digits)
     return text
+
+
+def _gap_of(pattern: NamePattern, bindings: Sequence[str], names: Sequence[str]) -> str:
+    """Say which name is lacking among those for which a star stands; empty where their numbers are 0, 1, 2 and so on.
+
+    names: in the order of their numbers, which differ. Names that are lacking behind the last cannot be seen.
+    """
+    if _number(pattern, names[-1]) == str(len(names) - 1):
+        return ""
+    numbers = {_number(pattern, name) for name in names}
+    missing = next(number for number in range(len(names)) if str(number) not in numbers)
+    return f"{pattern.fill(bindings, str(missing))} is not there, and {names[-1]} is"
+
+
+def _counts_in_words(pattern: NamePattern, groups: Mapping[tuple[str, ...], Sequence[str]]) -> str:
+    """Say how many names a star stands for, and where it stands for fewer or more than mostly."""
+    examples: dict[int, list[str]] = {}
+    for names in groups.values():
+        examples.setdefault(len(names), []).append(names[0])
+    (most, places), *others = sorted(examples.items(), key=lambda each: (-len(each[1]), each[0]))
+    text = f"{pattern.text} stands for {most} name{'s' * (most != 1)}" + ("" if len(groups) == 1 else " in each place")
+    if others:
+        text = f"{text.removesuffix('each place')}{len(places)} place{'s' * (len(places) != 1)}"
+    for count, firsts in others:
+        more = f" and {len(firsts) - 1} more places" if len(firsts) > 1 else ""
+        text += f", for {count} where {min(firsts)} is{more}"
+    return text
+
+
+def _number(pattern: NamePattern, name: str) -> str:
+    """The number for which the star stands in a name, without zeros that lead."""
+    return pattern.star_in(name).lstrip("0") or "0"

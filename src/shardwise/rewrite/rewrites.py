@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from shardwise.errors import RewriteError
 from shardwise.rewrite.arguments import Parameters
-from shardwise.rewrite.checking import Proved, agreeing, dropped_sources, fit, mismatches, uncollected
+from shardwise.rewrite.checking import Proved, agreeing, dropped_sources, fit, mismatches, ties_of, uncollected
 from shardwise.rewrite.correspondence import Correspondence
 from shardwise.rewrite.explanation import explain
 from shardwise.rewrite.metas import TensorMeta, metas_of
@@ -18,7 +18,6 @@ from shardwise.rewrite.spelling_out import spelled_out
 from shardwise.rewrite.stages import Stage, refuse_losses
 from shardwise.rewrite.statements import Statement
 from shardwise.rewrite.texts import BOUNDARY, Text, parsed, texts_of, with_parameters
-from shardwise.rewrite.ties import ties_of
 from shardwise.rewrite.writing import text_of
 
 __all__ = ["Checked", "Rewrite"]
