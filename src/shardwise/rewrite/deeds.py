@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.environment import Variable
 from shardwise.rewrite.expansion import Expanded
-from shardwise.rewrite.kernels import Kernel
 from shardwise.rewrite.statements import Operation, Statement
 
 __all__ = ["Deed", "Part", "Task"]
@@ -36,14 +36,14 @@ class Task:
 class Deed:
     """An instance that was carried out."""
 
-    __slots__ = ("along", "kernel", "left", "right")
+    __slots__ = ("along", "left", "ops", "right")
 
     def __init__(
-        self, left: tuple[Variable, ...], right: tuple[Variable, ...], kernel: Kernel | None, along: bool
+        self, left: tuple[Variable, ...], right: tuple[Variable, ...], ops: CompiledOps | None, along: bool
     ) -> None:
         self.left = left
         self.right = right
-        self.kernel = kernel
+        self.ops = ops
         """None: nothing but names changed; or one value without dims stands for all."""
         self.along = along
         """Whether this is optimizer state that went along with its parameter."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, TypeAlias
 
+from shardwise.rewrite.compiled_ops import OPEN, Degrees
 from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.fragments import Shapes, fragments_of, turned
-from shardwise.rewrite.kernels import OPEN, Degrees
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
 from shardwise.rewrite.statements import Ffn, Operation, QkvPerRank

@@ -10,15 +10,14 @@ from math import prod
 from types import MappingProxyType
 
 from shardwise.plan.state_names import is_state_name, state_name
+from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, Refusal, compile_ops
 from shardwise.rewrite.deeds import Deed, Task
 from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.expansion import Expanded, expand
 from shardwise.rewrite.findings import SHOWN, Finding
-from shardwise.rewrite.kernels import OPEN, Degrees, Kernel, Refusal
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.nodes import Node, apply_kernel
-from shardwise.rewrite.operations import work_out
+from shardwise.rewrite.nodes import Node, apply_ops
 from shardwise.rewrite.patterns import NameIndex, NamePattern
 from shardwise.rewrite.planes import follow, is_scalar, keys_by_parameter, plane_of, undecided, without_casts
 from shardwise.rewrite.statements import Operation, Statement
@@ -98,9 +97,9 @@ class _Evaluator:
         self._wanted_index = None if wanted is None else NameIndex(wanted)
         self.leaning: list[tuple[str, bool, Finding]] = []
         self._scalar: dict[str, bool | None] = {}
-        self._kernels: dict[object, Kernel | Refusal] = {}
+        self._compiled: dict[object, CompiledOps | Refusal] = {}
         self._held: list[object] = []
-        """Keeps alive what the keys of `_kernels` tell apart by id."""
+        """Keeps alive what the keys of `_compiled` tell apart by id."""
 
     def carry_out(self, task: Task) -> None:
         """Carry one task out, or find what is wrong with it."""
@@ -156,21 +155,21 @@ class _Evaluator:
             self._scalar[key] = is_scalar(key, nodes)
         return self._scalar[key]
 
-    def kernel(
+    def compiled(
         self,
         operations: tuple[Operation, ...],
         transposed: tuple[bool, ...] | None,
         metas: tuple[TensorMeta, ...],
         num_results: int,
         degrees: Degrees,
-    ) -> Kernel | Refusal:
+    ) -> CompiledOps | Refusal:
         """What operations do to tensors of these metas: worked out once."""
         key = (id(operations), transposed, metas, num_results, degrees)
-        found = self._kernels.get(key)
+        found = self._compiled.get(key)
         if found is None:
             self._held.append(operations)
-            found = work_out(operations, transposed or (False,) * len(metas), metas, num_results, degrees)
-            self._kernels[key] = found
+            found = compile_ops(operations, transposed or (False,) * len(metas), metas, num_results, degrees)
+            self._compiled[key] = found
         return found
 
     def result(self) -> Evaluation:
@@ -310,17 +309,17 @@ class _Carrying:
             self._do(expanded, read, right, nodes, None, along)
             return nodes
         metas = tuple([node.meta for node in nodes])
-        kernel = self._evaluator.kernel(operations, expanded.transposed, metas, len(right), degrees)
-        if isinstance(kernel, Refusal):
-            self._refuse(kernel.of([variable.name for variable in read]), expanded, alike=kernel.text)
+        ops = self._evaluator.compiled(operations, expanded.transposed, metas, len(right), degrees)
+        if isinstance(ops, Refusal):
+            self._refuse(ops.of([variable.name for variable in read]), expanded, alike=ops.text)
             self._write_unknown(expanded, right)
             return ()
         if self._evaluator.fusings is not None and self._apart[1]:
             where = None if along else (self._evaluator.task, expanded)
             made = self._stand_in(self._evaluator.fusings, where, expanded, nodes, along)
         else:
-            made = apply_kernel(kernel, nodes) if kernel.steps else nodes
-        self._do(expanded, read, right, made, None if kernel.does_nothing else kernel, along)
+            made = apply_ops(ops, nodes) if ops.steps else nodes
+        self._do(expanded, read, right, made, None if ops.does_nothing else ops, along)
         return made
 
     def _stand_in(
@@ -336,8 +335,8 @@ class _Carrying:
         self, operations: tuple[Operation, ...], transposed: tuple[bool, ...] | None, nodes: tuple[Node, ...]
     ) -> tuple[Node, ...]:
         """What operations make of each of some nodes."""
-        kernel = self._fitting(operations, transposed, nodes, len(nodes))
-        return apply_kernel(kernel, nodes) if kernel.steps else nodes
+        ops = self._fitting(operations, transposed, nodes, len(nodes))
+        return apply_ops(ops, nodes) if ops.steps else nodes
 
     def _fitting(
         self,
@@ -345,11 +344,11 @@ class _Carrying:
         transposed: tuple[bool, ...] | None,
         nodes: tuple[Node, ...],
         num_results: int,
-    ) -> Kernel:
+    ) -> CompiledOps:
         metas = tuple([node.meta for node in nodes])
-        kernel = self._evaluator.kernel(operations, transposed, metas, num_results, OPEN)
-        assert isinstance(kernel, Kernel), "operations that fit together fit one after the other"
-        return kernel
+        ops = self._evaluator.compiled(operations, transposed, metas, num_results, OPEN)
+        assert isinstance(ops, CompiledOps), "operations that fit together fit one after the other"
+        return ops
 
     def _do(
         self,
@@ -357,11 +356,11 @@ class _Carrying:
         read: tuple[Variable, ...],
         right: Sequence[str],
         nodes: Sequence[Node],
-        kernel: Kernel | None,
+        ops: CompiledOps | None,
         along: bool,
     ) -> None:
         written = tuple([Variable(name, node) for name, node in zip(right, nodes, strict=True)])
-        self._deeds.append(Deed(read, written, kernel, along))
+        self._deeds.append(Deed(read, written, ops, along))
         self._writings += written
         self._writers += [expanded] * len(written)
 

@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.plan.state_names import split_state_name
+from shardwise.rewrite.compiled_ops import CompiledOps, InverseOps
 from shardwise.rewrite.deeds import Deed, Part, Task
 from shardwise.rewrite.environment import Variable
 from shardwise.rewrite.expansion import Expanded
-from shardwise.rewrite.kernels import Inverse, Kernel
 from shardwise.rewrite.statements import Operation, Statement
 
 __all__ = ["Undoing", "undo"]
@@ -59,7 +59,7 @@ class _Graph:
 
     def usable(self, deed: Deed) -> bool:
         """Whether a deed can be undone. What stands for all can be taken from any."""
-        if deed.kernel is None and deed.along:
+        if deed.ops is None and deed.along:
             return any(map(self.available, deed.right))
         return all(map(self.available, deed.right))
 
@@ -180,7 +180,7 @@ class _Undone:
         self.last: dict[tuple[Operation, ...], list[Expanded]] = {}
         """What is done afterwards, with tensors that are treated differently."""
         self.added: list[Expanded] = []
-        self._alike: dict[Kernel, list[Expanded] | None] = {}
+        self._alike: dict[CompiledOps, list[Expanded] | None] = {}
 
     def drop_added(self, names: tuple[str, ...]) -> None:
         """Let go what was added, where the target had it."""
@@ -194,21 +194,21 @@ class _Undone:
         """Undo a deed; of what it took, some counts, and the rest are copies."""
         names = self._names(deed, counts)
         results = tuple([each.name for each in deed.right])
-        kernel = deed.kernel
-        if kernel is None:
+        ops = deed.ops
+        if ops is None:
             if results != names:  # which would keep what is to be used up
                 self.main.setdefault((), []).append(Expanded(results, names))
             return
-        if kernel not in self._alike:
-            alike = kernel.inverse.alike
-            self._alike[kernel] = None if alike is None else self.main.setdefault(alike, [])
-        instances = self._alike[kernel]
+        if ops not in self._alike:
+            alike = ops.inverse.alike
+            self._alike[ops] = None if alike is None else self.main.setdefault(alike, [])
+        instances = self._alike[ops]
         if instances is not None:
             instances.append(Expanded(results, names))
         else:
-            self._take_apart(kernel.inverse, results, names)
+            self._take_apart(ops.inverse, results, names)
 
-    def _take_apart(self, inverse: Inverse, results: tuple[str, ...], names: tuple[str, ...]) -> None:
+    def _take_apart(self, inverse: InverseOps, results: tuple[str, ...], names: tuple[str, ...]) -> None:
         """Undo what treated tensors, or results, differently: each by itself, and between that the joint operation."""
         between = results
         if any(inverse.after):
@@ -288,11 +288,11 @@ def _copy(statement: Statement, variable: Variable, first: str) -> _Loss:
 def _narrowed(trace: Sequence[tuple[Statement, Sequence[Deed]]], graph: _Graph) -> Iterable[_Loss]:
     for statement, deeds in trace:
         for deed in deeds:
-            if deed.kernel is None or deed.along or not deed.kernel.narrowed:
+            if deed.ops is None or deed.along or not deed.ops.narrowed:
                 continue
             for variable in deed.left:
                 if graph.route.get(variable) is deed:
-                    source, to = deed.kernel.narrowed[0]
+                    source, to = deed.ops.narrowed[0]
                     rest = f" from {source} to {to}, which does not hold all its values"
                     yield _Loss(statement, "casts", variable.name, rest)
 

@@ -1,18 +1,18 @@
-"""Nodes: what variables stand for, as a graph from sources through kernels, and as values when somebody asks.
+"""Nodes: what variables stand for, as a graph from sources through operations, and as values when somebody asks.
 
-Tensors that come about in the same way (the same kernels on the same shapes) have the same tiles but for the names of
-their sources. So the tiles are found once for all of them, as a `Form`, and a node is a form and the names in it.
+Tensors that come about in the same way (the same operations on the same shapes) have the same tiles but for the names
+of their sources. So the tiles are found once for all of them, as a `Form`, and a node is a form and the names in it.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from shardwise.rewrite.kernels import Kernel
+from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.steps import apply_steps
 from shardwise.rewrite.tiles import Tile, Value
 
-__all__ = ["Application", "Form", "Node", "apply_kernel", "source_node"]
+__all__ = ["Application", "Form", "Node", "apply_ops", "source_node"]
 
 
 class Form:
@@ -29,7 +29,7 @@ class Form:
         self._value: Value | None = None
 
     def through(self, parts: "_Parts") -> "tuple[Form, ...]":
-        """The forms that a kernel makes of forms of which this is the first."""
+        """The forms that operations make of forms of which this is the first."""
         made = self._made.get(parts)
         if made is None:
             made = self._made[parts] = tuple([Form(meta, parts) for meta in parts[0].results])
@@ -54,7 +54,7 @@ class Form:
             if form._parts is None:
                 form._value = Value.source("0", form.meta)
                 continue
-            kernel, forms, numbers = form._parts
+            ops, forms, numbers = form._parts
             missing = [each for each in forms if each._value is None]
             if missing:
                 waiting.extend(missing)
@@ -64,7 +64,7 @@ class Form:
                 for each, numbering in zip(forms, numbers or [()] * len(forms), strict=True)
                 if each._value is not None
             ]
-            for made, value in zip(forms[0].through(form._parts), apply_steps(kernel.steps, values), strict=True):
+            for made, value in zip(forms[0].through(form._parts), apply_steps(ops.steps, values), strict=True):
                 made._value = value
 
     @property
@@ -78,8 +78,8 @@ class Form:
         return frozenset([int(tile.source) for tile in self.value.tiles])
 
 
-_Parts: TypeAlias = tuple[Kernel, tuple[Form, ...], tuple[tuple[str, ...], ...]]
-"""A kernel, what it takes, and how the sources of each are numbered in all (nothing for one: as they are)."""
+_Parts: TypeAlias = tuple[CompiledOps, tuple[Form, ...], tuple[tuple[str, ...], ...]]
+"""Operations, what they take, and how the sources of each are numbered in all (nothing for one: as they are)."""
 
 
 def _named(value: Value, names: Sequence[str]) -> Value:
@@ -92,12 +92,12 @@ def _named(value: Value, names: Sequence[str]) -> Value:
 
 
 class Application:
-    """One use of a kernel: what it took and what it gave."""
+    """One use of compiled operations: what they took and what they gave."""
 
-    __slots__ = ("inputs", "kernel", "results")
+    __slots__ = ("inputs", "ops", "results")
 
-    def __init__(self, kernel: Kernel, inputs: "tuple[Node, ...]") -> None:
-        self.kernel = kernel
+    def __init__(self, ops: CompiledOps, inputs: "tuple[Node, ...]") -> None:
+        self.ops = ops
         self.inputs = inputs
         self.results: tuple[Node, ...] = ()
 
@@ -142,19 +142,19 @@ def source_node(name: str, meta: TensorMeta, forms: dict[TensorMeta, Form]) -> N
     return Node(meta, form, (name,), None)
 
 
-def apply_kernel(kernel: Kernel, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Return what a kernel makes of tensors.
+def apply_ops(ops: CompiledOps, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Return what operations make of tensors.
 
-    What undoes a kernel on exactly its results gives its tensors back, unless a cast has lost something on the way.
+    What undoes operations on exactly their results gives the tensors back, unless a cast has lost something on the way.
     """
     before = inputs[0].made_by
-    if before is not None and before.results == inputs and before.kernel.undone_by(kernel):
+    if before is not None and before.results == inputs and before.ops.undone_by(ops):
         return before.inputs
-    application = Application(kernel, inputs)
+    application = Application(ops, inputs)
     first = inputs[0]
     if len(inputs) == 1:
         leaves = first.leaves
-        forms = first.form.through((kernel, (first.form,), ()))
+        forms = first.form.through((ops, (first.form,), ()))
     else:
         # A source that goes in twice has one number, so that what was parted and is joined again is one tile.
         number_of = {
@@ -162,6 +162,6 @@ def apply_kernel(kernel: Kernel, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
         }
         leaves = tuple(number_of)
         numbers = tuple([tuple([number_of[leaf] for leaf in node.leaves]) for node in inputs])
-        forms = first.form.through((kernel, tuple([node.form for node in inputs]), numbers))
+        forms = first.form.through((ops, tuple([node.form for node in inputs]), numbers))
     application.results = tuple([Node(form.meta, form, leaves, application) for form in forms])
     return application.results

@@ -6,9 +6,9 @@ This is a check of this library, not of its user: whoever sees it fail has found
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.deeds import Deed, Task
 from shardwise.rewrite.evaluation import evaluate
-from shardwise.rewrite.kernels import Kernel
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.statements import Statement
@@ -48,8 +48,8 @@ class Claim:
 def prove(claim: Claim, deeds: Iterable[Deed], tasks: Iterable[Task]) -> None:
     """Carry out the tasks that undo deeds. Raises AssertionError naming the sources that do not come back."""
     for deed in deeds:
-        if deed.kernel is not None and not deed.kernel.proved:
-            _prove_kernel(deed.kernel, [variable.node.meta for variable in deed.left if variable.node is not None])
+        if deed.ops is not None and not deed.ops.proved:
+            _prove_ops(deed.ops, [variable.node.meta for variable in deed.left if variable.node is not None])
     wrong = claim.failing(tasks)
     assert not wrong, f"what undoes a rewrite does not give back {', '.join(wrong[:10])} ({len(wrong)} findings)"
 
@@ -59,16 +59,16 @@ def gives_back(claim: Claim, statements: Iterable[Statement]) -> bool:
     return not claim.failing([Task.of(each) for each in statements])
 
 
-def _prove_kernel(kernel: Kernel, metas: Sequence[TensorMeta]) -> None:
-    """Carry a kernel and what undoes it out on tensors of its metas."""
+def _prove_ops(ops: CompiledOps, metas: Sequence[TensorMeta]) -> None:
+    """Carry operations and what undoes them out on tensors of these metas."""
     values = [Value.source(str(place), meta) for place, meta in enumerate(metas)]
-    returned = apply_steps(kernel.undo, apply_steps(kernel.steps, values))
+    returned = apply_steps(ops.undo, apply_steps(ops.steps, values))
     same = all(
         back.dtype == value.dtype and _bare(back).same_elements(_bare(value))
         for back, value in zip(returned, values, strict=True)
     )
-    assert same, f"what undoes {kernel.steps} does not lead back"
-    kernel.proved = True
+    assert same, f"what undoes {ops.steps} does not lead back"
+    ops.proved = True
 
 
 def _standing(agree: Sequence[tuple[Node, ...]]) -> dict[Node, Node]:
