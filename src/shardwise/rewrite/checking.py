@@ -53,7 +53,7 @@ def fit(
         other_names = {} if place else aliases
         undoing = each.undoing(other_names)
         evaluation = each.evaluation
-        deeds = [deed for deeds in evaluation.trace for deed in deeds]
+        applied_instances = [applied for instances in evaluation.trace for applied in instances]
         claim = Claim(
             sources=each.sources,
             outputs=evaluation.outputs,
@@ -61,7 +61,7 @@ def fit(
             lost=undoing.lost | other_names.keys(),
             aliases=other_names,
         )
-        prove(claim, deeds, undoing.tasks)
+        prove(claim, applied_instances, undoing.tasks)
         proved.append(Proved(each, undoing, claim))
     return proved
 

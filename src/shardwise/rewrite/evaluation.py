@@ -10,8 +10,8 @@ from math import prod
 from types import MappingProxyType
 
 from shardwise.plan.state_names import is_state_name, state_name
+from shardwise.rewrite.applied_statements import AppliedInstance, StatementTask
 from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, Refusal, compile_ops
-from shardwise.rewrite.deeds import Deed, Task
 from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.expansion import Expanded, expand
@@ -34,7 +34,7 @@ class Evaluation:
     """What comes out, in the order of the names."""
     added: frozenset[str]
     """Names that keep what they have in the target."""
-    trace: list[list[Deed]]
+    trace: list[list[AppliedInstance]]
     """What each task did."""
     agree: list[tuple[Node, ...]]
     """Tensors without dims of which the first stands for all."""
@@ -51,7 +51,7 @@ class Evaluation:
 
 
 def evaluate(
-    tasks: Iterable[Task],
+    tasks: Iterable[StatementTask],
     nodes: Mapping[str, Node],
     wanted: Mapping[str, TensorMeta] | None = None,
     added: Iterable[str] = (),
@@ -93,7 +93,7 @@ class _Evaluator:
         self.findings: list[Finding] = []
         self.notes: list[str] = []
         self.agree: list[tuple[Node, ...]] = []
-        self.trace: list[list[Deed]] = []
+        self.trace: list[list[AppliedInstance]] = []
         self._wanted_index = None if wanted is None else NameIndex(wanted)
         self.leaning: list[tuple[str, bool, Finding]] = []
         self._scalar: dict[str, bool | None] = {}
@@ -101,29 +101,29 @@ class _Evaluator:
         self._held: list[object] = []
         """Keeps alive what the keys of `_compiled` tell apart by id."""
 
-    def carry_out(self, task: Task) -> None:
+    def carry_out(self, task: StatementTask) -> None:
         """Carry one task out, or find what is wrong with it."""
         statement = task.statement
-        deeds: list[Deed] = []
-        self.trace.append(deeds)
+        applied_instances: list[AppliedInstance] = []
+        self.trace.append(applied_instances)
         if self.environment.hides and any(self.environment.hidden(NamePattern(name)) for name in statement.left):
             self._hide(statement)
             return
         todo: list[tuple[tuple[Operation, ...], Sequence[Expanded]]] = []
         findings: list[Finding] = []
-        for part in task.parts:
-            if part.instances is None:
+        for group in task.groups:
+            if group.instances is None:
                 made, wrong = expand(statement, self.environment, self._wanted_index, self.notes)
-                todo.append((part.operations, made))
+                todo.append((group.operations, made))
             else:
-                there, wrong = self._there(statement, part.instances)
-                todo.append((part.operations, there))
+                there, wrong = self._there(statement, group.instances)
+                todo.append((group.operations, there))
             findings += wrong
         if findings:
             self.findings.extend(findings)
             self._hide(statement)
         else:
-            _Carrying(self, statement, deeds).carry_out(todo)
+            _Carrying(self, statement, applied_instances).carry_out(todo)
 
     def _there(self, statement: Statement, instances: Sequence[Expanded]) -> tuple[Sequence[Expanded], list[Finding]]:
         """Instances, and what is wrong where something that they read is not there."""
@@ -199,7 +199,7 @@ class _Evaluator:
 class _Carrying:
     """One task that is being carried out: all its instances read first, then all write."""
 
-    def __init__(self, evaluator: _Evaluator, statement: Statement, deeds: list[Deed]) -> None:
+    def __init__(self, evaluator: _Evaluator, statement: Statement, applied_instances: list[AppliedInstance]) -> None:
         self._evaluator = evaluator
         self._variables = evaluator.environment.variables
         self._statement = statement
@@ -208,7 +208,7 @@ class _Carrying:
         self._apart = self._along_apart = apart(())
         self._said = OPEN
         self._laid: Laid = {}
-        self._deeds = deeds
+        self._applied = applied_instances
         self._writings: list[Variable] = []
         """What is written when all have read."""
         self._writers: list[Expanded] = []
@@ -247,7 +247,7 @@ class _Carrying:
     def _add(self, expanded: Expanded) -> None:
         for name in expanded.right:
             added = [Variable(name, None)]
-            self._deeds.append(Deed((), (added[0],), None, False))
+            self._applied.append(AppliedInstance((), (added[0],), None, False))
             states = [state_name(name, key) for key in self._evaluator.wanted_keys.get(name, ())]
             added += [Variable(each, None) for each in states]
             for variable in added:
@@ -360,7 +360,7 @@ class _Carrying:
         along: bool,
     ) -> None:
         written = tuple([Variable(name, node) for name, node in zip(right, nodes, strict=True)])
-        self._deeds.append(Deed(read, written, ops, along))
+        self._applied.append(AppliedInstance(read, written, ops, along))
         self._writings += written
         self._writers += [expanded] * len(written)
 

@@ -6,8 +6,8 @@ This is a check of this library, not of its user: whoever sees it fail has found
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.rewrite.applied_statements import AppliedInstance, StatementTask
 from shardwise.rewrite.compiled_ops import CompiledOps
-from shardwise.rewrite.deeds import Deed, Task
 from shardwise.rewrite.evaluation import evaluate
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node
@@ -31,7 +31,7 @@ class Claim:
     aliases: Mapping[str, str]
     """Other names of sources."""
 
-    def failing(self, tasks: Iterable[Task]) -> list[str]:
+    def failing(self, tasks: Iterable[StatementTask]) -> list[str]:
         """The sources that tasks, carried out on the outputs, do not give back, or what else is wrong."""
         returned = evaluate(tasks, self.outputs)
         if returned.findings:
@@ -45,18 +45,18 @@ class Claim:
         ]
 
 
-def prove(claim: Claim, deeds: Iterable[Deed], tasks: Iterable[Task]) -> None:
-    """Carry out the tasks that undo deeds. Raises AssertionError naming the sources that do not come back."""
-    for deed in deeds:
-        if deed.ops is not None and not deed.ops.proved:
-            _prove_ops(deed.ops, [variable.node.meta for variable in deed.left if variable.node is not None])
+def prove(claim: Claim, applied_instances: Iterable[AppliedInstance], tasks: Iterable[StatementTask]) -> None:
+    """Carry out the tasks that undo instances. Raises AssertionError naming the sources that do not come back."""
+    for applied in applied_instances:
+        if applied.ops is not None and not applied.ops.proved:
+            _prove_ops(applied.ops, [variable.node.meta for variable in applied.left if variable.node is not None])
     wrong = claim.failing(tasks)
     assert not wrong, f"what undoes a rewrite does not give back {', '.join(wrong[:10])} ({len(wrong)} findings)"
 
 
 def gives_back(claim: Claim, statements: Iterable[Statement]) -> bool:
     """Whether statements, carried out on the outputs, give each source as it was."""
-    return not claim.failing([Task.of(each) for each in statements])
+    return not claim.failing([StatementTask.of(each) for each in statements])
 
 
 def _prove_ops(ops: CompiledOps, metas: Sequence[TensorMeta]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite.deeds import Deed, Task
+from shardwise.rewrite.applied_statements import AppliedInstance, StatementTask
 from shardwise.rewrite.degrees import Fusings, Laid, leaves_open
 from shardwise.rewrite.evaluation import Evaluation, evaluate
 from shardwise.rewrite.findings import Finding
@@ -52,7 +52,7 @@ class Stage:
 class Done:
     """A stage that was carried out."""
 
-    tasks: list[Task]
+    tasks: list[StatementTask]
     sources: Mapping[str, Node]
     evaluation: Evaluation
     unfit: tuple[Finding, ...]
@@ -64,16 +64,16 @@ class Done:
         return {name: node.meta for name, node in self.sources.items()}
 
     @property
-    def deeds(self) -> list[tuple[Statement, list[Deed]]]:
+    def applied_instances(self) -> list[tuple[Statement, list[AppliedInstance]]]:
         """The statements and what each did."""
         trace = self.evaluation.trace
-        return [(task.statement, deeds) for task, deeds in zip(self.tasks, trace, strict=True)]
+        return [(task.statement, applied_instances) for task, applied_instances in zip(self.tasks, trace, strict=True)]
 
     def undoing(self, aliases: Mapping[str, str]) -> Undoing:
         """The way back."""
         environment = self.evaluation.environment
         outputs = {name: environment.variables[name] for name in self.evaluation.outputs}
-        return undo(self.deeds, environment.first, outputs, aliases)
+        return undo(self.applied_instances, environment.first, outputs, aliases)
 
 
 def nodes_of(metas: Metas) -> dict[str, Node]:
@@ -149,15 +149,15 @@ def _known(stages: Sequence[Stage], last: Metas | None) -> list[Metas | None]:
     return known[::-1]
 
 
-def _forward(stage: Stage) -> list[Task]:
+def _forward(stage: Stage) -> list[StatementTask]:
     """What an inverted stage undoes. Where the names are known to which it leads they tell numbers with gaps too."""
-    return [Task.of(replace(each, gaps=True)) for each in stage.statements]
+    return [StatementTask.of(replace(each, gaps=True)) for each in stage.statements]
 
 
-def _tasks(stage: Stage, known: Metas | None, sources: Metas) -> tuple[list[Task], tuple[Finding, ...]]:
+def _tasks(stage: Stage, known: Metas | None, sources: Metas) -> tuple[list[StatementTask], tuple[Finding, ...]]:
     """What a stage carries out: for an inverse the exact one, where that is known to which it leads."""
     if not stage.inverted:
-        return [Task.of(each) for each in stage.statements], ()
+        return [StatementTask.of(each) for each in stage.statements], ()
     unfit: tuple[Finding, ...] = ()
     if known is not None:
         forward_tasks = _forward(stage)
@@ -170,7 +170,7 @@ def _tasks(stage: Stage, known: Metas | None, sources: Metas) -> tuple[list[Task
         unfit = tuple(forward.evaluation.findings)
     if not stage.lossy:
         refuse_losses(textual_losses(stage.statements))
-    return [Task.of(each) for each in stage.effective], unfit
+    return [StatementTask.of(each) for each in stage.effective], unfit
 
 
 def refuse_losses(losses: Sequence[str]) -> None:

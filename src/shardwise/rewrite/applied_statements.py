@@ -1,4 +1,4 @@
-"""Deeds: what was carried out, instance by instance. What undoes a rewrite exactly is made of them."""
+"""Applied statements: what was carried out, instance by instance. What undoes a rewrite exactly is made of them."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from shardwise.rewrite.environment import Variable
 from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.statements import Operation, Statement
 
-__all__ = ["Deed", "Part", "Task"]
+__all__ = ["AppliedInstance", "InstanceGroup", "StatementTask"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class InstanceGroup:
     """Instances to which the same operations apply."""
 
     operations: tuple[Operation, ...]
@@ -20,20 +20,20 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class StatementTask:
     """Instances that are carried out at once: those of one statement, or of what undoes one."""
 
     statement: Statement
     """What findings show."""
-    parts: tuple[Part, ...]
+    groups: tuple[InstanceGroup, ...]
 
     @classmethod
-    def of(cls, statement: Statement) -> "Task":
+    def of(cls, statement: Statement) -> "StatementTask":
         """Return the task that a statement is."""
-        return cls(statement, (Part(statement.operations),))
+        return cls(statement, (InstanceGroup(statement.operations),))
 
 
-class Deed:
+class AppliedInstance:
     """An instance that was carried out."""
 
     __slots__ = ("along", "left", "ops", "right")
