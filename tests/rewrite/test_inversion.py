@@ -9,8 +9,8 @@ import pytest
 from shardwise.errors import RewriteError
 from shardwise.rewrite import Rewrite, TensorMeta
 from shardwise.rewrite.applied_statements import StatementTask
+from shardwise.rewrite.inverse_proof import Claim, gives_back, prove
 from shardwise.rewrite.inversion import undo
-from shardwise.rewrite.proof import Claim, gives_back, prove
 from shardwise.rewrite.stages import carry_out
 from shardwise.rewrite.syntax import parse
 

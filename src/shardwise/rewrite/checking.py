@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from shardwise.errors import RewriteError
+from shardwise.rewrite.inverse_proof import Claim, prove
 from shardwise.rewrite.inversion import Undoing
 from shardwise.rewrite.nodes import Node
-from shardwise.rewrite.proof import Claim, prove
 from shardwise.rewrite.stages import Done, Metas, Stage, carry_out
 from shardwise.rewrite.tiles import Value
 

@@ -12,6 +12,18 @@ from typing import TypeAlias
 
 from shardwise.rewrite.casts import keeps_values
 from shardwise.rewrite.metas import TensorMeta
+from shardwise.rewrite.op_steps import (
+    Arrange,
+    Casts,
+    Permutes,
+    Reshapes,
+    Stacks,
+    Step,
+    Stretch,
+    Unstacks,
+    inverted,
+    undone,
+)
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
@@ -24,18 +36,6 @@ from shardwise.rewrite.statements import (
     Split,
     Stack,
     Unstack,
-)
-from shardwise.rewrite.steps import (
-    Arrange,
-    Casts,
-    Permutes,
-    Reshapes,
-    Stacks,
-    Step,
-    Stretch,
-    Unstacks,
-    inverted,
-    undone,
 )
 
 __all__ = ["OPEN", "CompiledOps", "Degrees", "InverseOps", "Refusal", "compile_ops"]
@@ -75,7 +75,7 @@ class InverseOps:
 
     after: tuple[tuple[Operation, ...], ...]
     """For each result what is done with it first."""
-    joint: Operation | None
+    join_or_split: Operation | None
     """What makes the tensors of the results."""
     before: tuple[tuple[Operation, ...], ...]
     """For each tensor what is done with it last."""
@@ -85,8 +85,8 @@ class InverseOps:
         """All in one go, where that is the same for all results and for all tensors; else None."""
         if len(set(self.after)) > 1 or len(set(self.before)) > 1:
             return None
-        joint = () if self.joint is None else (self.joint,)
-        return (*self.after[0], *joint, *self.before[0])
+        join_or_split = () if self.join_or_split is None else (self.join_or_split,)
+        return (*self.after[0], *join_or_split, *self.before[0])
 
 
 class CompiledOps:
@@ -111,7 +111,7 @@ class CompiledOps:
     @property
     def does_nothing(self) -> bool:
         """Whether there is nothing to undo either: what is laid out as it was may be laid out anew on the way back."""
-        return not self.steps and self.inverse.joint is None
+        return not self.steps and self.inverse.join_or_split is None
 
     def undone_by(self, other: "CompiledOps") -> bool:
         """Whether other operations, on what these made, do nothing but lead back; casts that lost something do not."""
@@ -151,8 +151,8 @@ class _Working:
         self.num_results = num_results
         self.source_degree, self.target_degree = degrees
         self.steps: list[Step] = []
-        self.joint: Operation | None = None
-        """What undoes the joint operation, once it was gone through."""
+        self.join_or_split: Operation | None = None
+        """What undoes the operation that joins or splits, once it was gone through."""
         self.back: list[list[Operation]] = [[] for _ in metas]
         """What undoes the operations since then, for each tensor, in the order in which it undoes."""
         self.before: list[list[Operation]] | None = None
@@ -172,7 +172,7 @@ class _Working:
             )
         metas = tuple([TensorMeta(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)])
         after, before = (self.back, self.before) if self.before is not None else ([[]], self.back)
-        inverse = InverseOps(tuple(map(tuple, after)), self.joint, tuple(map(tuple, before)))
+        inverse = InverseOps(tuple(map(tuple, after)), self.join_or_split, tuple(map(tuple, before)))
         return CompiledOps(tuple(self.steps), metas, inverse)
 
     def _take(self, operation: Operation) -> None:
@@ -200,9 +200,9 @@ class _Working:
                 self._ffn(operation)
 
     def _join(self, steps: Sequence[Step], back: Operation) -> None:
-        """Take the steps of a joint operation, which `back` undoes."""
+        """Take the steps of an operation that joins or splits, which `back` undoes."""
         self.steps += steps
-        self.joint, self.before = back, self.back
+        self.join_or_split, self.before = back, self.back
         self.back = [[] for _ in range(self.num_results)]
 
     def _named(self, place: int) -> str:

@@ -18,8 +18,15 @@ from shardwise.rewrite.expansion import Expanded, expand
 from shardwise.rewrite.findings import SHOWN, Finding
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node, apply_ops
+from shardwise.rewrite.optimizer_state_rules import (
+    follow,
+    is_scalar,
+    keys_by_parameter,
+    states_of,
+    undecided,
+    without_casts,
+)
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.planes import follow, is_scalar, keys_by_parameter, plane_of, undecided, without_casts
 from shardwise.rewrite.statements import Operation, Statement
 
 __all__ = ["Evaluation", "evaluate"]
@@ -381,8 +388,8 @@ class _Carrying:
     ) -> None:
         """Do with the state under one key what is done with the parameters, of which `made` was made."""
         left, right, transposed = expanded
-        plane = plane_of(left, key, self._variables)
-        states = tuple([each for each in plane if each is not None])
+        found = states_of(left, key, self._variables)
+        states = tuple([each for each in found if each is not None])
         if not states:
             return
         if not right:
@@ -396,8 +403,8 @@ class _Carrying:
         for variable in states:
             variable.along += 1
         if len(states) < len(left):
-            lacking = left[plane.index(None)]
-            states_at = plane.index(states[0])
+            lacking = left[found.index(None)]
+            states_at = found.index(states[0])
             self._refuse(
                 f"the optimizer has {key} for {left[states_at]}, but not for {lacking}",
                 expanded,

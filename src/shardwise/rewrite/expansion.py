@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from shardwise.rewrite.findings import SHOWN, Finding
+from shardwise.rewrite.op_steps import inverted
 from shardwise.rewrite.patterns import NameIndex, NamePattern
 from shardwise.rewrite.statements import Name, Stack, Statement
-from shardwise.rewrite.steps import inverted
 
-__all__ = ["Expanded", "Names", "expand"]
+__all__ = ["Expanded", "ReadableNames", "expand"]
 
 
 class Expanded(NamedTuple):
@@ -29,7 +29,7 @@ class Expanded(NamedTuple):
         return f"{', '.join(self.left) or '_'} -> {', '.join(self.right) or '_'}"
 
 
-class Names(Protocol):
+class ReadableNames(Protocol):
     """The names that statements can read at one point of a rewrite."""
 
     def exists(self, name: str) -> bool:
@@ -56,7 +56,7 @@ _Groups = dict[tuple[str, ...], tuple[str, ...]]
 
 
 def expand(
-    statement: Statement, names: Names, wanted: NameIndex | None, notes: list[str] | None = None
+    statement: Statement, names: ReadableNames, wanted: NameIndex | None, notes: list[str] | None = None
 ) -> tuple[list[Expanded], list[Finding]]:
     """Return the instances of a statement, in the order of the names, and what is wrong.
 
@@ -68,7 +68,7 @@ def expand(
     return expansion.instances(), expansion.findings
 
 
-def _expand_plain(statement: Statement, names: Names) -> tuple[list[Expanded], list[Finding]]:
+def _expand_plain(statement: Statement, names: ReadableNames) -> tuple[list[Expanded], list[Finding]]:
     left = tuple([name.text for name in statement.left])
     right = tuple([name.text for name in statement.right])
     absent = [name for name in statement.left if not names.exists(name.text)]
@@ -83,7 +83,7 @@ def _expand_plain(statement: Statement, names: Names) -> tuple[list[Expanded], l
 class _Expansion:
     """The expansion of one statement with patterns."""
 
-    def __init__(self, statement: Statement, names: Names, wanted: NameIndex | None, notes: list[str]) -> None:
+    def __init__(self, statement: Statement, names: ReadableNames, wanted: NameIndex | None, notes: list[str]) -> None:
         self.statement = statement
         self.names = names
         self.notes = notes

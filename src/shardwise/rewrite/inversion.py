@@ -218,7 +218,7 @@ class _Undone:
             self._take_apart(ops.inverse, results, names)
 
     def _take_apart(self, inverse: InverseOps, results: tuple[str, ...], names: tuple[str, ...]) -> None:
-        """Undo what treated tensors, or results, differently: each by itself, and between that the joint operation."""
+        """Undo what treated tensors, or results, differently: each by itself, and between that what joins or splits."""
         between = results
         if any(inverse.after):
             between = tuple([self._spares.fresh(f"result {place} of {names[0]}") for place in range(len(results))])
@@ -229,8 +229,8 @@ class _Undone:
             parts = tuple([self._spares.fresh(f"part {place} of {results[0]}") for place in range(len(names))])
             for operations, part, name in zip(inverse.before, parts, names, strict=True):
                 self.last.setdefault(operations, []).append(Expanded((part,), (name,)))
-        joint = () if inverse.joint is None else (inverse.joint,)
-        self.main.setdefault(joint, []).append(Expanded(between, parts))
+        join_or_split = () if inverse.join_or_split is None else (inverse.join_or_split,)
+        self.main.setdefault(join_or_split, []).append(Expanded(between, parts))
 
     def _names(self, applied: AppliedInstance, counts: Sequence[bool]) -> tuple[str, ...]:
         """The names under which what an instance took is made again: copies that do not count get spare names."""

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.steps import apply_steps
+from shardwise.rewrite.op_steps import apply_steps
 from shardwise.rewrite.tiles import Tile, Value
 
 __all__ = ["Application", "Form", "Node", "apply_ops", "source_node"]

@@ -8,17 +8,17 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite.arguments import Parameters
 from shardwise.rewrite.checking import Proved, agreeing, dropped_sources, fit, mismatches, ties_of, uncollected
 from shardwise.rewrite.correspondence import Correspondence
 from shardwise.rewrite.explanation import explain
+from shardwise.rewrite.inverse_proof import gives_back
 from shardwise.rewrite.metas import TensorMeta, metas_of
-from shardwise.rewrite.proof import gives_back
 from shardwise.rewrite.spelling_out import spelled_out
 from shardwise.rewrite.stages import Stage, refuse_losses
+from shardwise.rewrite.statement_arguments import Parameters
+from shardwise.rewrite.statement_text import text_of
 from shardwise.rewrite.statements import Statement
 from shardwise.rewrite.texts import BOUNDARY, Text, parsed, texts_of, with_parameters
-from shardwise.rewrite.writing import text_of
 
 __all__ = ["Checked", "Rewrite"]
 

@@ -11,9 +11,9 @@ from typing import TypeAlias
 from shardwise.rewrite.applied_statements import StatementTask
 from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.patterns import NamePattern
-from shardwise.rewrite.statements import Name, Operation, Place, Statement
-from shardwise.rewrite.swapping import other_side
-from shardwise.rewrite.writing import text_of
+from shardwise.rewrite.statement_text import text_of
+from shardwise.rewrite.statements import Name, Operation, Statement, TextPlace
+from shardwise.rewrite.text_inverse import other_side
 
 __all__ = ["spelled_out"]
 
@@ -31,8 +31,8 @@ def spelled_out(tasks: Sequence[StatementTask], *, patterns: bool) -> tuple[Stat
         for left, right, operations in _plain(task) if sides is None else [sides]:
             line = len(made) + 1
             optional = task.statement.optional
-            text = text_of(Statement(left, right, operations, optional, Place(line, 1, 1), ""))
-            made.append(Statement(left, right, operations, optional, Place(line, 1, len(text)), text))
+            text = text_of(Statement(left, right, operations, optional, TextPlace(line, 1, 1), ""))
+            made.append(Statement(left, right, operations, optional, TextPlace(line, 1, len(text)), text))
     return tuple(made)
 
 
@@ -106,6 +106,6 @@ def _plain(task: StatementTask) -> Iterator[_Sides]:
 
 
 def _sides(operations: tuple[Operation, ...], each: Expanded) -> _Sides:
-    nowhere = Place(1, 1, 1)
+    nowhere = TextPlace(1, 1, 1)
     left, right = (tuple([Name((name,), False, nowhere) for name in names]) for names in (each.left, each.right))
     return left, right, operations

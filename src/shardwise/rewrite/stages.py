@@ -16,7 +16,7 @@ from shardwise.rewrite.inversion import Undoing, undo
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
 from shardwise.rewrite.statements import Statement
-from shardwise.rewrite.swapping import swapped, textual_losses
+from shardwise.rewrite.text_inverse import inverse_of_text, textual_losses
 
 __all__ = ["Done", "Metas", "Stage", "carry_out", "nodes_of", "refuse_losses"]
 
@@ -36,7 +36,7 @@ class Stage:
     @property
     def effective(self) -> tuple[Statement, ...]:
         """The statements that are carried out, as far as text can say them."""
-        return swapped(self.statements) if self.inverted else self.statements
+        return inverse_of_text(self.statements) if self.inverted else self.statements
 
     @property
     def textual_losses(self) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite.arguments import Parameters
 from shardwise.rewrite.stages import Stage
+from shardwise.rewrite.statement_arguments import Parameters
 from shardwise.rewrite.syntax import needed_parameters, parse
 
 __all__ = ["BOUNDARY", "Text", "parsed", "texts_of", "with_parameters"]

@@ -11,8 +11,8 @@ from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.evaluation import evaluate
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node
+from shardwise.rewrite.op_steps import apply_steps
 from shardwise.rewrite.statements import Statement
-from shardwise.rewrite.steps import apply_steps
 from shardwise.rewrite.tiles import Value
 
 __all__ = ["Claim", "gives_back", "prove"]
