@@ -27,7 +27,7 @@ LARGE_WINDOW_BYTES = 32 << 20
 """So much is put together at a time where smaller parts would read blocks again and again."""
 
 _MANY = 64
-"""Tiles side by side."""
+"""Views side by side."""
 
 
 class AssembledReader:
@@ -105,15 +105,15 @@ def is_cheap_to_cut(checked: Checked, name: str) -> bool:
     It is not where every part would have something of very many sources, which it takes long to find.
     """
     value = checked.values[name]
-    if len(value.tiles) > _MANY and any(tile.shape[1:] != value.shape[1:] for tile in value.tiles):
+    if len(value.views) > _MANY and any(view.shape[1:] != value.shape[1:] for view in value.views):
         return False
     reaches: dict[str, list[tuple[int, int]]] = {}
-    for tile in value.tiles:
-        steps = [(stride, size) for stride, size in zip(tile.strides, tile.shape, strict=True) if size > 1]
+    for view in value.views:
+        steps = [(stride, size) for stride, size in zip(view.strides, view.shape, strict=True) if size > 1]
         if steps != sorted(steps, reverse=True):
             return False
-        stop = tile.base + 1 + sum((size - 1) * stride for stride, size in steps)
-        reaches.setdefault(tile.source, []).append((tile.base, stop))
+        stop = view.base + 1 + sum((size - 1) * stride for stride, size in steps)
+        reaches.setdefault(view.source, []).append((view.base, stop))
     return all(stop <= start for each in reaches.values() for (_, stop), (start, _) in pairwise(sorted(each)))
 
 

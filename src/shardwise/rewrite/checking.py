@@ -11,7 +11,7 @@ from shardwise.rewrite.inverse_proof import Claim, prove
 from shardwise.rewrite.inversion import Undoing
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.stages import Done, Metas, Stage, carry_out
-from shardwise.rewrite.tiles import Value
+from shardwise.rewrite.strided_views import ViewedTensor
 
 __all__ = ["Proved", "agreeing", "dropped_sources", "fit", "mismatches", "ties_of", "uncollected"]
 
@@ -120,7 +120,7 @@ def ties_of(outputs: Mapping[str, Node], aliases: Mapping[str, str], wanted: Col
     the others, else the one whose sources are no aliases.
     """
     tied = set(aliases.values())
-    groups: list[tuple[Value, dict[tuple[str, ...], str]]] = []
+    groups: list[tuple[ViewedTensor, dict[tuple[str, ...], str]]] = []
     for name, node in outputs.items():
         if tied.isdisjoint([aliases.get(leaf, leaf) for leaf in node.leaves]):
             continue

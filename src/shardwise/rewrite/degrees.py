@@ -17,7 +17,7 @@ from shardwise.rewrite.fragments import Shapes, fragments_of, turned
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
 from shardwise.rewrite.statements import Ffn, Operation, QkvPerRank
-from shardwise.rewrite.tiles import Tile, Value
+from shardwise.rewrite.strided_views import StridedView, ViewedTensor
 from shardwise.space import Box
 
 __all__ = ["Fusings", "Laid", "Where", "apart", "leaves_open", "said"]
@@ -102,7 +102,7 @@ class Fusings:
         self._sources: dict[TensorMeta, Form] = {}
         self._uses: dict[str, list[_Use]] = {}
         self._degrees: dict[object, int] = {}
-        self._parts: dict[Form, dict[str, Value]] = {}
+        self._parts: dict[Form, dict[str, ViewedTensor]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -160,14 +160,14 @@ class Fusings:
             self._degrees[key] = _degree_along(shape[fusing.axis], cuts)
         return self._degrees[key]
 
-    def _part(self, form: Form, number: str) -> Value | None:
+    def _part(self, form: Form, number: str) -> ViewedTensor | None:
         """What of a form comes of one of its sources."""
         if form not in self._parts:
-            tiles: dict[str, list[Tile]] = {}
-            for tile in form.value.tiles:
-                tiles.setdefault(tile.source, []).append(tile)
+            views: dict[str, list[StridedView]] = {}
+            for view in form.value.views:
+                views.setdefault(view.source, []).append(view)
             self._parts[form] = {
-                source: Value(form.meta.shape, form.meta.dtype, tuple(each)) for source, each in tiles.items()
+                source: ViewedTensor(form.meta.shape, form.meta.dtype, tuple(each)) for source, each in views.items()
             }
         return self._parts[form].get(number)
 
@@ -227,10 +227,10 @@ class _Cut(NamedTuple):
 _Owners: TypeAlias = frozenset[_Owner]
 
 
-def _cuts_along(axis: int, laid: Value, degrees: Sequence[int], shapes: Shapes) -> list[_Cut]:
+def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: Shapes) -> list[_Cut]:
     """Who has which indices along dim `axis` of the one source of `laid`, a tensor that lies in boxes.
 
-    degrees: of its layout, see `TensorMeta`; shapes: of the source, by its name in the tiles.
+    degrees: of its layout, see `TensorMeta`; shapes: of the source, by its name in the views.
     """
     known = [dim for dim, degree in enumerate(degrees) if degree > 1]
     unknown = [dim for dim, degree in enumerate(degrees) if degree == 0]
@@ -306,6 +306,6 @@ def _cuts_of_sources(node: Node, metas: Sequence[TensorMeta], axis: int) -> Iter
     """Of each source of a tensor who has which indices of it along a dim."""
     shapes = Shapes({str(number): meta for number, meta in enumerate(metas)})
     here = Shapes({"": node.meta})
-    for number, tiles in turned(fragments_of(node.form.value.tiles, shapes), node.meta.shape, "").items():
+    for number, views in turned(fragments_of(node.form.value.views, shapes), node.meta.shape, "").items():
         meta = metas[int(number)]
-        yield _cuts_along(axis, Value(meta.shape, meta.dtype, tuple(tiles)), _layout(meta), here)
+        yield _cuts_along(axis, ViewedTensor(meta.shape, meta.dtype, tuple(views)), _layout(meta), here)

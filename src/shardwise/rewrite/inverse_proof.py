@@ -13,7 +13,7 @@ from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.op_steps import apply_steps
 from shardwise.rewrite.statements import Statement
-from shardwise.rewrite.tiles import Value
+from shardwise.rewrite.strided_views import ViewedTensor
 
 __all__ = ["Claim", "gives_back", "prove"]
 
@@ -61,7 +61,7 @@ def gives_back(claim: Claim, statements: Iterable[Statement]) -> bool:
 
 def _prove_ops(ops: CompiledOps, metas: Sequence[TensorMeta]) -> None:
     """Carry operations and what undoes them out on tensors of these metas."""
-    values = [Value.source(str(place), meta) for place, meta in enumerate(metas)]
+    values = [ViewedTensor.source(str(place), meta) for place, meta in enumerate(metas)]
     returned = apply_steps(ops.undo, apply_steps(ops.steps, values))
     same = all(
         back.dtype == value.dtype and _bare(back).same_elements(_bare(value))
@@ -99,7 +99,7 @@ def _same(returned: Node | None, node: Node, standing: Mapping[Node, Node], alia
     return returned.meta.dtype == node.meta.dtype and one.same_elements(other)
 
 
-def _bare(value: Value) -> Value:
-    """A value as elements alone: without dtypes, which casts led through, and without tiles that have no elements."""
-    tiles = [tile._replace(dtypes=()) for tile in value.tiles if 0 not in tile.shape]
-    return Value(value.shape, "", tuple(tiles))
+def _bare(value: ViewedTensor) -> ViewedTensor:
+    """A tensor as elements alone: without dtypes, which casts led through, and without views that have no elements."""
+    views = [view._replace(dtypes=()) for view in value.views if 0 not in view.shape]
+    return ViewedTensor(value.shape, "", tuple(views))

@@ -1,7 +1,7 @@
-"""Nodes: what variables stand for, as a graph from sources through operations, and as values when somebody asks.
+"""Nodes: what variables stand for, as a graph from sources through operations, and as views of sources when asked.
 
-Tensors that come about in the same way (the same operations on the same shapes) have the same tiles but for the names
-of their sources. So the tiles are found once for all of them, as a `Form`, and a node is a form and the names in it.
+Tensors that come about in the same way (the same operations on the same shapes) have the same views but for the names
+of their sources. So the views are found once for all of them, as a `Form`, and a node is a form and the names in it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import TypeAlias
 from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.op_steps import apply_steps
-from shardwise.rewrite.tiles import Tile, Value
+from shardwise.rewrite.strided_views import StridedView, ViewedTensor
 
 __all__ = ["Application", "Form", "Node", "apply_ops", "source_node"]
 
@@ -26,7 +26,7 @@ class Form:
         """Of what it is made; None for a source."""
         self._made: dict[_Parts, tuple[Form, ...]] = {}
         """What was made of this and others, this being the first."""
-        self._value: Value | None = None
+        self._value: ViewedTensor | None = None
 
     def through(self, parts: "_Parts") -> "tuple[Form, ...]":
         """The forms that operations make of forms of which this is the first."""
@@ -36,8 +36,8 @@ class Form:
         return made
 
     @property
-    def value(self) -> Value:
-        """The tiles, whose sources are called by their number."""
+    def value(self) -> ViewedTensor:
+        """The views, whose sources are called by their number."""
         if self._value is None:
             self._find_value()
         assert self._value is not None
@@ -52,7 +52,7 @@ class Form:
                 waiting.pop()
                 continue
             if form._parts is None:
-                form._value = Value.source("0", form.meta)
+                form._value = ViewedTensor.source("0", form.meta)
                 continue
             ops, forms, numbers = form._parts
             missing = [each for each in forms if each._value is None]
@@ -75,20 +75,20 @@ class Form:
     @property
     def used(self) -> frozenset[int]:
         """The numbers of the sources of which elements are there."""
-        return frozenset([int(tile.source) for tile in self.value.tiles])
+        return frozenset([int(view.source) for view in self.value.views])
 
 
 _Parts: TypeAlias = tuple[CompiledOps, tuple[Form, ...], tuple[tuple[str, ...], ...]]
 """Operations, what they take, and how the sources of each are numbered in all (nothing for one: as they are)."""
 
 
-def _named(value: Value, names: Sequence[str]) -> Value:
-    """A value with numbers in place of sources, with the sources' names."""
-    tiles = [
-        Tile(offset, shape, names[int(number)], base, strides, dtypes)
-        for offset, shape, number, base, strides, dtypes in value.tiles
+def _named(value: ViewedTensor, names: Sequence[str]) -> ViewedTensor:
+    """A tensor with numbers in place of sources, with the sources' names."""
+    views = [
+        StridedView(offset, shape, names[int(number)], base, strides, dtypes)
+        for offset, shape, number, base, strides, dtypes in value.views
     ]
-    return Value(value.shape, value.dtype, tuple(tiles))
+    return ViewedTensor(value.shape, value.dtype, tuple(views))
 
 
 class Application:
@@ -116,11 +116,11 @@ class Node:
         """None for a source."""
 
     @property
-    def value(self) -> Value:
+    def value(self) -> ViewedTensor:
         """Which element of which source each element is."""
         return _named(self.form.value, self.leaves)
 
-    def value_under(self, aliases: Mapping[str, str]) -> Value:
+    def value_under(self, aliases: Mapping[str, str]) -> ViewedTensor:
         """The same, with sources that are other names of sources called by their own."""
         if not aliases:
             return self.value
@@ -156,7 +156,7 @@ def apply_ops(ops: CompiledOps, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
         leaves = first.leaves
         forms = first.form.through((ops, (first.form,), ()))
     else:
-        # A source that goes in twice has one number, so that what was parted and is joined again is one tile.
+        # A source that goes in twice has one number, so that what was parted and is joined again is one view.
         number_of = {
             leaf: str(number) for number, leaf in enumerate(dict.fromkeys([x for node in inputs for x in node.leaves]))
         }

@@ -1,11 +1,11 @@
-"""Tiles: which element of which source each element of a value is. The geometry of rewrites.
+"""Strided views: which element of which source each element of a tensor is. The geometry of rewrites.
 
-A value is what a variable stands for: a tensor that need not exist. Its tiles are disjoint boxes that make it up, and
-on a tile one step along a dim is always the same number of row-major steps in the source. So dims can be permuted,
-boxes cut and joined, and shapes changed, without looking at an element.
+What a variable stands for is a tensor that need not exist. Disjoint boxes make it up, and each is a strided view of a
+source: one step along a dim is always the same number of row-major steps there. So dims can be permuted, boxes cut and
+joined, and shapes changed, without looking at an element.
 
-Figure 1. `q, k, v -> qkv, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0` for heads of one element. The value
-qkv has six tiles, of which each is a box of one source::
+Figure 1. `q, k, v -> qkv, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0` for heads of one element. The tensor
+qkv is six views, each of one source::
 
     qkv    q0 q1 k0 v0 q2 q3 k1 v1
            ----- -- -- ----- -- --
@@ -22,17 +22,17 @@ from shardwise.rewrite.metas import TensorMeta
 from shardwise.space import Box, Run, boxes_of_run
 from shardwise.space.boxes import row_major_strides
 
-__all__ = ["Tile", "Value"]
+__all__ = ["StridedView", "ViewedTensor"]
 
 _FEW = 8
-"""So many tiles are asked one by one; more are sorted first."""
+"""So many views are asked one by one; more are sorted first."""
 
 
-class Tile(NamedTuple):
-    """A box of a value, and where its elements come from."""
+class StridedView(NamedTuple):
+    """A box of a tensor, and where in a source its elements are."""
 
     offset: tuple[int, ...]
-    """Where in the value it begins."""
+    """Where in the tensor it begins."""
     shape: tuple[int, ...]
     source: str
     """The tensor that has its elements."""
@@ -44,163 +44,167 @@ class Tile(NamedTuple):
     """The dtypes that a value passes through: the source's first, no two alike next to each other."""
 
 
-class Value:
-    """What a variable stands for. Immutable; operations give new values, and do not check their arguments."""
+class ViewedTensor:
+    """What a variable stands for. Immutable; operations give new ones, and do not check their arguments."""
 
-    __slots__ = ("_most_cut", "_sorted", "dtype", "shape", "tiles")
+    __slots__ = ("_most_cut", "_sorted", "dtype", "shape", "views")
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, tiles: tuple[Tile, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: str, views: tuple[StridedView, ...]) -> None:
         self.shape = shape
         self.dtype = dtype
         """In which its elements come out."""
-        self.tiles = tiles
-        """Disjoint, together all elements; a value without elements may have none."""
-        self._sorted: dict[int, tuple[list[Tile], list[int], int]] | None = None
+        self.views = views
+        """Disjoint, together all elements; a tensor without elements may have none."""
+        self._sorted: dict[int, tuple[list[StridedView], list[int], int]] | None = None
         self._most_cut: int | None = None
-        """The dim along which most tiles follow one another."""
+        """The dim along which most views follow one another."""
 
     @staticmethod
-    def source(name: str, meta: TensorMeta) -> "Value":
+    def source(name: str, meta: TensorMeta) -> "ViewedTensor":
         """The whole of a source."""
         shape = meta.shape
         strides = _normal(shape, row_major_strides(shape))
-        return Value(shape, meta.dtype, (Tile((0,) * len(shape), shape, name, 0, strides, (meta.dtype,)),))
+        return ViewedTensor(
+            shape, meta.dtype, (StridedView((0,) * len(shape), shape, name, 0, strides, (meta.dtype,)),)
+        )
 
-    def permute(self, dims: Sequence[int]) -> "Value":
+    def permute(self, dims: Sequence[int]) -> "ViewedTensor":
         """Dim i of the result is dim `dims[i]` of this."""
 
         def permuted(numbers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple([numbers[dim] for dim in dims])
 
-        tiles = tuple(
+        views = tuple(
             [
-                Tile(permuted(offset), permuted(shape), source, base, permuted(strides), dtypes)
-                for offset, shape, source, base, strides, dtypes in self.tiles
+                StridedView(permuted(offset), permuted(shape), source, base, permuted(strides), dtypes)
+                for offset, shape, source, base, strides, dtypes in self.views
             ]
         )
-        return Value(permuted(self.shape), self.dtype, tiles)
+        return ViewedTensor(permuted(self.shape), self.dtype, views)
 
-    def cast(self, dtype: str) -> "Value":
+    def cast(self, dtype: str) -> "ViewedTensor":
         """The same elements in another dtype."""
         if dtype == self.dtype:
             return self
-        return Value(self.shape, dtype, tuple([tile._replace(dtypes=(*tile.dtypes, dtype)) for tile in self.tiles]))
+        return ViewedTensor(
+            self.shape, dtype, tuple([view._replace(dtypes=(*view.dtypes, dtype)) for view in self.views])
+        )
 
-    def crop(self, axis: int, start: int, stop: int) -> "Value":
+    def crop(self, axis: int, start: int, stop: int) -> "ViewedTensor":
         """The indices from `start` to `stop` of one dim."""
         shape = _put(self.shape, axis, stop - start)
-        tiles = []
-        for tile in self._meeting(axis, start, stop):
-            first = tile.offset[axis]
-            low, high = max(first, start), min(first + tile.shape[axis], stop)
+        views = []
+        for view in self._meeting(axis, start, stop):
+            first = view.offset[axis]
+            low, high = max(first, start), min(first + view.shape[axis], stop)
             if low >= high:
                 continue
             size = high - low
-            tiles.append(
-                Tile(
-                    _put(tile.offset, axis, low - start),
-                    _put(tile.shape, axis, size),
-                    tile.source,
-                    tile.base + (low - first) * tile.strides[axis],
-                    tile.strides if size > 1 else _put(tile.strides, axis, 0),
-                    tile.dtypes,
+            views.append(
+                StridedView(
+                    _put(view.offset, axis, low - start),
+                    _put(view.shape, axis, size),
+                    view.source,
+                    view.base + (low - first) * view.strides[axis],
+                    view.strides if size > 1 else _put(view.strides, axis, 0),
+                    view.dtypes,
                 )
             )
-        return Value(shape, self.dtype, tuple(tiles))
+        return ViewedTensor(shape, self.dtype, tuple(views))
 
     @staticmethod
-    def concat(values: Sequence["Value"], axis: int) -> "Value":
-        """The values one after the other along a dim."""
-        tiles: list[Tile] = []
+    def concat(values: Sequence["ViewedTensor"], axis: int) -> "ViewedTensor":
+        """The tensors one after the other along a dim."""
+        views: list[StridedView] = []
         start = 0
         for value in values:
-            for tile in value.tiles:
-                moved = tile._replace(offset=_put(tile.offset, axis, tile.offset[axis] + start)) if start else tile
-                joined = _joined(tiles[-1], moved, axis) if tiles else None
+            for view in value.views:
+                moved = view._replace(offset=_put(view.offset, axis, view.offset[axis] + start)) if start else view
+                joined = _joined(views[-1], moved, axis) if views else None
                 if joined is None:
-                    tiles.append(moved)
+                    views.append(moved)
                 else:
-                    tiles[-1] = joined
+                    views[-1] = joined
             start += value.shape[axis]
-        return Value(_put(values[0].shape, axis, start), values[0].dtype, tuple(tiles))
+        return ViewedTensor(_put(values[0].shape, axis, start), values[0].dtype, tuple(views))
 
     @staticmethod
-    def stack(values: Sequence["Value"], axis: int) -> "Value":
-        """The values, of one shape, one after the other along a new dim."""
-        return Value.concat([value._with_dim(axis) for value in values], axis)
+    def stack(values: Sequence["ViewedTensor"], axis: int) -> "ViewedTensor":
+        """The tensors, of one shape, one after the other along a new dim."""
+        return ViewedTensor.concat([value._with_dim(axis) for value in values], axis)
 
-    def drop_dim(self, axis: int) -> "Value":
+    def drop_dim(self, axis: int) -> "ViewedTensor":
         """Without a dim of size 1."""
 
         def without(numbers: tuple[int, ...]) -> tuple[int, ...]:
             return numbers[:axis] + numbers[axis + 1 :]
 
-        tiles = tuple(
+        views = tuple(
             [
-                tile._replace(offset=without(tile.offset), shape=without(tile.shape), strides=without(tile.strides))
-                for tile in self.tiles
+                view._replace(offset=without(view.offset), shape=without(view.shape), strides=without(view.strides))
+                for view in self.views
             ]
         )
-        return Value(without(self.shape), self.dtype, tiles)
+        return ViewedTensor(without(self.shape), self.dtype, views)
 
-    def _with_dim(self, axis: int) -> "Value":
+    def _with_dim(self, axis: int) -> "ViewedTensor":
         """With a new dim of size 1."""
 
         def more(numbers: tuple[int, ...], number: int) -> tuple[int, ...]:
             return (*numbers[:axis], number, *numbers[axis:])
 
-        tiles = tuple(
+        views = tuple(
             [
-                tile._replace(offset=more(tile.offset, 0), shape=more(tile.shape, 1), strides=more(tile.strides, 0))
-                for tile in self.tiles
+                view._replace(offset=more(view.offset, 0), shape=more(view.shape, 1), strides=more(view.strides, 0))
+                for view in self.views
             ]
         )
-        return Value(more(self.shape, 1), self.dtype, tiles)
+        return ViewedTensor(more(self.shape, 1), self.dtype, views)
 
-    def reshape(self, shape: tuple[int, ...]) -> "Value":
+    def reshape(self, shape: tuple[int, ...]) -> "ViewedTensor":
         """The same row-major elements in another shape, which has as many."""
         if shape == self.shape:
             return self
         if 0 in shape:
-            return Value(shape, self.dtype, ())
-        return Value(shape, self.dtype, tuple(_reshaped(self, shape)))
+            return ViewedTensor(shape, self.dtype, ())
+        return ViewedTensor(shape, self.dtype, tuple(_reshaped(self, shape)))
 
-    def meeting(self, box: Box) -> Iterator[Tile]:
-        """The parts of tiles that lie in a box of the value."""
-        if len(self.tiles) > _FEW:
+    def meeting(self, box: Box) -> Iterator[StridedView]:
+        """The parts of views that lie in a box of the tensor."""
+        if len(self.views) > _FEW:
             if self._most_cut is None:
                 self._most_cut = max(
-                    range(len(self.shape)), key=lambda dim: len({tile.offset[dim] for tile in self.tiles})
+                    range(len(self.shape)), key=lambda dim: len({view.offset[dim] for view in self.views})
                 )
             axis = self._most_cut
-            found: Sequence[Tile] = self._meeting(axis, box.offset[axis], box.offset[axis] + box.shape[axis])
+            found: Sequence[StridedView] = self._meeting(axis, box.offset[axis], box.offset[axis] + box.shape[axis])
         else:
-            found = self.tiles
+            found = self.views
         stop = box.stop
-        for tile in found:
-            offset, shape, source, base, strides, dtypes = tile
+        for view in found:
+            offset, shape, source, base, strides, dtypes = view
             low = tuple(map(max, offset, box.offset))
             sizes = tuple([min(a + n, b) - c for a, n, b, c in zip(offset, shape, stop, low, strict=True)])
             if min(sizes, default=1) <= 0:
                 continue
             if sizes == shape:
-                yield tile
+                yield view
                 continue
             first = base + sum([(new - old) * step for new, old, step in zip(low, offset, strides, strict=True)])
-            yield Tile(low, sizes, source, first, _normal(sizes, strides), dtypes)
+            yield StridedView(low, sizes, source, first, _normal(sizes, strides), dtypes)
 
-    def _meeting(self, axis: int, start: int, stop: int) -> Sequence[Tile]:
-        """The tiles that may have indices from `start` to `stop` of a dim: of many, only those nearby."""
-        if len(self.tiles) <= _FEW:
-            return self.tiles
+    def _meeting(self, axis: int, start: int, stop: int) -> Sequence[StridedView]:
+        """The views that may have indices from `start` to `stop` of a dim: of many, only those nearby."""
+        if len(self.views) <= _FEW:
+            return self.views
         if self._sorted is None:
             self._sorted = {}
         if axis not in self._sorted:
-            tiles = sorted(self.tiles, key=lambda tile: tile.offset[axis])
-            starts = [tile.offset[axis] for tile in tiles]
-            self._sorted[axis] = tiles, starts, max(tile.shape[axis] for tile in tiles)
-        tiles, starts, longest = self._sorted[axis]
-        return tiles[bisect_right(starts, start - longest) : bisect_left(starts, stop)]
+            views = sorted(self.views, key=lambda view: view.offset[axis])
+            starts = [view.offset[axis] for view in views]
+            self._sorted[axis] = views, starts, max(view.shape[axis] for view in views)
+        views, starts, longest = self._sorted[axis]
+        return views[bisect_right(starts, start - longest) : bisect_left(starts, stop)]
 
     def is_identity_of(self, name: str, meta: TensorMeta) -> bool:
         """Whether every element is the element of source `name` that has its place there."""
@@ -208,24 +212,24 @@ class Value:
             return False
         strides = row_major_strides(self.shape)
         return all(
-            tile.source == name
-            and tile.base == sum(map(mul, tile.offset, strides))
-            and tile.strides == _normal(tile.shape, strides)
-            for tile in self.tiles
+            view.source == name
+            and view.base == sum(map(mul, view.offset, strides))
+            and view.strides == _normal(view.shape, strides)
+            for view in self.views
         )
 
-    def same_elements(self, other: "Value") -> bool:
-        """Whether every element is the same element of the same source as in another value, by the same casts."""
+    def same_elements(self, other: "ViewedTensor") -> bool:
+        """Whether every element is the same element of the same source as in another tensor, by the same casts."""
         if self.shape != other.shape or self.dtype != other.dtype:
             return False
-        if self.tiles == other.tiles:
+        if self.views == other.views:
             return True
-        for tile in self.tiles:
-            box = Box(tile.offset, tile.shape)
+        for view in self.views:
+            box = Box(view.offset, view.shape)
             for theirs in other.meeting(box):
-                delta = [b - a for a, b in zip(tile.offset, theirs.offset, strict=True)]
-                base = tile.base + sum(map(mul, delta, tile.strides))
-                ours = (tile.source, base, _normal(theirs.shape, tile.strides), tile.dtypes)
+                delta = [b - a for a, b in zip(view.offset, theirs.offset, strict=True)]
+                base = view.base + sum(map(mul, delta, view.strides))
+                ours = (view.source, base, _normal(theirs.shape, view.strides), view.dtypes)
                 if ours != (theirs.source, theirs.base, theirs.strides, theirs.dtypes):
                     return False
         return True
@@ -240,8 +244,8 @@ def _normal(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]
     return tuple([stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)])
 
 
-def _joined(a: Tile, b: Tile, axis: int) -> Tile | None:
-    """Two tiles as one, where the second goes on along `axis` as the first does; None where it does not."""
+def _joined(a: StridedView, b: StridedView, axis: int) -> StridedView | None:
+    """Two views as one, where the second goes on along `axis` as the first does; None where it does not."""
     if a.source != b.source or a.dtypes != b.dtypes:
         return None
     size, more = a.shape[axis], b.shape[axis]
@@ -255,7 +259,9 @@ def _joined(a: Tile, b: Tile, axis: int) -> Tile | None:
         or _put(a.strides, axis, 0) != _put(b.strides, axis, 0)
     ):
         return None
-    return Tile(a.offset, _put(a.shape, axis, size + more), a.source, a.base, _put(a.strides, axis, stride), a.dtypes)
+    return StridedView(
+        a.offset, _put(a.shape, axis, size + more), a.source, a.base, _put(a.strides, axis, stride), a.dtypes
+    )
 
 
 _Numbers = tuple[int, ...]
@@ -263,8 +269,8 @@ _Numbers = tuple[int, ...]
 _Group = tuple[slice, slice]
 """Dims of the old shape and dims of the new one that hold equally many elements."""
 
-_Part = tuple[_Numbers, _Numbers, int, _Numbers]
-"""Within the new dims of a group a box (offset, shape), its first element, counted from the tile's, and strides."""
+_SubBox = tuple[_Numbers, _Numbers, int, _Numbers]
+"""Within the new dims of a group a box (offset, shape), its first element, counted from the view's, and strides."""
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[_Group]:
@@ -284,16 +290,16 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[_Group]:
         yield slice(begun_old, at_old), slice(begun_new, at_new)
 
 
-def _reshaped(value: Value, shape: tuple[int, ...]) -> Iterator[Tile]:
-    """The tiles of a value with elements under another shape."""
+def _reshaped(value: ViewedTensor, shape: tuple[int, ...]) -> Iterator[StridedView]:
+    """The views of a tensor with elements under another shape."""
     old = [dim for dim, size in enumerate(value.shape) if size > 1]
     new = [dim for dim, size in enumerate(shape) if size > 1]
     old_shape, new_shape = (tuple([sizes[dim] for dim in dims]) for sizes, dims in ((value.shape, old), (shape, new)))
     groups = list(_groups(old_shape, new_shape))
-    for tile in value.tiles:
-        if 0 in tile.shape:
+    for view in value.views:
+        if 0 in view.shape:
             continue
-        offset, sizes, strides = (tuple([each[dim] for dim in old]) for each in (tile.offset, tile.shape, tile.strides))
+        offset, sizes, strides = (tuple([each[dim] for dim in old]) for each in (view.offset, view.shape, view.strides))
         parts = [list(_regrouped(old_shape[a], offset[a], sizes[a], strides[a], new_shape[b])) for a, b in groups]
         for chosen in product(*parts):
             offsets, lengths, steps = [0] * len(shape), [1] * len(shape), [0] * len(shape)
@@ -302,8 +308,8 @@ def _reshaped(value: Value, shape: tuple[int, ...]) -> Iterator[Tile]:
                 for start, size, stride in zip(part_offset, part_shape, part_strides, strict=True):
                     dim = next(dims)
                     offsets[dim], lengths[dim], steps[dim] = start, size, stride
-            base = tile.base + sum(first for _, _, first, _ in chosen)
-            yield Tile(tuple(offsets), tuple(lengths), tile.source, base, tuple(steps), tile.dtypes)
+            base = view.base + sum(first for _, _, first, _ in chosen)
+            yield StridedView(tuple(offsets), tuple(lengths), view.source, base, tuple(steps), view.dtypes)
 
 
 def _regrouped(
@@ -312,7 +318,7 @@ def _regrouped(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     new: tuple[int, ...],
-) -> Iterator[_Part]:
+) -> Iterator[_SubBox]:
     """A box within the old dims of a group, cut into boxes within its new dims."""
     if len(old) == len(new) == 1:
         yield offset, sizes, 0, strides
