@@ -11,7 +11,7 @@ from shardwise.rewrite import Rewrite, TensorMeta
 from shardwise.rewrite.applied_statements import StatementTask
 from shardwise.rewrite.inverse_proof import Claim, gives_back, prove
 from shardwise.rewrite.inversion import undo
-from shardwise.rewrite.stages import carry_out
+from shardwise.rewrite.sections import carry_out
 from shardwise.rewrite.syntax import parse
 
 A = (2, 3)

@@ -25,7 +25,7 @@ from shardwise.checkpoint.destinations import (
 from shardwise.checkpoint.foreign import read_foreign
 from shardwise.checkpoint.model_config import (
     CONFIG,
-    Given,
+    ConfigPath,
     as_extra,
     files_beside,
     files_of,
@@ -56,15 +56,15 @@ __all__ = [
     "MAX_SHARD_BYTES",
     "Conversion",
     "ConvertReport",
+    "ConvertTarget",
     "Progress",
-    "Target",
     "convert",
     "inverse_like",
     "preview",
     "recorded_rewrite",
 ]
 
-Target = Literal["pieces", "whole", "hf"]
+ConvertTarget = Literal["pieces", "whole", "hf"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of Hugging Face files."""
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -111,9 +111,9 @@ def convert(
     source: Address,
     destination: Address,
     *,
-    to: Target = "whole",
+    to: ConvertTarget = "whole",
     rewrite: Rewrite | None = None,
-    config: Given = None,
+    config: ConfigPath = None,
     dtype: str | None = None,
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -178,9 +178,9 @@ def preview(
     source: Address,
     destination: Address | None = None,
     *,
-    to: Target = "whole",
+    to: ConvertTarget = "whole",
     rewrite: Rewrite,
-    config: Given = None,
+    config: ConfigPath = None,
     dtype: str | None = None,
     step: int | None = None,
 ) -> str:
@@ -244,8 +244,8 @@ def _original_at(original: Address | None, *, certify: bool) -> tuple[Store, Con
 
 def _check_target(to: object) -> None:
     """Raise CheckpointError for what nothing can be converted to."""
-    if to not in get_args(Target):
-        raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(get_args(Target))}")
+    if to not in get_args(ConvertTarget):
+        raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(get_args(ConvertTarget))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +275,7 @@ class Conversion:
         rewrite: Rewrite | None,
         *,
         model_only: bool,
-        config: Given = None,
+        config: ConfigPath = None,
         dtype: str | None = None,
         original: tuple[Store, Contents] | None = None,
     ) -> Self:

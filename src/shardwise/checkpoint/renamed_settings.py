@@ -128,7 +128,7 @@ def rewrite_of_record(settings: Mapping[str, Any]) -> Rewrite | None:
 
 def recorded_metas(settings: Mapping[str, Any], rewrite: Rewrite) -> dict[str, TensorMeta]:
     """The tensors to which a rewrite leads back: the sources of the one that a save was made by, if it undoes that."""
-    if not any(stage.inverted for stage in rewrite.stages):
+    if not any(section.inverted for section in rewrite.stages):
         return {}
     if rewrite_of_record(settings) != rewrite.inverse(lossy="allow"):
         return {}

@@ -10,14 +10,14 @@ from shardwise.errors import RewriteError
 from shardwise.rewrite.inverse_proof import Claim, prove
 from shardwise.rewrite.inversion import Undoing
 from shardwise.rewrite.nodes import Node
-from shardwise.rewrite.stages import Done, Metas, Stage, carry_out
+from shardwise.rewrite.sections import Done, Metas, Section, carry_out
 from shardwise.rewrite.strided_views import ViewedTensor
 
 __all__ = ["Proved", "agreeing", "dropped_sources", "fit", "mismatches", "ties_of", "uncollected"]
 
 
 class Proved(NamedTuple):
-    """A stage that was carried out, its way back, and what was proved of that."""
+    """A section that was carried out, its way back, and what was proved of that."""
 
     done: Done
     undoing: Undoing
@@ -37,11 +37,15 @@ def uncollected() -> Iterator[None]:
 
 
 def fit(
-    stages: Sequence[Stage], sources: Metas, wanted: Metas | None, recorded: Metas | None, aliases: Mapping[str, str]
+    sections: Sequence[Section],
+    sources: Metas,
+    wanted: Metas | None,
+    recorded: Metas | None,
+    aliases: Mapping[str, str],
 ) -> list[Proved]:
-    """Carry stages out and prove each one's way back. Raises RewriteError with all findings."""
+    """Carry sections out and prove each one's way back. Raises RewriteError with all findings."""
     proved = []
-    done = carry_out(stages, sources, wanted, recorded)
+    done = carry_out(sections, sources, wanted, recorded)
     findings = done[-1].evaluation.findings
     if findings:
         problems = [str(each) for each in sorted(findings, key=lambda each: (each.place.line, each.place.column))]

@@ -1,7 +1,7 @@
 """Degrees: for how many ranks along `tp` fused tensors are laid out, where their statements do not say it.
 
 The degree follows the data: forward from the layouts of the sources to what an operation reads, and back from the
-layouts of the target to what it makes, through names, stages and whatever else lies between. So all statements are
+layouts of the target to what it makes, through names, sections and whatever else lies between. So all statements are
 carried out twice: first with a tensor of its own in the place of each fused one, which shows how that goes on.
 """
 
@@ -23,7 +23,7 @@ from shardwise.space import Box
 __all__ = ["Fusings", "Laid", "Where", "apart", "leaves_open", "said"]
 
 Where: TypeAlias = tuple[int, Expanded]
-"""Which task of a stage, and which instance."""
+"""Which task of a section, and which instance."""
 
 Laid: TypeAlias = Mapping[Where, Degrees]
 """The degrees of instances that layouts tell."""
@@ -70,7 +70,7 @@ class _Use(NamedTuple):
 class _Fusing:
     """An instance that lays tensors out for ranks."""
 
-    stage: int
+    section: int
     where: Where | None
     """None: optimizer state, which goes with its parameter."""
     operation: Ffn | QkvPerRank
@@ -94,7 +94,7 @@ class Fusings:
     """The instances that lay tensors out for ranks, with a source of its own for each that they make."""
 
     def __init__(self) -> None:
-        self.stage = 0
+        self.section = 0
         """Which is being carried out."""
         self._found: list[_Fusing] = []
         self._of: dict[str, _Fusing] = {}
@@ -115,7 +115,7 @@ class Fusings:
         taken, rank = inputs[0], len(inputs[0].meta.shape)
         axis = operation.axis if operation.axis is not None else min(1, rank - 1)
         degrees = operation.source_degree, operation.target_degree
-        fusing = _Fusing(self.stage, where, operation, taken, made[0], axis % rank, degrees)
+        fusing = _Fusing(self.section, where, operation, taken, made[0], axis % rank, degrees)
         self._found.append(fusing)
         nodes = []
         for place, meta in enumerate(made):
@@ -127,7 +127,7 @@ class Fusings:
     def laid(
         self, outputs: Mapping[str, Node], sources: Mapping[str, TensorMeta], wanted: Mapping[str, TensorMeta]
     ) -> list[dict[Where, Degrees]]:
-        """For each stage the degrees of its instances, as the layouts of sources and target tell them."""
+        """For each section the degrees of its instances, as the layouts of sources and target tell them."""
         for name, node in outputs.items():
             for number, leaf in enumerate(node.leaves):
                 if leaf in self._of:
@@ -137,12 +137,12 @@ class Fusings:
         for leaf, each in self._of.items():
             if each.operation.targets == 1 and each.degrees[1] is None:
                 each.degrees = each.degrees[0], self._made_for(each, self._uses.get(leaf, []))
-        found: list[dict[Where, Degrees]] = [{} for _ in range(self.stage + 1)]
+        found: list[dict[Where, Degrees]] = [{} for _ in range(self.section + 1)]
         for each in self._found:
             if each.operation.sources == 1 and each.degrees[0] is None:
                 each.degrees = self._taken_for(each, sources), each.degrees[1]
             if each.where is not None:
-                found[each.stage][each.where] = each.degrees
+                found[each.section][each.where] = each.degrees
         return found
 
     def _made_for(self, fusing: _Fusing, uses: Sequence[_Use]) -> int | None:
