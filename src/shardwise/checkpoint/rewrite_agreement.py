@@ -195,6 +195,8 @@ def view_for_load(channel: Channel, contents: Contents, state: State, rewrite: R
     live = _Live.of(channel, state)
     sources = metas_of_contents(contents)
     says_state = names_state(rewrite)
+    # Stored optimizer state is nothing to a target without optimizers, and must not refuse its load. Masters stay: a
+    # parameter and its master stand for each other.
     if not (live.takes_state or says_state):
         sources = {
             name: meta

@@ -102,6 +102,7 @@ class Correspondence:
 
     def push(self, name: str, box: Box) -> list[Fragment]:
         """Where the elements of a box of a source go: boxes of outputs; in several for copies, in none when dropped."""
+        # Loads and conversions ask the other way round, and never pay for this.
         if self._pushed is None:
             self._pushed = self._turned()
         met = chain.from_iterable(value.meeting(box) for value in self._pushed.get(name, ()))

@@ -113,6 +113,7 @@ class _Evaluator:
         statement = task.statement
         applied_instances: list[AppliedInstance] = []
         self.trace.append(applied_instances)
+        # What reads the outputs of a statement that is wrong would only repeat the finding under other names.
         if self.environment.hides and any(self.environment.hidden(NamePattern(name)) for name in statement.left):
             self._hide(statement)
             return
@@ -171,6 +172,7 @@ class _Evaluator:
         degrees: Degrees,
     ) -> CompiledOps | Refusal:
         """What operations do to tensors of these metas: worked out once."""
+        # Every instance asks. By identity, because to hash a tuple of dataclasses each time takes longer than the rest.
         key = (id(operations), transposed, metas, num_results, degrees)
         found = self._compiled.get(key)
         if found is None:
@@ -232,6 +234,7 @@ class _Carrying:
             self._said = said(self._apart)
             self._laid = self._evaluator.laid if self._apart[1] else {}
             self._carry_out(instances)
+        # All have read what was there before the statement, so that `layers.$L -> layers.$L+1` shifts every layer once.
         self._write()
         self._report()
 
@@ -245,6 +248,7 @@ class _Carrying:
                 continue
             read = tuple([variables[name] for name in left])
             degrees, made = self._take(expanded, read)
+            # A statement that names optimizer state itself says all about it: nothing goes along.
             if keys and not any(map(is_state_name, right)):
                 for key in {key: None for name in left if name in keys for key in keys[name]}:
                     self._take_along(expanded, read, key, degrees, made)
@@ -321,6 +325,7 @@ class _Carrying:
             self._refuse(ops.of([variable.name for variable in read]), expanded, alike=ops.text)
             self._write_unknown(expanded, right)
             return ()
+        # The first of two passes (see degrees.py): what is made goes on as a source of its own, which can be followed.
         if self._evaluator.fusings is not None and self._apart[1]:
             where = None if along else (self._evaluator.task, expanded)
             made = self._stand_in(self._evaluator.fusings, where, expanded, nodes, along)

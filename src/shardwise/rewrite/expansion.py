@@ -174,6 +174,7 @@ class _Expansion:
             else:
                 self._note_near(empty)
             return []
+        # The name with the most placeholders first: it binds them, and others are looked up by what they share with it.
         order = sorted(range(len(self.left)), key=lambda place: -len(self.left[place].variables))
         first = self.left[order[0]]
         self.bound = first.variables

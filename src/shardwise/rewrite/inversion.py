@@ -3,6 +3,12 @@
 What a rewrite did is a graph of variables and applied instances. A variable can be made again when it comes out, or
 when some instance that read it can be undone, which takes all that the instance wrote. Where several instances read it
 there are copies, and those might differ later: the first one counts, and that it does is a loss.
+
+Figure 1. `a` is joined with `b`, and copied. It can be made again of `ab` and of `c`; of `ab` counts::
+
+    there               graph              back, last statement first
+    a, b -> ab          a, b --> ab        c -> _               the copy is dropped: a loss
+    a -> c              a -----> c         ab -> a, b
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -51,6 +57,7 @@ class _Graph:
         """Variables that could be made again by the undoing of some instance; also those that come out."""
         self.blocked: dict[Variable, Variable] = {}
         """Why a variable cannot be made again: which one of those that were made of it cannot."""
+        # From the end: whether an instance can be undone depends on what became of the variables that it wrote.
         for _, applied_instances in reversed(trace):
             for applied in reversed(applied_instances):
                 self._add(applied)
@@ -264,6 +271,7 @@ def _undone(
     """What undoes the instances of one statement; copies that do not count are dropped."""
     undone = _Undone(statement, spares)
     for applied in applied_instances:
+        # On the way back optimizer state goes along with its parameter again: no statement has to say so.
         if applied.along:
             continue
         if not applied.left:

@@ -116,6 +116,7 @@ def _rearranged(step: Arrange) -> Arrange:
             went[tensor].append((start, (result, at, at + stop - start)))
             at += stop - start
         sizes.append(at)
+    # In the order of the tensor's own indices, whatever order the results took them in.
     table = tuple([tuple([stretch for _, stretch in sorted(stretches)]) for stretches in went])
     for size, stretches in zip(step.sizes, table, strict=True):
         assert size == sum(stop - start for _, start, stop in stretches), "an arrangement uses every index once"

@@ -88,10 +88,12 @@ def follow(
     """
     shapes = {node.meta.shape for node in states}
     taken, made = {node.meta.shape for node in parameters}, {node.meta.shape for node in results}
+    # Torch counts updates by one number per parameter. Shapes do not tell it from state of a parameter without dims.
     if key == _SCALAR and shapes == {()}:
         return Follow(shared=True)
     if plain or (shapes == taken == made == {()} and len(states) == len(results) == 1):
         return Follow(shared=shapes == {()})
+    # What comes out without dims does not tell its kind to the way back; another parameter with dims has to.
     leaning = () in made
     if shapes == {()}:
         one = scalar(key) if () in taken else True

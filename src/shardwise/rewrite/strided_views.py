@@ -273,6 +273,14 @@ _SubBox = tuple[_Numbers, _Numbers, int, _Numbers]
 """Within the new dims of a group a box (offset, shape), its first element, counted from the view's, and strides."""
 
 
+# Figure 2. A reshape pairs dims of both shapes that hold equally many elements. Each pair is cut for itself, and the
+# boxes of a view are the products of what is cut in each, so that only dims that are regrouped cost more views::
+#
+#     (4, 6, 5) -> (4, 2, 15)      4 | 4      6, 5 | 2, 15
+#
+#     rows 1 to 4 of 6, all of 5:   elements 5 to 20 of 30:   [0, 5:15] and [1, 0:5]
+
+
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[_Group]:
     """Pair dims of two shapes of equally many elements and no dim of size 0 or 1, as few at a time as possible."""
     at_old = at_new = 0
