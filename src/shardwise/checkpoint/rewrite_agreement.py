@@ -36,7 +36,6 @@ from shardwise.checkpoint.rewrite_view import (
 )
 from shardwise.checkpoint.sharing import (
     Gathering,
-    gather_findings,
     merge_ties,
     pack_pieces,
     unpack_alike,
@@ -45,6 +44,7 @@ from shardwise.checkpoint.sharing import (
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.transfers import cast_through
+from shardwise.checkpoint.twins import compare_in_turns
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.comm.dtypes import torch_dtype
@@ -267,17 +267,13 @@ def compare_numbers(channel: Channel, view: RewriteView, store: Store, readers: 
     """
     if not view.checked.agree:
         return 0
-    findings: list[str] = []
-    num_bytes = 0
-    if channel.rank in readers:
-        try:
-            turn = sorted(readers).index(channel.rank)
-            findings, num_bytes = view.unequal(store, view.checked.agree[turn :: len(readers)])
-        except CheckpointError as error:
-            findings = list(error.problems)
-    if findings := gather_findings(channel, findings, purpose="numbers that a rewrite makes one"):
-        raise CheckpointError(*findings, about=f"{view.stored.location} does not fit the rewrite")
-    return num_bytes
+    return compare_in_turns(
+        channel,
+        readers,
+        lambda turn, turns: view.unequal(store, view.checked.agree[turn::turns]),
+        purpose="numbers that a rewrite makes one",
+        about=f"{view.stored.location} does not fit the rewrite",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 Such are the saves of tied models by writers that do not look for ties. They fit if their bytes are equal.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["compare_twins"]
+__all__ = ["compare_in_turns", "compare_twins"]
 
 
 def compare_twins(
@@ -38,13 +38,37 @@ def compare_twins(
     """
     if not twins:
         return 0
+    return compare_in_turns(
+        channel,
+        readers,
+        lambda turn, turns: _differences(store, contents, view, twins, turn, turns),
+        purpose="tensors that the target ties",
+        about=f"{contents.location} does not fit the target",
+    )
+
+
+def compare_in_turns(
+    channel: Channel,
+    readers: Collection[int],
+    compare: Callable[[int, int], tuple[list[str], int]],
+    *,
+    purpose: str,
+    about: str,
+) -> int:
+    """Let each rank that reads compare its part of what is stored; how many bytes this rank has read.
+
+    compare(i, n): findings about each n-th part from the i-th on, and the bytes that were read.
+    Raises CheckpointError, the same on all ranks, with the findings of all.
+    """
     findings: list[str] = []
     num_bytes = 0
     if channel.rank in readers:
-        turn = sorted(readers).index(channel.rank)
-        findings, num_bytes = _differences(store, contents, view, twins, turn, len(readers))
-    if findings := gather_findings(channel, findings, purpose="tensors that the target ties"):
-        raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
+        try:
+            findings, num_bytes = compare(sorted(readers).index(channel.rank), len(readers))
+        except CheckpointError as error:
+            findings = list(error.problems)
+    if findings := gather_findings(channel, findings, purpose=purpose):
+        raise CheckpointError(*findings, about=about)
     return num_bytes
 
 
@@ -79,10 +103,7 @@ def _differences(
         if number % turns != turn:
             continue
         parts = [part_of_piece(each, start, stop) for at, start, stop in window for each in pairs[at]]
-        try:
-            elements = reader.read(parts)
-        except CheckpointError as error:
-            return list(error.problems), reader.read_bytes
+        elements = reader.read(parts)
         for (at, _, _), mine, yours in zip(window, elements[::2], elements[1::2], strict=True):
             if not torch.equal(mine.reshape(-1).view(torch.uint8), yours.reshape(-1).view(torch.uint8)):
                 one, other = pairs[at]
