@@ -34,7 +34,7 @@ class Case:
     """A rewrite, and what it is applied to."""
 
     text: str
-    stages: tuple[str, ...]
+    sections: tuple[str, ...]
     """The same in parts that can be applied one after the other."""
     sources: dict[str, Tensor]
     lossless: bool
@@ -314,12 +314,12 @@ def cases(draw: st.DrawFn, *, lossy: bool = False, with_state: bool = False) -> 
     writer = Writer(draw, with_state, lossy)
     for _ in range(draw(st.integers(0, 2))):
         writer.live()
-    stages = []
+    sections = []
     for form in draw(st.lists(st.sampled_from(LOSSY if lossy else LOSSLESS), min_size=1, max_size=5)):
         before = len(writer.lines)
         form(writer)
-        stages.append("\n".join(writer.lines[before:]))
-    return Case("\n".join(writer.lines), tuple(stages), writer.sources, not writer.lost)
+        sections.append("\n".join(writer.lines[before:]))
+    return Case("\n".join(writer.lines), tuple(sections), writer.sources, not writer.lost)
 
 
 @st.composite

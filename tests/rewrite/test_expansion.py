@@ -6,7 +6,7 @@ from shardwise.rewrite.environment import Environment
 from shardwise.rewrite.expansion import expand
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.patterns import NameIndex
-from shardwise.rewrite.stages import nodes_of
+from shardwise.rewrite.sections import nodes_of
 from shardwise.rewrite.syntax import parse
 
 

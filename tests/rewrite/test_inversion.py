@@ -8,10 +8,10 @@ import pytest
 
 from shardwise.errors import RewriteError
 from shardwise.rewrite import Rewrite, TensorMeta
-from shardwise.rewrite.deeds import Task
+from shardwise.rewrite.applied_statements import StatementTask
+from shardwise.rewrite.inverse_proof import Claim, gives_back, prove
 from shardwise.rewrite.inversion import undo
-from shardwise.rewrite.proof import Claim, gives_back, prove
-from shardwise.rewrite.stages import carry_out
+from shardwise.rewrite.sections import carry_out
 from shardwise.rewrite.syntax import parse
 
 A = (2, 3)
@@ -250,10 +250,12 @@ def test_the_proof_finds_a_wrong_way_back() -> None:
     rewrite = Rewrite("a, b -> c, axis=0; c^T -> d")
     (done,) = carry_out(rewrite.stages, sources, None, None)
     outputs, environment = done.evaluation.outputs, done.evaluation.environment
-    undoing = undo(done.deeds, environment.first, {name: environment.variables[name] for name in outputs}, {})
-    deeds = [deed for deeds in done.evaluation.trace for deed in deeds]
+    undoing = undo(
+        done.applied_instances, environment.first, {name: environment.variables[name] for name in outputs}, {}
+    )
+    applied_instances = [applied for instances in done.evaluation.trace for applied in instances]
     claim = Claim(sources=done.sources, outputs=outputs, agree=(), lost=(), aliases={})
-    prove(claim, deeds, undoing.tasks)
+    prove(claim, applied_instances, undoing.tasks)
     for text in (
         "d^T -> c; c -> b, a, axis=0",
         "d^T -> c; c -> a, b2, axis=0",
@@ -264,7 +266,7 @@ def test_the_proof_finds_a_wrong_way_back() -> None:
         wrong = parse(text, {})
         assert not gives_back(claim, wrong)
         with pytest.raises(AssertionError, match="what undoes a rewrite does not give back"):
-            prove(claim, deeds, [Task.of(each) for each in wrong])
+            prove(claim, applied_instances, [StatementTask.of(each) for each in wrong])
     without_b = replace(claim, lost={"b"})
     assert gives_back(without_b, parse("d^T -> c; c -> a, b2, axis=0", {}))
 

@@ -112,12 +112,12 @@ def test_what_is_lost_is_named_and_all_else_comes_back(case: Case) -> None:
 @proven
 @given(any_case)
 def test_rewrites_in_one_equal_one_after_the_other(case: Case) -> None:
-    stages = [Rewrite(text) for text in case.stages]
-    checked = reduce(rshift, stages).check(metas(case.sources))
-    expected = reduce(lambda tensors, text: interpret(text, tensors), case.stages, case.sources)
+    sections = [Rewrite(text) for text in case.sections]
+    checked = reduce(rshift, sections).check(metas(case.sources))
+    expected = reduce(lambda tensors, text: interpret(text, tensors), case.sections, case.sources)
     assert_same(resolved(checked, case.sources, {}), expected)
     assert_same(pushed(checked, case.sources, {}), expected)
-    assert reduce(Rewrite.then, stages) == reduce(rshift, stages)
+    assert reduce(Rewrite.then, sections) == reduce(rshift, sections)
     if case.lossless:
         assert checked.invertible
         assert_same(resolved(checked.inverse().check(metas(expected)), expected, {}), case.sources)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.rewrite.patterns import NameIndex, NamePattern, shifted
-from shardwise.rewrite.statements import Name, NamePart, Number, Place, Star
+from shardwise.rewrite.statements import Name, NamePart, Number, Star, TextPlace
 
 texts: st.SearchStrategy[NamePart] = st.sampled_from(["a", ".", "b1", "1", "w_", "0", "e."])
 placeholders: st.SearchStrategy[NamePart] = st.sampled_from(
@@ -28,7 +28,7 @@ names = st.lists(st.sampled_from(["a", ".", "b", "1", "0", "10", "w_", "e.", "00
 
 
 def name_of(*parts: NamePart) -> Name:
-    return Name(parts, False, Place(1, 1, 1))
+    return Name(parts, False, TextPlace(1, 1, 1))
 
 
 def _plainly(parts: list[NamePart], name: str) -> dict[str, str] | None:

@@ -14,7 +14,6 @@ from shardwise.rewrite.statements import (
     Number,
     Operation,
     Permute,
-    Place,
     Qkv,
     QkvPerRank,
     Reshape,
@@ -22,6 +21,7 @@ from shardwise.rewrite.statements import (
     Stack,
     Star,
     Statement,
+    TextPlace,
     Unstack,
 )
 from shardwise.rewrite.syntax import needed_parameters, parse, text_of
@@ -135,9 +135,9 @@ NAMES: dict[str, tuple[NamePart, ...]] = {
 def test_names_on_the_left_have_the_parts_that_they_are_written_with(text: str) -> None:
     arguments = ", axis=0" if "*" in text else ""
     (name,) = only(f"{text} -> b{arguments}").left
-    assert name == Name(NAMES[text], False, Place(1, 1, len(text)))
+    assert name == Name(NAMES[text], False, TextPlace(1, 1, len(text)))
     (name,) = only(f"{text}^T->b{arguments}").left
-    assert name == Name(NAMES[text], True, Place(1, 1, len(text) + 2))
+    assert name == Name(NAMES[text], True, TextPlace(1, 1, len(text) + 2))
 
 
 def test_the_offset_of_aoa_takes_one_off_on_the_right_only() -> None:
@@ -149,8 +149,8 @@ def test_the_offset_of_aoa_takes_one_off_on_the_right_only() -> None:
 
 def test_arrays_are_their_names() -> None:
     statement = only("w[0:3]^T -> 'x-y'[ 9 : 10 ], axis=0")
-    assert statement.left == tuple(Name((f"w_{number}",), True, Place(1, 1, 8)) for number in range(3))
-    assert statement.right == (Name(("x-y_9",), False, Place(1, 13, 15)),)
+    assert statement.left == tuple(Name((f"w_{number}",), True, TextPlace(1, 1, 8)) for number in range(3))
+    assert statement.right == (Name(("x-y_9",), False, TextPlace(1, 13, 15)),)
     assert parts(only("m.$L[2:4] -> b, axis=0").left) == [("m.", Number("L"), "_2"), ("m.", Number("L"), "_3")]
 
 
@@ -197,9 +197,9 @@ def test_statements_end_where_a_reader_thinks_they_do(text: str, statements: lis
 
 def test_statements_know_their_text_and_where_it_stands() -> None:
     first, second = parse(" a ->\n   b,  # comment\n  axis=0,\nc->d", {})
-    assert (first.text, first.place) == ("a ->\n   b,  # comment\n  axis=0", Place(1, 2, 4))
-    assert first.right[0].place == Place(2, 4, 1)
-    assert (second.text, second.place) == ("c->d", Place(4, 1, 4))
+    assert (first.text, first.place) == ("a ->\n   b,  # comment\n  axis=0", TextPlace(1, 2, 4))
+    assert first.right[0].place == TextPlace(2, 4, 1)
+    assert (second.text, second.place) == ("c->d", TextPlace(4, 1, 4))
 
 
 def test_parameters_stand_for_values() -> None:

@@ -5,7 +5,7 @@ import pytest
 from shardwise.errors import RewriteError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.rewrite.findings import Finding, raise_all
-from shardwise.rewrite.statements import Place
+from shardwise.rewrite.statements import TextPlace
 from shardwise.rewrite.syntax import parse
 
 PARAMETERS: dict[str, int | str] = {"heads": 8, "text": "eight", "real": 1.5, "flag": True}  # type: ignore[dict-item]
@@ -367,7 +367,8 @@ def test_a_finding_shows_what_its_statement_was_expanded_to() -> None:
 
 def test_a_finding_at_a_place_that_the_statement_does_not_have_shows_the_statement() -> None:
     assert (
-        str(Finding(Place(7, 3, 1), "a -> b", "wrong", start=Place(1, 1, 6))) == "line 7, column 3: wrong\n    a -> b"
+        str(Finding(TextPlace(7, 3, 1), "a -> b", "wrong", start=TextPlace(1, 1, 6)))
+        == "line 7, column 3: wrong\n    a -> b"
     )
 
 

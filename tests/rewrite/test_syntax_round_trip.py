@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import RewriteError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.rewrite.arguments import WORDS
+from shardwise.rewrite.statement_arguments import WORDS
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
@@ -19,7 +19,6 @@ from shardwise.rewrite.statements import (
     Number,
     Operation,
     Permute,
-    Place,
     Qkv,
     QkvPerRank,
     Reshape,
@@ -27,12 +26,13 @@ from shardwise.rewrite.statements import (
     Stack,
     Star,
     Statement,
+    TextPlace,
     Unstack,
 )
 from shardwise.rewrite.syntax import needed_parameters, parse, text_of
 
 proven: Callable[[Any], Any] = settings(deadline=None, max_examples=300)
-NOWHERE = Place(1, 1, 1)
+NOWHERE = TextPlace(1, 1, 1)
 
 dims = st.integers(-3, 3)
 counts = st.integers(1, 9)
@@ -158,15 +158,19 @@ def test_names_stand_where_their_places_say(given_statements: list[Statement]) -
     text = "\n".join(text_of(each) for each in given_statements)
     lines = text.split("\n")
 
-    def at(place: Place) -> str:
+    def at(place: TextPlace) -> str:
         rest = "\n".join(lines[place.line - 1 :])  # a name may hold a newline itself
         return rest[place.column - 1 :][: place.width]
 
     for statement in parse(text, {}):
         for name in statement.left:
-            assert parse(f"{at(name.place)} -> _", {})[0].left == (replace(name, place=Place(1, 1, name.place.width)),)
+            assert parse(f"{at(name.place)} -> _", {})[0].left == (
+                replace(name, place=TextPlace(1, 1, name.place.width)),
+            )
         for name in statement.right:
-            assert parse(f"_ -> {at(name.place)}", {})[0].right == (replace(name, place=Place(1, 6, name.place.width)),)
+            assert parse(f"_ -> {at(name.place)}", {})[0].right == (
+                replace(name, place=TextPlace(1, 6, name.place.width)),
+            )
 
 
 VOCABULARY = r"""

@@ -14,13 +14,12 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
 """
 
 from shardwise.checkpoint.addresses import Address, store_of
-from shardwise.checkpoint.applied import inverse_like, recorded_rewrite
 from shardwise.checkpoint.background import AsyncSaver
 from shardwise.checkpoint.catalogue import Catalogue, open  # noqa: A004 - the promised name
 from shardwise.checkpoint.certificates import Certificate, CertifiedTensor
 from shardwise.checkpoint.commit import SaveReport
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.conversion import ConvertReport, convert, preview
+from shardwise.checkpoint.conversion import ConvertReport, convert, inverse_like, preview, recorded_rewrite
 from shardwise.checkpoint.difference import Difference, diff
 from shardwise.checkpoint.full_tensors import full
 from shardwise.checkpoint.import_export import export_hf, import_hf

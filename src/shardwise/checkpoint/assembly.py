@@ -7,10 +7,9 @@ import torch
 
 from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.demand import under_name
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
 from shardwise.checkpoint.reading import BatchReader, batches_of
-from shardwise.checkpoint.rewritten import counterparts, hops, metas_of_contents
+from shardwise.checkpoint.rewrite_view import slots_of
 from shardwise.checkpoint.slots import Slot, together
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.strided_copies import copy_strided
@@ -28,7 +27,7 @@ LARGE_WINDOW_BYTES = 32 << 20
 """So much is put together at a time where smaller parts would read blocks again and again."""
 
 _MANY = 64
-"""Tiles side by side."""
+"""Views side by side."""
 
 
 class AssembledReader:
@@ -45,8 +44,6 @@ class AssembledReader:
         self._store = store
         self._contents = contents
         self._checked = checked
-        metas = metas_of_contents(contents)
-        self._metas = metas | {alias: metas[name] for alias, name in contents.aliases.items()}
         self._buffer = Buffer(LARGE_WINDOW_BYTES)
         self._batch = batch or Buffer(BATCH_BYTES)
 
@@ -63,9 +60,7 @@ class AssembledReader:
     def _slots(self, piece: Piece, part: torch.Tensor) -> Iterator[Slot]:
         """The stored pieces that make up a piece of an output, and where in its flat memory each goes."""
         memory = part if piece.run is not None else part.view(piece.shape)
-        for each in counterparts(piece, piece.name, self._checked.resolve, self._metas):
-            name = self._contents.aliases.get(each.piece.name, each.piece.name)
-            yield Slot(under_name(each.piece, name), each.view(memory), hops((*each.dtypes, piece.dtype)))
+        return slots_of(self._checked, piece, memory)
 
     def _fill(self, wanted: Sequence[Wanted], slots: Sequence[Slot]) -> None:
         stored = [each for name in _names(wanted) for each in self._contents.tensors[name].pieces]
@@ -110,15 +105,15 @@ def is_cheap_to_cut(checked: Checked, name: str) -> bool:
     It is not where every part would have something of very many sources, which it takes long to find.
     """
     value = checked.values[name]
-    if len(value.tiles) > _MANY and any(tile.shape[1:] != value.shape[1:] for tile in value.tiles):
+    if len(value.views) > _MANY and any(view.shape[1:] != value.shape[1:] for view in value.views):
         return False
     reaches: dict[str, list[tuple[int, int]]] = {}
-    for tile in value.tiles:
-        steps = [(stride, size) for stride, size in zip(tile.strides, tile.shape, strict=True) if size > 1]
+    for view in value.views:
+        steps = [(stride, size) for stride, size in zip(view.strides, view.shape, strict=True) if size > 1]
         if steps != sorted(steps, reverse=True):
             return False
-        stop = tile.base + 1 + sum((size - 1) * stride for stride, size in steps)
-        reaches.setdefault(tile.source, []).append((tile.base, stop))
+        stop = view.base + 1 + sum((size - 1) * stride for stride, size in steps)
+        reaches.setdefault(view.source, []).append((view.base, stop))
     return all(stop <= start for each in reaches.values() for (_, stop), (start, _) in pairwise(sorted(each)))
 
 

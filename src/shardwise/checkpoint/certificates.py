@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.checkpoint.applied import Applied
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.held import bytes_of
-from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten
-from shardwise.checkpoint.rewritten import metas_of_contents
+from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
+from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked
@@ -165,7 +164,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
 def certify_return(
     source: Store,
     contents: Contents,
-    applied: Applied | None,
+    view: RewriteView | None,
     store: Store,
     written: Contents,
     *,
@@ -174,16 +173,17 @@ def certify_return(
 ) -> Certificate:
     """Read both sides, and compare the digests of their tensors.
 
-    contents: what was converted, of `source`. written: what `store` holds of it now, and `location` what to call that.
+    contents: what was converted, of `source`. view: by which rewrite; None: without one. written: what `store` holds of
+        it now, and `location` what to call that.
     original: what the source was once made of, which is compared with what was written.
     Raises CheckpointError, naming them, for tensors that do not come back though the rewrite loses nothing of them.
     """
     trip = _RoundTrip(
-        checked=None if applied is None else applied.checked,
+        checked=None if view is None else view.checked,
         source=source,
         sent=as_they_are(contents),
         store=store,
-        back=as_they_are(written) if applied is None else _undone(contents, applied, written),
+        back=as_they_are(written) if view is None else rewritten(view_back(contents, view, written)),
     )
     digests, returned = trip.digests()
     differing = [name for name, digest in digests.items() if returned.get(name) != digest or trip.changes_kind(name)]
@@ -202,7 +202,7 @@ def certify_return(
     return Certificate(
         source=contents.location,
         destination=location,
-        rewrite="" if applied is None else str(applied.rewrite),
+        rewrite="" if view is None else str(view.checked.rewrite),
         tensors=tuple(trip.rows(digests, returned, whys)),
         is_of_save=contents.format == "shardwise",
         original="" if original is None else original[1].location,
@@ -300,13 +300,6 @@ class _RoundTrip:
         """Outputs without those that are not, or do not make, tensors of these names."""
         kept = {*names} if outputs is self.sent else {self._found(name) for name in names}
         return replace(outputs, tensors={name: each for name, each in outputs.tensors.items() if name in kept})
-
-
-def _undone(contents: Contents, applied: Applied, written: Contents) -> Outputs:
-    """What the inverse of a rewrite makes of what was written by it."""
-    inverse = applied.checked.inverse(lossy="allow")
-    checked = inverse.apply(metas_of_contents(written), recorded=metas_of_contents(contents), aliases=written.aliases)
-    return rewritten(written, checked, {})
 
 
 def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:

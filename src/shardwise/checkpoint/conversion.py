@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from shardwise.checkpoint.addresses import Address, store_of
-from shardwise.checkpoint.applied import Applied
 from shardwise.checkpoint.arguments import check_arguments
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents
@@ -26,7 +25,7 @@ from shardwise.checkpoint.destinations import (
 from shardwise.checkpoint.foreign import read_foreign
 from shardwise.checkpoint.model_config import (
     CONFIG,
-    Given,
+    ConfigPath,
     as_extra,
     files_beside,
     files_of,
@@ -37,7 +36,8 @@ from shardwise.checkpoint.model_config import (
 )
 from shardwise.checkpoint.names import model_name_of_master
 from shardwise.checkpoint.output_dtypes import casting, check_dtype, main_dtype, with_masters
-from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten
+from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
+from shardwise.checkpoint.renamed_settings import rewrite_of_record
 from shardwise.checkpoint.saves import (
     CERTIFICATE,
     folder_of,
@@ -52,9 +52,19 @@ from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite
 
-__all__ = ["MAX_SHARD_BYTES", "Conversion", "ConvertReport", "Progress", "Target", "convert", "preview"]
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "Conversion",
+    "ConvertReport",
+    "ConvertTarget",
+    "Progress",
+    "convert",
+    "inverse_like",
+    "preview",
+    "recorded_rewrite",
+]
 
-Target = Literal["pieces", "whole", "hf"]
+ConvertTarget = Literal["pieces", "whole", "hf"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of Hugging Face files."""
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -101,9 +111,9 @@ def convert(
     source: Address,
     destination: Address,
     *,
-    to: Target = "whole",
+    to: ConvertTarget = "whole",
     rewrite: Rewrite | None = None,
-    config: Given = None,
+    config: ConfigPath = None,
     dtype: str | None = None,
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -168,9 +178,9 @@ def preview(
     source: Address,
     destination: Address | None = None,
     *,
-    to: Target = "whole",
+    to: ConvertTarget = "whole",
     rewrite: Rewrite,
-    config: Given = None,
+    config: ConfigPath = None,
     dtype: str | None = None,
     step: int | None = None,
 ) -> str:
@@ -187,12 +197,39 @@ def preview(
     conversion = Conversion.of(
         store, read_contents(store, step=step), rewrite, model_only=to == "hf", config=config, dtype=dtype
     )
-    assert conversion.applied is not None, "a rewrite was given"
+    assert conversion.outputs.view is not None, "a rewrite was given"
     if destination is not None and to == "hf":
         planned_shards(conversion.outputs, destination, max_shard_bytes=MAX_SHARD_BYTES)
     elif destination is not None:
         check_save(destination)
-    return conversion.applied.checked.explain()
+    return conversion.outputs.view.checked.explain()
+
+
+def recorded_rewrite(source: Address, *, step: int | None = None) -> Rewrite:
+    """The rewrite by which the save at `source` was made; its `inverse()` leads back.
+
+    Raises CheckpointError for a checkpoint that was made without one.
+    """
+    contents = read_contents(store_of(source), step=step)
+    found = rewrite_of_record(contents.settings)
+    if found is None:
+        raise CheckpointError(
+            f"{contents.location} does not say by which rewrite it was made; name the one to undo (--rewrite NAME "
+            "--inverse, and --like ORIGINAL where it has to know what was there before)"
+        )
+    return found
+
+
+def inverse_like(rewrite: Rewrite, original: Address, *, lossy: Literal["refuse", "allow"] = "refuse") -> Rewrite:
+    """The way back of a rewrite to the names, shapes and dtypes of the checkpoint at `original`; see `Checked.inverse`.
+
+    Only metadata is read. Parameters that the rewrite lacks come from its `config.json`. lossy: as for that.
+    Raises CheckpointError, and RewriteError for a rewrite that does not fit it or loses something of it.
+    """
+    store = store_of(original)
+    contents = read_contents(store)
+    config = model_files(store, contents).get(CONFIG)
+    return view_for_conversion(contents, rewrite, config, model_only=True).checked.inverse(lossy=lossy)
 
 
 def _original_at(original: Address | None, *, certify: bool) -> tuple[Store, Contents] | None:
@@ -207,8 +244,8 @@ def _original_at(original: Address | None, *, certify: bool) -> tuple[Store, Con
 
 def _check_target(to: object) -> None:
     """Raise CheckpointError for what nothing can be converted to."""
-    if to not in get_args(Target):
-        raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(get_args(Target))}")
+    if to not in get_args(ConvertTarget):
+        raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(get_args(ConvertTarget))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +260,6 @@ class Conversion:
     """Other files that go along, and those of `config`, which go before what the source has: name -> bytes."""
     files: Mapping[str, Any]
     """The files on the model that the source has, `config.json` among them: name -> JSON."""
-    applied: Applied | None
-    """The rewrite, and what it is put to; None without one."""
     outputs: Outputs
     """What is written."""
     original: tuple[Store, Contents] | None = None
@@ -240,7 +275,7 @@ class Conversion:
         rewrite: Rewrite | None,
         *,
         model_only: bool,
-        config: Given = None,
+        config: ConfigPath = None,
         dtype: str | None = None,
         original: tuple[Store, Contents] | None = None,
     ) -> Self:
@@ -255,23 +290,21 @@ class Conversion:
         if dtype is not None:
             check_dtype(dtype)
             source, masters = with_masters(contents, dtype)
-        applied = None
+        view = None
         if rewrite is not None:
-            applied = Applied.to(source, rewrite, parameters, model_only=model_only)
-            rewrite = applied.rewrite
-        if dtype is not None and (casts := casting(source if applied is None else applied.checked, dtype)):
-            rewrite = casts if rewrite is None else rewrite >> casts
-            applied = Applied.to(source, rewrite, parameters, model_only=model_only)
-        if applied is None:
+            view = view_for_conversion(source, rewrite, parameters, model_only=model_only)
+        if dtype is not None and (casts := casting(source if view is None else view.contents, dtype)):
+            rewrite = casts if view is None else view.checked.rewrite >> casts
+            view = view_for_conversion(source, rewrite, parameters, model_only=model_only)
+        if view is None:
             outputs = as_they_are(model_of(source) if model_only else source)
         else:
-            outputs = rewritten(applied.contents, applied.checked, applied.settings, model_only=model_only)
+            outputs = rewritten(view, model_only=model_only)
         return cls(
             store=store,
             contents=contents,
             given=given,
             files=files,
-            applied=applied,
             outputs=outputs,
             original=original,
             masters=masters,
@@ -354,7 +387,7 @@ class Conversion:
         return certify_return(
             self.store,
             self.outputs.contents,
-            self.applied,
+            self.outputs.view,
             store,
             written,
             location=location,
@@ -378,7 +411,7 @@ class Conversion:
             aliases=dict(outputs.aliases),
             left_out=left_out,
             num_masters=sum(model_name_of_master(name) in used for name in left_out),
-            dropped=() if self.applied is None else tuple(sorted(self.applied.checked.dropped)),
+            dropped=() if outputs.view is None else tuple(sorted(outputs.view.checked.dropped)),
             from_masters=self.masters,
             files=files,
             missing=missing,

@@ -15,7 +15,7 @@ import torch
 from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.assignment import distinct
 from shardwise.checkpoint.held import Held, hold
-from shardwise.checkpoint.rewritten_state import StateRewriting
+from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_alike
 from shardwise.checkpoint.states import Ordered, State
 from shardwise.checkpoint.streaming import Sources, fill_window

@@ -21,7 +21,8 @@ from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.matching import Kind, Match, apart, match
 from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
 from shardwise.checkpoint.reading import check_file
-from shardwise.checkpoint.rewritten import Late
+from shardwise.checkpoint.rewrite_agreement import Late, Located, compare_numbers, locate, view_for_load, without_place
+from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sharing import Gathering, gather_findings, pack_pieces, unpack_alike
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
@@ -29,7 +30,6 @@ from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.targets import check_targets
 from shardwise.checkpoint.twins import compare_twins
-from shardwise.checkpoint.virtual_contents import Located, VirtualContents, rewrite_contents
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.comm.default import channel_of, given_or_default
@@ -215,9 +215,9 @@ class _Reading:
 
 def _read(channel: Channel, source: Source, state: State, options: _Options) -> _Reading:
     store, contents, readers = source.store, source.contents, source.readers
-    virtual = None if options.rewrite is None else rewrite_contents(channel, contents, state, options.rewrite)
-    target, wanted, found = _settle(channel, state, contents, virtual, options)
-    located = _locate(channel, virtual, target, wanted, found)
+    view = None if options.rewrite is None else view_for_load(channel, contents, state, options.rewrite)
+    target, wanted, found = _settle(channel, state, contents, view, options)
+    located = _locate(channel, view, target, wanted, found)
     sources = located.sources
     stored = [piece for name in located.names for piece in contents.tensors[name].pieces]
     verify = bool(options.verify) and contents.verifiable
@@ -227,8 +227,8 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         findings += _file_findings(store, contents, {each.file for each in stored}, turn)
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
-    compared_bytes = 0 if virtual is None else virtual.compare(channel, store, contents, readers)
-    compared_bytes += compare_twins(channel, store, contents, virtual, found.twins, readers)
+    compared_bytes = 0 if view is None else compare_numbers(channel, view, store, readers)
+    compared_bytes += compare_twins(channel, store, contents, view, found.twins, readers)
     with torch.no_grad():
         plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
         if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
@@ -248,19 +248,19 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         missing=tuple(found.missing),
         unexpected=tuple(found.unexpected),
         casts=tuple(found.casts),
-        dropped=() if virtual is None else virtual.dropped,
-        added=() if virtual is None else virtual.added,
+        dropped=() if view is None else view.dropped,
+        added=() if view is None else view.added,
     )
     return _Reading(target, located.late, report)
 
 
 def _locate(
-    channel: Channel, virtual: VirtualContents | None, target: _Target, wanted: Sequence[Sequence[Piece]], found: Match
+    channel: Channel, view: RewriteView | None, target: _Target, wanted: Sequence[Sequence[Piece]], found: Match
 ) -> Located:
     """Where all that ranks want lies."""
     own, tensors = wanted[channel.rank], target.held.tensors
-    if virtual is not None:
-        return virtual.locate(channel, own, found.source, tensors)
+    if view is not None:
+        return locate(channel, view, own, found.source, tensors)
     return Located(
         names=list(dict.fromkeys(found.source.values())),
         sources=[[Wanted(piece, found.source[Kind.of(piece)]) for piece in each] for each in wanted],
@@ -282,12 +282,12 @@ def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence
 
 
 def _settle(
-    channel: Channel, state: State, contents: Contents, virtual: VirtualContents | None, options: _Options
+    channel: Channel, state: State, contents: Contents, view: RewriteView | None, options: _Options
 ) -> tuple[_Target, list[list[Piece]], Match]:
     """What every rank wants, without what is missing, and where it comes from; raises the same error on all ranks."""
     refusal: ShardwiseError | None = None
     target = _Target(Held(tensors={}), None)
-    contents = contents if virtual is None else virtual.contents
+    contents = contents if view is None else view.contents
     try:
         target = _target(state, contents)
         check_targets(target.held)
@@ -306,14 +306,14 @@ def _settle(
     aliases = {alias: name for ties, _ in known for alias, name in ties.items()}
     accounted = {name for _, names in known for name in names}
     unplaced: list[str] = []
-    if virtual is not None:
-        unplaced = virtual.without_place({kind.name for kind in kinds} | aliases.keys())
-        kinds = {kind: None for kind in kinds if not virtual.keeps(kind.name)}
-    found = match(kinds, contents, aliases=aliases, accounted=accounted, rewritten=virtual is not None)
+    if view is not None:
+        unplaced = without_place(view, {kind.name for kind in kinds} | aliases.keys())
+        kinds = {kind: None for kind in kinds if not view.keeps(kind.name)}
+    found = match(kinds, contents, aliases=aliases, accounted=accounted, rewritten=view is not None)
     found.unexpected.extend(unplaced)
     unfit = dict.fromkeys(each for text in dict.fromkeys(misfits_of) for each in json.loads(text))
-    if virtual is not None and isinstance(state, Restorable):
-        unfit |= dict.fromkeys(virtual.findings)
+    if view is not None and isinstance(state, Restorable):
+        unfit |= dict.fromkeys(view.findings)
     findings = list(found.misfits)
     if not options.cast:
         findings += [

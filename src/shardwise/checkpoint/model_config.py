@@ -14,7 +14,7 @@ from shardwise.plan.model_settings import CONFIG, MODEL_FILES
 
 __all__ = [
     "CONFIG",
-    "Given",
+    "ConfigPath",
     "as_extra",
     "files_beside",
     "files_of",
@@ -60,7 +60,7 @@ _ALIKE: Mapping[str, str] = MappingProxyType({"num_key_value_heads": "num_attent
 """What a configuration leaves out when it is equal to something else."""
 
 
-Given = str | os.PathLike[str] | None
+ConfigPath = str | os.PathLike[str] | None
 """A folder or a configuration file, or nothing."""
 
 
@@ -93,7 +93,7 @@ def kept_files(given: Mapping[str, bytes], files: Mapping[str, Any]) -> dict[str
     return {**files, **{name: _parsed(given[name], name) for name in _KEPT if name in given}}
 
 
-def given_files(config: Given) -> dict[str, bytes]:
+def given_files(config: ConfigPath) -> dict[str, bytes]:
     """What a folder has that belongs beside the tensors of a model, or a configuration file: name -> bytes.
 
     Raises CheckpointError for a file that cannot be read, a configuration that is not JSON, and where there is none.

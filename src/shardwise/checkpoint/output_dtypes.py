@@ -10,7 +10,7 @@ from shardwise.checkpoint.names import is_model_name
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.state_names import MASTER, state_name
-from shardwise.rewrite import Checked, Rewrite
+from shardwise.rewrite import Rewrite
 from shardwise.rewrite.spelling import quoted
 
 __all__ = ["casting", "check_dtype", "main_dtype", "with_masters"]
@@ -40,22 +40,17 @@ def with_masters(contents: Contents, dtype: str) -> tuple[Contents, tuple[str, .
     return replace(contents, tensors=tensors), tuple(used)
 
 
-def casting(outputs: Contents | Checked, dtype: str) -> Rewrite | None:
+def casting(outputs: Contents, dtype: str) -> Rewrite | None:
     """A rewrite that casts the model's floats which are in another dtype; None where there are none.
 
     A tie is cast under each of its names, and stays one.
     """
-    if isinstance(outputs, Checked):
-        dtypes = {name: meta.dtype for name, meta in outputs.outputs.items()}
-        ties, format_ = dict(outputs.ties), "shardwise"
-    else:
-        dtypes = {name: tensor.dtype for name, tensor in outputs.tensors.items()}
-        ties, format_ = dict(outputs.aliases), outputs.format
-    dtypes |= {alias: dtypes[name] for alias, name in ties.items() if name in dtypes}
+    dtypes = {name: tensor.dtype for name, tensor in outputs.tensors.items()}
+    dtypes |= {alias: dtypes[name] for alias, name in outputs.aliases.items() if name in dtypes}
     names = [
         name
         for name, found in dtypes.items()
-        if found in COMPUTE_DTYPES and found != dtype and is_model_name(name, format_)
+        if found in COMPUTE_DTYPES and found != dtype and is_model_name(name, outputs.format)
     ]
     return Rewrite([f"{quoted(name)} -> {quoted(name)}, dtype='{dtype}'" for name in names]) if names else None
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -11,16 +11,18 @@ import torch
 from shardwise.checkpoint.assembly import LARGE_WINDOW_BYTES, AssembledReader, is_cheap_to_cut, unchanged_source
 from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.model_config import CONFIG, parameters_of
 from shardwise.checkpoint.names import is_model_name
-from shardwise.checkpoint.rewritten import differences, value_of
+from shardwise.checkpoint.renamed_settings import names_state
+from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, check_whole, part_of_piece, windows
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.rewrite import Checked
+from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
-__all__ = ["OutputReader", "Outputs", "as_they_are", "model_of", "rewritten"]
+__all__ = ["OutputReader", "Outputs", "as_they_are", "model_of", "rewritten", "view_back", "view_for_conversion"]
 
 
 _GRAINS = 8
@@ -49,7 +51,7 @@ class Outputs:
     aliases: Mapping[str, str]
     """Other names of outputs (ties)."""
     settings: Mapping[str, Any]
-    checked: Checked | None = None
+    view: RewriteView | None = None
     """What makes them; None: they are the tensors of the checkpoint."""
     groups: Mapping[str, str] = field(default_factory=dict)
     """Outputs that are best read together: each with the first output of its group. Others can be cut anywhere."""
@@ -61,17 +63,13 @@ class Outputs:
 
     def check_agreement(self, store: Store) -> None:
         """Raise CheckpointError where one number is made of several that are not equal to the bit: reads these."""
-        if self.checked is None:
+        if self.view is None:
             return
-        used = {each for name in self.tensors for each in self.checked.sources_of(name)}
-        groups = [group for group in self.checked.agree if not used.isdisjoint(group)]
-        wholes = {each: self.contents.tensors[self.contents.aliases.get(each, each)].whole for each in chain(*groups)}
-        reader = PieceReader(store, self.contents)
-        values = {}
-        for window in _cut(list(wholes.values())):
-            for piece, elements in zip(window, reader.read(window), strict=True):
-                values[piece.name] = value_of(elements)
-        if findings := differences(groups, {name: values[whole.name] for name, whole in wholes.items()}):
+        used = {each for name in self.tensors for each in self.view.checked.sources_of(name)}
+        findings, _ = self.view.unequal(
+            store, (group for group in self.view.checked.agree if not used.isdisjoint(group))
+        )
+        if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
     def reader(self, store: Store, batch: Buffer | None = None) -> OutputReader:
@@ -79,9 +77,9 @@ class Outputs:
 
         batch: memory that it shares with readers which read when it does not.
         """
-        if self.checked is None:
+        if self.view is None:
             return PieceReader(store, self.contents, batch)
-        return AssembledReader(store, self.contents, self.checked, batch)
+        return AssembledReader(store, self.contents, self.view.checked, batch)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.
@@ -89,7 +87,7 @@ class Outputs:
         Windows are of WINDOW_BYTES, but outputs that need the same elements of the checkpoint, or need them in another
         order, lie in one window up to LARGE_WINDOW_BYTES: else its blocks would be read once per window.
         """
-        if self.checked is None:
+        if self.view is None:
             yield from _cut(pieces)
             return
         window: list[Piece] = []
@@ -148,20 +146,62 @@ def model_of(contents: Contents) -> Contents:
     return replace(contents, tensors=tensors, aliases=aliases)
 
 
-def rewritten(
-    contents: Contents, checked: Checked, settings: Mapping[str, Any], *, model_only: bool = False
-) -> Outputs:
-    """What a rewrite makes of a checkpoint; `settings` are those that it makes of its settings.
+def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, model_only: bool) -> RewriteView:
+    """Apply a rewrite to a checkpoint that is converted.
+
+    config: the configuration of the model, or None; parameters that the rewrite lacks are looked up there.
+    model_only: what is not the model's is left out, unless the rewrite names it, and settings are left out.
+    Raises RewriteError with every finding, and CheckpointError for settings.
+    """
+    if lacking := rewrite.parameters_needed - rewrite.parameters.keys():
+        found = parameters_of(config, lacking)
+        _check_parameters(sorted(lacking - found.keys()), contents, has_config=config is not None)
+        rewrite = rewrite.with_parameters(found)
+    if model_only and not names_state(rewrite):
+        contents = model_of(contents)
+    # Files of a model alone have no optimizers, so that the settings of these need not fit.
+    view = RewriteView.of(contents, rewrite, settings={} if model_only else None)
+    if view.added:
+        raise CheckpointError(
+            f"the rewrite adds {', '.join(sorted(view.checked.added))}, which keep the values that they have in what "
+            "is loaded into; a conversion has no such values: leave these statements (`_ -> ...`) out, or load with "
+            "this rewrite"
+        )
+    if view.findings:
+        raise CheckpointError(*view.findings, about=f"the rewrite does not fit the optimizers of {contents.location}")
+    return view
+
+
+def _check_parameters(lacking: Sequence[str], contents: Contents, *, has_config: bool) -> None:
+    if lacking:
+        where = (
+            f"which {CONFIG} does not say" if has_config else f"and {contents.location} has no {CONFIG} that says them"
+        )
+        raise RewriteError(
+            f"the rewrite needs {', '.join(lacking)}, {where}; give them: Rewrite(..., parameters={{...}}), or on the "
+            f"command line {' '.join(f'--set {name}=...' for name in lacking)}, or a {CONFIG} that does (--config)"
+        )
+
+
+def view_back(contents: Contents, view: RewriteView, written: Contents) -> RewriteView:
+    """What the inverse of a rewrite makes of what was written by it, where `contents` were converted."""
+    inverse = view.checked.inverse(lossy="allow")
+    return RewriteView.of(written, inverse, recorded=metas_of_contents(contents), settings={})
+
+
+def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
+    """What a rewrite makes of a checkpoint.
 
     model_only: outputs that are not the model's are left out. What it adds (`_ -> b`) has no elements, and is left out.
     Raises CheckpointError for stored pieces that do not make up what is needed.
     """
-    wholes = {
-        name: Piece(name=name, dtype=meta.dtype, global_shape=meta.shape)
-        for name, meta in checked.outputs.items()
+    contents, checked = view.stored, view.checked
+    made = {
+        name: tensor
+        for name, tensor in view.contents.tensors.items()
         if not model_only or is_model_name(name, contents.format)
     }
-    sources = {name: _sources(contents, checked, name) for name in wholes}
+    sources = {name: sorted(checked.sources_of(name)) for name in made}
     needed = dict.fromkeys(each for found in sources.values() for each in found)
     check_whole(contents, (contents.tensors[name] for name in needed))
     groups = _groups(sources)
@@ -169,27 +209,22 @@ def rewritten(
     turn = {group: turn for turn, group in enumerate(dict.fromkeys(groups.values()))}
     return Outputs(
         contents=contents,
-        tensors={
-            name: _output(contents, checked, wholes[name])
-            for name in sorted(wholes, key=lambda each: turn[groups[each]])
-        },
-        aliases={alias: name for alias, name in checked.ties.items() if name in wholes},
-        settings=settings,
-        checked=checked,
+        tensors={name: _with_pieces(view, made[name]) for name in sorted(made, key=lambda each: turn[groups[each]])},
+        aliases={alias: name for alias, name in checked.ties.items() if name in made},
+        settings=view.contents.settings,
+        view=view,
         groups={
             name: group for name, group in groups.items() if sizes[group] > 1 or not is_cheap_to_cut(checked, name)
         },
     )
 
 
-def _sources(contents: Contents, checked: Checked, name: str) -> list[str]:
-    """The stored tensors of which an output has elements."""
-    return sorted({contents.aliases.get(each, each) for each in checked.sources_of(name)})
-
-
-def _output(contents: Contents, checked: Checked, whole: Piece) -> StoredTensor:
+def _with_pieces(view: RewriteView, output: StoredTensor) -> StoredTensor:
     """An output, with its pieces where the checkpoint has its elements in this order."""
-    source = unchanged_source(checked, whole.name)
+    source = unchanged_source(view.checked, output.name)
+    if source is None:
+        return output
+    whole = output.whole
     pieces = tuple(
         StoredPiece(
             piece=replace(whole, offset=each.piece.offset, shape=each.piece.shape, run=each.piece.run),
@@ -197,9 +232,9 @@ def _output(contents: Contents, checked: Checked, whole: Piece) -> StoredTensor:
             start=each.start,
             checksums=None,
         )
-        for each in ([] if source is None else contents.tensors[contents.aliases.get(source, source)].pieces)
+        for each in view.stored.tensors[source].pieces
     )
-    return StoredTensor(name=whole.name, dtype=whole.dtype, shape=whole.global_shape, pieces=pieces)
+    return replace(output, pieces=pieces)
 
 
 def _groups(sources: Mapping[str, Sequence[str]]) -> dict[str, str]:

@@ -11,19 +11,17 @@ from shardwise.plan.optimizer_settings import ADDED, stored_optimizers
 from shardwise.plan.state_names import STATE_PREFIX, is_state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 
-__all__ = ["names_state", "record_of", "recorded_metas", "renamed_settings", "rewrite_of_record"]
+__all__ = ["names_state", "recorded_metas", "renamed_settings", "rewrite_of_record"]
 
-_Place = tuple[int, int]
+_GroupAt = tuple[int, int]
 """The position of an optimizer, and of a group in it."""
 
 
-def renamed_settings(
-    settings: Mapping[str, Any], checked: Checked, aliases: Mapping[str, str]
-) -> tuple[dict[str, Any], list[str]]:
-    """The settings of the sources as those of the outputs, and findings about what no group can train.
+def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dict[str, Any], list[str]]:
+    """The settings of the sources as those of the outputs, with a record of the rewrite.
 
-    aliases: other names of sources (ties). A parameter belongs to the group of the tensors that it is made of; where
-    these are in groups with different settings it belongs to none, which is a finding.
+    And findings about what no group can train: a parameter belongs to the group of the tensors that it is made of;
+    where these are in groups with different settings it belongs to none.
     Raises CheckpointError for settings that are not understood.
     """
     renamed = {key: value for key, value in settings.items() if key not in (REWRITE, LOADED_BY)}
@@ -31,13 +29,14 @@ def renamed_settings(
         renamed["ties"] = dict(checked.ties)
     if checked.added:
         renamed[ADDED] = sorted(checked.added)
+    renamed |= _record_of(checked)
     if not stored_optimizers(settings):
         return renamed, []
-    groups = _Groups(settings["optimizers"], aliases)
-    members: dict[_Place, list[tuple[int, str]]] = {}
+    groups = _Groups(settings["optimizers"], checked.aliases)
+    members: dict[_GroupAt, list[tuple[int, str]]] = {}
     findings = []
     for name in checked.outputs:
-        sources = [] if is_state_name(name) else sorted({aliases.get(each, each) for each in checked.sources_of(name)})
+        sources = [] if is_state_name(name) else sorted(checked.sources_of(name))
         if not any(each in groups.places for each in sources):
             continue
         if finding := groups.finding(name, sources):
@@ -63,9 +62,9 @@ class _Groups:
 
     def __init__(self, optimizers: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> None:
         self._optimizers = optimizers
-        self.places: dict[str, tuple[_Place, int]] = {}
+        self.places: dict[str, tuple[_GroupAt, int]] = {}
         """For each parameter its group, and its position there."""
-        self._alike: dict[_Place, tuple[int, str]] = {}
+        self._alike: dict[_GroupAt, tuple[int, str]] = {}
         """Equal for groups of one optimizer that say the same."""
         for number, optimizer in enumerate(optimizers):
             for at, group in enumerate(optimizer["groups"]):
@@ -104,15 +103,19 @@ class _Groups:
         return "" if key is None else f" ({key} is {mine.get(key)!r} and {yours.get(key)!r})"
 
 
-def record_of(rewrite: Rewrite, sources: Mapping[str, TensorMeta]) -> dict[str, Any]:
+def _record_of(checked: Checked) -> dict[str, Any]:
     """What the settings of a save say of the rewrite that made it: its text, and what a text cannot say of its sources.
 
     Of an inverse the record has the text of what was undone: that says all, and the inverse is not without a record.
     State of optimizers follows its parameters, and is left out unless the rewrite names it.
     """
-    every = names_state(rewrite)
-    metas = {name: [list(meta.shape), meta.dtype] for name, meta in sources.items() if every or not is_state_name(name)}
-    return {REWRITE: {**rewrite.to_record(), "sources": metas}}
+    every = names_state(checked.rewrite)
+    metas = {
+        name: [list(meta.shape), meta.dtype]
+        for name, meta in checked.sources.items()
+        if every or not is_state_name(name)
+    }
+    return {REWRITE: {**checked.rewrite.to_record(), "sources": metas}}
 
 
 def rewrite_of_record(settings: Mapping[str, Any]) -> Rewrite | None:
@@ -125,7 +128,7 @@ def rewrite_of_record(settings: Mapping[str, Any]) -> Rewrite | None:
 
 def recorded_metas(settings: Mapping[str, Any], rewrite: Rewrite) -> dict[str, TensorMeta]:
     """The tensors to which a rewrite leads back: the sources of the one that a save was made by, if it undoes that."""
-    if not any(stage.inverted for stage in rewrite.stages):
+    if not any(section.inverted for section in rewrite.stages):
         return {}
     if rewrite_of_record(settings) != rewrite.inverse(lossy="allow"):
         return {}

@@ -21,8 +21,8 @@ from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Writte
 from shardwise.checkpoint.contents import BLOCK_BYTES
 from shardwise.checkpoint.extra_values import packed
 from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, hold
-from shardwise.checkpoint.renamed_settings import record_of, renamed_settings
-from shardwise.checkpoint.rewritten_state import RewrittenState, StateRewriting
+from shardwise.checkpoint.renamed_settings import renamed_settings
+from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_pieces
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
@@ -267,7 +267,9 @@ def prepare(
     if arguments.rewrite is not None:
         became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties)
         held, pieces, ties = became.held, became.texts, [became.held.aliases] * channel.size
-        settings = _rewritten_settings(settings, arguments.rewrite, became)
+        settings, findings = renamed_settings(settings, became.checked)
+        if findings:
+            raise CheckpointError(*findings, about="the optimizers do not fit the rewrite")
     aliases, arrangement = memory.arranged(pieces, ties, arguments.file_layout)
     description = Description(
         step=arguments.step,
@@ -284,14 +286,6 @@ def prepare(
         description=description,
         held=held,
     )
-
-
-def _rewritten_settings(settings: Mapping[str, Any], rewrite: Rewrite, became: RewrittenState) -> dict[str, Any]:
-    """The settings that go with a state that a rewrite has changed, and a record of the rewrite."""
-    renamed, findings = renamed_settings(settings, became.checked, became.aliases)
-    if findings:
-        raise CheckpointError(*findings, about="the optimizers do not fit the rewrite")
-    return {**renamed, **record_of(rewrite, became.sources)}
 
 
 def write_pieces(pieces: Sequence[Piece], held: Held, sink: Sink) -> None:

@@ -3,7 +3,7 @@
 Such are the saves of tied models by writers that do not look for ties. They fit if their bytes are equal.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -11,78 +11,99 @@ from shardwise.checkpoint.assembly import AssembledReader
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.matching import apart
 from shardwise.checkpoint.read_plan import missing
+from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.sharing import gather_findings
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.virtual_contents import VirtualContents
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["compare_twins"]
+__all__ = ["compare_in_turns", "compare_twins"]
 
 
 def compare_twins(
     channel: Channel,
     store: Store,
     contents: Contents,
-    virtual: VirtualContents | None,
+    view: RewriteView | None,
     twins: Sequence[tuple[str, str]],
     readers: Collection[int],
 ) -> int:
     """Compare the bytes of twins, in windows that the ranks which read share; how many bytes this rank has read.
 
-    virtual: what a rewrite makes of the contents, whose names the twins then have.
+    view: what a rewrite makes of the contents, whose names the twins then have; None without one.
     Raises CheckpointError, the same on all ranks, with all that are not equal.
     """
     if not twins:
         return 0
+    return compare_in_turns(
+        channel,
+        readers,
+        lambda turn, turns: _differences(store, contents, view, twins, turn, turns),
+        purpose="tensors that the target ties",
+        about=f"{contents.location} does not fit the target",
+    )
+
+
+def compare_in_turns(
+    channel: Channel,
+    readers: Collection[int],
+    compare: Callable[[int, int], tuple[list[str], int]],
+    *,
+    purpose: str,
+    about: str,
+) -> int:
+    """Let each rank that reads compare its part of what is stored; how many bytes this rank has read.
+
+    compare(i, n): findings about each n-th part from the i-th on, and the bytes that were read.
+    Raises CheckpointError, the same on all ranks, with the findings of all.
+    """
     findings: list[str] = []
     num_bytes = 0
     if channel.rank in readers:
-        turn = sorted(readers).index(channel.rank)
-        findings, num_bytes = _differences(store, contents, virtual, twins, turn, len(readers))
-    if findings := gather_findings(channel, findings, purpose="tensors that the target ties"):
-        raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
+        try:
+            findings, num_bytes = compare(sorted(readers).index(channel.rank), len(readers))
+        except CheckpointError as error:
+            findings = list(error.problems)
+    if findings := gather_findings(channel, findings, purpose=purpose):
+        raise CheckpointError(*findings, about=about)
     return num_bytes
 
 
 def _differences(
     store: Store,
     contents: Contents,
-    virtual: VirtualContents | None,
+    view: RewriteView | None,
     twins: Sequence[tuple[str, str]],
     turn: int,
     turns: int,
 ) -> tuple[list[str], int]:
     """Findings about the windows whose turn it is, and the bytes that were read."""
-    named = contents if virtual is None else virtual.contents
+    named = contents if view is None else view.contents
     pairs = [
         (named.tensors[one].whole, named.tensors[other].whole)
         for one, other in twins
-        if not (contents.verifiable and virtual is None and _have_equal_checksums(contents, one, other))
+        if not (contents.verifiable and view is None and _have_equal_checksums(contents, one, other))
     ]
     lacking = [
         f"{each}: its elements are in no file; the checkpoint is incomplete"
-        for each in dict.fromkeys(_sources(contents, virtual, pairs))
+        for each in dict.fromkeys(_sources(view, pairs))
         if missing(contents.tensors[each].pieces, contents.tensors[each].whole)
     ]
     if lacking:
         return lacking, 0
     reader: PieceReader | AssembledReader = PieceReader(store, contents)
-    if virtual is not None:
-        reader = AssembledReader(store, contents, virtual.checked)
+    if view is not None:
+        reader = AssembledReader(store, contents, view.checked)
     different: dict[str, None] = {}
     sizes = [(one.num_elements, itemsize_bytes(one.dtype)) for one, _ in pairs]
     for number, window in enumerate(windows(sizes, max_bytes=WINDOW_BYTES // 2)):
         if number % turns != turn:
             continue
         parts = [part_of_piece(each, start, stop) for at, start, stop in window for each in pairs[at]]
-        try:
-            elements = reader.read(parts)
-        except CheckpointError as error:
-            return list(error.problems), reader.read_bytes
+        elements = reader.read(parts)
         for (at, _, _), mine, yours in zip(window, elements[::2], elements[1::2], strict=True):
             if not torch.equal(mine.reshape(-1).view(torch.uint8), yours.reshape(-1).view(torch.uint8)):
                 one, other = pairs[at]
@@ -94,12 +115,10 @@ def _have_equal_checksums(contents: Contents, one: str, other: str) -> bool:
     return contents.tensors[one].checksums == contents.tensors[other].checksums
 
 
-def _sources(
-    contents: Contents, virtual: VirtualContents | None, pairs: Sequence[tuple[Piece, Piece]]
-) -> Iterator[str]:
+def _sources(view: RewriteView | None, pairs: Sequence[tuple[Piece, Piece]]) -> Iterator[str]:
     """The stored tensors of which the pairs have elements."""
     for piece in (each for pair in pairs for each in pair):
-        if virtual is None:
+        if view is None:
             yield piece.name
         else:
-            yield from (contents.aliases.get(each, each) for each in virtual.checked.sources_of(piece.name))
+            yield from view.checked.sources_of(piece.name)

@@ -1,8 +1,10 @@
 """Casts: which dtypes hold every value of which."""
 
+from collections.abc import Sequence
+
 from shardwise.plan.dtypes import is_complex
 
-__all__ = ["holds_nans", "keeps_values"]
+__all__ = ["holds_nans", "keeps_values", "needed_casts"]
 
 _FLOATS = {
     "float8_e8m0fnu": (8, 0),
@@ -57,6 +59,20 @@ def keeps_values(source: str, to: str) -> bool:
         (bits, signed), (more, signs) = _INTEGERS[source], _INTEGERS[to]
         return to != "bool" and (bits - signed <= more - signs) and (signs or not signed)
     return False
+
+
+def needed_casts(dtypes: Sequence[str]) -> tuple[str, ...]:
+    """The dtypes of a chain of casts without those in between that change no value; the first is that of the source.
+
+    >>> needed_casts(("bfloat16", "float32", "float16")), needed_casts(("float32", "float16", "float32"))
+    (('bfloat16', 'float16'), ('float32', 'float16', 'float32'))
+    """
+    kept = [dtypes[0]]
+    for at, dtype in enumerate(dtypes[1:], 1):
+        is_last = at == len(dtypes) - 1
+        if dtype != kept[-1] and (is_last or not keeps_values(kept[-1], dtype)):
+            kept.append(dtype)
+    return tuple(kept)
 
 
 def holds_nans(dtype: str) -> bool:

@@ -1,4 +1,4 @@
-"""Checking: what a rewrite makes of tensors is gathered, and compared with what a target wants."""
+"""Checking: what a rewrite makes of tensors is gathered, its ties too, and compared with what a target wants."""
 
 import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -7,16 +7,17 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from shardwise.errors import RewriteError
+from shardwise.rewrite.inverse_proof import Claim, prove
 from shardwise.rewrite.inversion import Undoing
 from shardwise.rewrite.nodes import Node
-from shardwise.rewrite.proof import Claim, prove
-from shardwise.rewrite.stages import Done, Metas, Stage, carry_out
+from shardwise.rewrite.sections import Done, Metas, Section, carry_out
+from shardwise.rewrite.strided_views import ViewedTensor
 
-__all__ = ["Proved", "agreeing", "dropped_sources", "fit", "mismatches", "uncollected"]
+__all__ = ["Proved", "agreeing", "dropped_sources", "fit", "mismatches", "ties_of", "uncollected"]
 
 
 class Proved(NamedTuple):
-    """A stage that was carried out, its way back, and what was proved of that."""
+    """A section that was carried out, its way back, and what was proved of that."""
 
     done: Done
     undoing: Undoing
@@ -36,11 +37,15 @@ def uncollected() -> Iterator[None]:
 
 
 def fit(
-    stages: Sequence[Stage], sources: Metas, wanted: Metas | None, recorded: Metas | None, aliases: Mapping[str, str]
+    sections: Sequence[Section],
+    sources: Metas,
+    wanted: Metas | None,
+    recorded: Metas | None,
+    aliases: Mapping[str, str],
 ) -> list[Proved]:
-    """Carry stages out and prove each one's way back. Raises RewriteError with all findings."""
+    """Carry sections out and prove each one's way back. Raises RewriteError with all findings."""
     proved = []
-    done = carry_out(stages, sources, wanted, recorded)
+    done = carry_out(sections, sources, wanted, recorded)
     findings = done[-1].evaluation.findings
     if findings:
         problems = [str(each) for each in sorted(findings, key=lambda each: (each.place.line, each.place.column))]
@@ -52,7 +57,7 @@ def fit(
         other_names = {} if place else aliases
         undoing = each.undoing(other_names)
         evaluation = each.evaluation
-        deeds = [deed for deeds in evaluation.trace for deed in deeds]
+        applied_instances = [applied for instances in evaluation.trace for applied in instances]
         claim = Claim(
             sources=each.sources,
             outputs=evaluation.outputs,
@@ -60,7 +65,7 @@ def fit(
             lost=undoing.lost | other_names.keys(),
             aliases=other_names,
         )
-        prove(claim, deeds, undoing.tasks)
+        prove(claim, applied_instances, undoing.tasks)
         proved.append(Proved(each, undoing, claim))
     return proved
 
@@ -110,3 +115,33 @@ def dropped_sources(
             used.update(group)
     used = {aliases.get(name, name) for name in used}
     return frozenset([name for name in proved[0].done.sources if name not in aliases and name not in used])
+
+
+def ties_of(outputs: Mapping[str, Node], aliases: Mapping[str, str], wanted: Collection[str] | None) -> dict[str, str]:
+    """Return alias -> output for outputs that have the same elements as another only through a tie of the sources.
+
+    A statement that copies a tensor makes a tensor of its own. Of tied outputs the one that the target wants stands for
+    the others, else the one whose sources are no aliases.
+    """
+    tied = set(aliases.values())
+    groups: list[tuple[ViewedTensor, dict[tuple[str, ...], str]]] = []
+    for name, node in outputs.items():
+        if tied.isdisjoint([aliases.get(leaf, leaf) for leaf in node.leaves]):
+            continue
+        value = node.value_under(aliases)
+        for other, members in groups:
+            if other.same_elements(value):
+                members.setdefault(node.leaves, name)
+                break
+        else:
+            groups.append((value, {node.leaves: name}))
+    ties = {}
+    for _, members in groups:
+
+        def rank(each: tuple[tuple[str, ...], str]) -> tuple[bool, bool]:
+            leaves, name = each
+            return wanted is not None and name not in wanted, any(leaf in aliases for leaf in leaves)
+
+        (_, first), *others = sorted(members.items(), key=rank)
+        ties.update({name: first for _, name in others})
+    return ties

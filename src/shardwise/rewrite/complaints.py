@@ -6,9 +6,9 @@ from typing import Final
 
 from lark import Token
 
-from shardwise.rewrite.arguments import WORDS
 from shardwise.rewrite.spelling import place_of
-from shardwise.rewrite.statements import Place
+from shardwise.rewrite.statement_arguments import WORDS
+from shardwise.rewrite.statements import TextPlace
 
 __all__ = ["complaint"]
 
@@ -23,7 +23,7 @@ _STRAYS: Final = {
 }
 
 
-def complaint(tokens: Sequence[Token], unexpected: Token, text: str, place: Place) -> tuple[Place, str]:
+def complaint(tokens: Sequence[Token], unexpected: Token, text: str, place: TextPlace) -> tuple[TextPlace, str]:
     """Return where a statement's tokens cease to be one, and why; `unexpected` is the first that does not fit.
 
     `text` is all that was parsed, `place` the statement's own.
@@ -42,8 +42,8 @@ def complaint(tokens: Sequence[Token], unexpected: Token, text: str, place: Plac
     return _misplaced(unexpected, before, any(token.type == "ARROW" for token in tokens[:index]))
 
 
-def _placed(token: Token, width: int) -> Place:
-    return Place(token.line or 1, token.column or 1, width)
+def _placed(token: Token, width: int) -> TextPlace:
+    return TextPlace(token.line or 1, token.column or 1, width)
 
 
 def _without_arrow(tokens: Sequence[Token]) -> str:
@@ -52,7 +52,7 @@ def _without_arrow(tokens: Sequence[Token]) -> str:
     return f"an arrow is missing in this statement; {_FORM}"
 
 
-def _misplaced(token: Token, before: Token | None, on_right: bool) -> tuple[Place, str]:
+def _misplaced(token: Token, before: Token | None, on_right: bool) -> tuple[TextPlace, str]:
     """What to say of a token that would be right elsewhere."""
     place = place_of(token)
     kind = before.type if before is not None else ""
@@ -74,7 +74,7 @@ def _misplaced(token: Token, before: Token | None, on_right: bool) -> tuple[Plac
     return place, f"a comma is missing before {token}"
 
 
-def _stray(tokens: Sequence[Token], stray: Token, text: str) -> tuple[Place, str]:
+def _stray(tokens: Sequence[Token], stray: Token, text: str) -> tuple[TextPlace, str]:
     """What to say of a character that no token begins with."""
     place = place_of(stray)
     start = stray.start_pos or 0
@@ -89,7 +89,7 @@ def _stray(tokens: Sequence[Token], stray: Token, text: str) -> tuple[Place, str
     word, offset = _word_around(text, start)
     if stray in _STRAYS:
         return place, _STRAYS[stray]
-    begins = Place(place.line, place.column - offset, len(word))
+    begins = TextPlace(place.line, place.column - offset, len(word))
     name = word.removesuffix("^T")
     meant = f'if all of it is a name, write "{name}"{word[len(name) :]}'
     if stray == "[":

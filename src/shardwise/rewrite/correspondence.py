@@ -6,10 +6,10 @@ from itertools import chain
 from shardwise.rewrite.fragments import Fragment, Shapes, fragments_of, turned
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node
-from shardwise.rewrite.tiles import Value
+from shardwise.rewrite.strided_views import ViewedTensor
 from shardwise.space import Box
 
-__all__ = ["Correspondence", "Values"]
+__all__ = ["Correspondence", "ViewedTensors"]
 
 _KNOWN_FRAGMENTS = 1 << 13
 """Answers of about so many fragments in all are kept; when there are more, all are forgotten.
@@ -24,15 +24,15 @@ _Template = list[tuple[int, Fragment]]
 """The number of the source in its form, and the fragment, whose name is of no account."""
 
 
-class Values(Mapping[str, Value]):
-    """Values by name, found when they are asked for."""
+class ViewedTensors(Mapping[str, ViewedTensor]):
+    """Viewed tensors by name, found when they are asked for."""
 
     def __init__(self, nodes: Mapping[str, Node], aliases: Mapping[str, str]) -> None:
         self._nodes = nodes
         self._aliases = aliases
-        self._values: dict[str, Value] = {}
+        self._values: dict[str, ViewedTensor] = {}
 
-    def __getitem__(self, name: str) -> Value:
+    def __getitem__(self, name: str) -> ViewedTensor:
         found = self._values.get(name)
         if found is None:
             found = self._values[name] = self._nodes[name].value_under(self._aliases)
@@ -46,21 +46,22 @@ class Values(Mapping[str, Value]):
 
 
 class Correspondence:
-    """Sources, and the outputs that have their elements. `aliases` are other names of sources: alias -> source."""
+    """Sources, and the outputs that have their elements."""
 
     def __init__(
         self, *, sources: Mapping[str, TensorMeta], nodes: Mapping[str, Node], aliases: Mapping[str, str]
     ) -> None:
         self.sources = sources
         """What goes in, by name; without ties."""
-        self.values: Mapping[str, Value] = Values(nodes, aliases)
-        """What comes out, by name, as values; without ties."""
+        self.values: Mapping[str, ViewedTensor] = ViewedTensors(nodes, aliases)
+        """What comes out, by name, as views of sources; without ties."""
+        self.aliases = aliases
+        """Other names of sources: alias -> source."""
         self._nodes = nodes
-        self._aliases = aliases
         self._templates: dict[tuple[Form, Box], _Template] = {}
         self._num_known = 0
         """Fragments of the templates, and one for each."""
-        self._pushed: dict[str, list[Value]] | None = None
+        self._pushed: dict[str, list[ViewedTensor]] | None = None
         self._target_shapes = Shapes(self.outputs)
 
     @property
@@ -77,7 +78,7 @@ class Correspondence:
         template = self._templates.get((node.form, box))
         if template is None:
             template = self._template(node, box)
-        leaves, aliases = node.leaves, self._aliases
+        leaves, aliases = node.leaves, self.aliases
         if aliases:
             return [each._replace(other=aliases.get(leaves[number], leaves[number])) for number, each in template]
         return [each._replace(other=leaves[number]) for number, each in template]
@@ -85,7 +86,7 @@ class Correspondence:
     def _template(self, node: Node, box: Box) -> _Template:
         """The answer for all tensors that come about as this one does."""
         met = list(node.form.value.meeting(box))
-        metas = {tile.source: self._source(node.leaves[int(tile.source)]) for tile in met}
+        metas = {view.source: self._source(node.leaves[int(view.source)]) for view in met}
         found = [(int(each.other), each) for each in fragments_of(met, Shapes(metas))]
         if len(found) > _MOST_FRAGMENTS:
             return found
@@ -97,10 +98,11 @@ class Correspondence:
         return found
 
     def _source(self, leaf: str) -> TensorMeta:
-        return self.sources[self._aliases.get(leaf, leaf)]
+        return self.sources[self.aliases.get(leaf, leaf)]
 
     def push(self, name: str, box: Box) -> list[Fragment]:
         """Where the elements of a box of a source go: boxes of outputs; in several for copies, in none when dropped."""
+        # Loads and conversions ask the other way round, and never pay for this.
         if self._pushed is None:
             self._pushed = self._turned()
         met = chain.from_iterable(value.meeting(box) for value in self._pushed.get(name, ()))
@@ -108,15 +110,15 @@ class Correspondence:
 
     def sources_of(self, name: str) -> frozenset[str]:
         """The sources from which an output has elements. Raises KeyError for what is no output."""
-        return frozenset(self._aliases.get(leaf, leaf) for leaf in self._nodes[name].used)
+        return frozenset(self.aliases.get(leaf, leaf) for leaf in self._nodes[name].used)
 
-    def _turned(self) -> dict[str, list[Value]]:
-        """For each source what of it goes into each output, as values whose sources are the outputs."""
-        found: dict[str, list[Value]] = {}
+    def _turned(self) -> dict[str, list[ViewedTensor]]:
+        """For each source what of it goes into each output, as views whose sources are the outputs."""
+        found: dict[str, list[ViewedTensor]] = {}
         for target, node in self._nodes.items():
             shape = node.meta.shape
-            tiles = turned(self.resolve(target, Box((0,) * len(shape), shape)), shape, target)
-            for source, parts in tiles.items():
-                value = Value(self.sources[source].shape, node.meta.dtype, tuple(parts))
+            views = turned(self.resolve(target, Box((0,) * len(shape), shape)), shape, target)
+            for source, parts in views.items():
+                value = ViewedTensor(self.sources[source].shape, node.meta.dtype, tuple(parts))
                 found.setdefault(source, []).append(value)
         return found

@@ -1,27 +1,29 @@
 """Degrees: for how many ranks along `tp` fused tensors are laid out, where their statements do not say it.
 
 The degree follows the data: forward from the layouts of the sources to what an operation reads, and back from the
-layouts of the target to what it makes, through names, stages and whatever else lies between. So all statements are
+layouts of the target to what it makes, through names, sections and whatever else lies between. So all statements are
 carried out twice: first with a tensor of its own in the place of each fused one, which shows how that goes on.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple, TypeAlias
 
+from shardwise.rewrite.compiled_ops import OPEN, Degrees
 from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.fragments import Shapes, fragments_of, turned
-from shardwise.rewrite.kernels import OPEN, Degrees
-from shardwise.rewrite.layouts import Cut, cuts_along, degree_along
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
 from shardwise.rewrite.statements import Ffn, Operation, QkvPerRank
-from shardwise.rewrite.tiles import Tile, Value
+from shardwise.rewrite.strided_views import StridedView, ViewedTensor
+from shardwise.space import Box
 
 __all__ = ["Fusings", "Laid", "Where", "apart", "leaves_open", "said"]
 
 Where: TypeAlias = tuple[int, Expanded]
-"""Which task of a stage, and which instance."""
+"""Which task of a section, and which instance."""
 
 Laid: TypeAlias = Mapping[Where, Degrees]
 """The degrees of instances that layouts tell."""
@@ -68,7 +70,7 @@ class _Use(NamedTuple):
 class _Fusing:
     """An instance that lays tensors out for ranks."""
 
-    stage: int
+    section: int
     where: Where | None
     """None: optimizer state, which goes with its parameter."""
     operation: Ffn | QkvPerRank
@@ -92,7 +94,7 @@ class Fusings:
     """The instances that lay tensors out for ranks, with a source of its own for each that they make."""
 
     def __init__(self) -> None:
-        self.stage = 0
+        self.section = 0
         """Which is being carried out."""
         self._found: list[_Fusing] = []
         self._of: dict[str, _Fusing] = {}
@@ -100,7 +102,7 @@ class Fusings:
         self._sources: dict[TensorMeta, Form] = {}
         self._uses: dict[str, list[_Use]] = {}
         self._degrees: dict[object, int] = {}
-        self._parts: dict[Form, dict[str, Value]] = {}
+        self._parts: dict[Form, dict[str, ViewedTensor]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -113,7 +115,7 @@ class Fusings:
         taken, rank = inputs[0], len(inputs[0].meta.shape)
         axis = operation.axis if operation.axis is not None else min(1, rank - 1)
         degrees = operation.source_degree, operation.target_degree
-        fusing = _Fusing(self.stage, where, operation, taken, made[0], axis % rank, degrees)
+        fusing = _Fusing(self.section, where, operation, taken, made[0], axis % rank, degrees)
         self._found.append(fusing)
         nodes = []
         for place, meta in enumerate(made):
@@ -125,7 +127,7 @@ class Fusings:
     def laid(
         self, outputs: Mapping[str, Node], sources: Mapping[str, TensorMeta], wanted: Mapping[str, TensorMeta]
     ) -> list[dict[Where, Degrees]]:
-        """For each stage the degrees of its instances, as the layouts of sources and target tell them."""
+        """For each section the degrees of its instances, as the layouts of sources and target tell them."""
         for name, node in outputs.items():
             for number, leaf in enumerate(node.leaves):
                 if leaf in self._of:
@@ -135,12 +137,12 @@ class Fusings:
         for leaf, each in self._of.items():
             if each.operation.targets == 1 and each.degrees[1] is None:
                 each.degrees = each.degrees[0], self._made_for(each, self._uses.get(leaf, []))
-        found: list[dict[Where, Degrees]] = [{} for _ in range(self.stage + 1)]
+        found: list[dict[Where, Degrees]] = [{} for _ in range(self.section + 1)]
         for each in self._found:
             if each.operation.sources == 1 and each.degrees[0] is None:
                 each.degrees = self._taken_for(each, sources), each.degrees[1]
             if each.where is not None:
-                found[each.stage][each.where] = each.degrees
+                found[each.section][each.where] = each.degrees
         return found
 
     def _made_for(self, fusing: _Fusing, uses: Sequence[_Use]) -> int | None:
@@ -151,21 +153,21 @@ class Fusings:
         if key not in self._degrees:
             shape = fusing.made.shape
             cuts = [
-                cuts_along(fusing.axis, laid, use.degrees, Shapes({str(use.number): fusing.made}))
+                _cuts_along(fusing.axis, laid, use.degrees, Shapes({str(use.number): fusing.made}))
                 for use in uses
                 if use.degrees is not None and (laid := self._part(use.form, str(use.number))) is not None
             ]
-            self._degrees[key] = degree_along(shape[fusing.axis], cuts)
+            self._degrees[key] = _degree_along(shape[fusing.axis], cuts)
         return self._degrees[key]
 
-    def _part(self, form: Form, number: str) -> Value | None:
+    def _part(self, form: Form, number: str) -> ViewedTensor | None:
         """What of a form comes of one of its sources."""
         if form not in self._parts:
-            tiles: dict[str, list[Tile]] = {}
-            for tile in form.value.tiles:
-                tiles.setdefault(tile.source, []).append(tile)
+            views: dict[str, list[StridedView]] = {}
+            for view in form.value.views:
+                views.setdefault(view.source, []).append(view)
             self._parts[form] = {
-                source: Value(form.meta.shape, form.meta.dtype, tuple(each)) for source, each in tiles.items()
+                source: ViewedTensor(form.meta.shape, form.meta.dtype, tuple(each)) for source, each in views.items()
             }
         return self._parts[form].get(number)
 
@@ -181,7 +183,7 @@ class Fusings:
             if node.form.is_source:
                 self._degrees[key] = layouts[0][axis]
             else:
-                self._degrees[key] = degree_along(node.meta.shape[axis], _cuts_of_sources(node, metas, axis))
+                self._degrees[key] = _degree_along(node.meta.shape[axis], _cuts_of_sources(node, metas, axis))
         return self._degrees[key]
 
     def _meta_of(self, leaf: str, sources: Mapping[str, TensorMeta]) -> TensorMeta:
@@ -194,10 +196,116 @@ def _layout(meta: TensorMeta) -> tuple[int, ...]:
     return meta.degrees if len(meta.degrees) == len(meta.shape) else ()
 
 
-def _cuts_of_sources(node: Node, metas: Sequence[TensorMeta], axis: int) -> Iterator[list[Cut]]:
+# Into how many equal boxes ranks along `tp` cut a tensor along a dim, seen from tensors that it has become. A rewrite
+# may do anything between a fused tensor and the one whose layout is known: another name, a transpose, a stack. Which
+# rank has which indices of the fused tensor shows where its elements are in boxes of the other.
+
+
+class _Owner(NamedTuple):
+    """Who has some indices: a box of a layout."""
+
+    degrees: tuple[int, ...] = ()
+    """Into how many boxes each dim that is cut is cut."""
+    ranks: tuple[int, ...] = ()
+    """Which of them it is."""
+    places: tuple[int, ...] = ()
+    """Where it lies along dims of which it is not known how they are cut."""
+
+
+_WHOLE = _Owner()
+_UNKNOWN = _Owner(degrees=(0,))
+
+
+class _Cut(NamedTuple):
+    """Indices along a dim, and who has some of what lies there."""
+
+    start: int
+    stop: int
+    owner: _Owner
+
+
+_Owners: TypeAlias = frozenset[_Owner]
+
+
+def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: Shapes) -> list[_Cut]:
+    """Who has which indices along dim `axis` of the one source of `laid`, a tensor that lies in boxes.
+
+    degrees: of its layout, see `TensorMeta`; shapes: of the source, by its name in the views.
+    """
+    known = [dim for dim, degree in enumerate(degrees) if degree > 1]
+    unknown = [dim for dim, degree in enumerate(degrees) if degree == 0]
+    cuts = []
+    for ranks in product(*[range(degrees[dim]) for dim in known]):
+        offset, stop = [0] * len(laid.shape), list(laid.shape)
+        for dim, rank in zip(known, ranks, strict=True):
+            offset[dim] = rank * laid.shape[dim] // degrees[dim]
+            stop[dim] = (rank + 1) * laid.shape[dim] // degrees[dim]
+        box = Box(tuple(offset), tuple([b - a for a, b in zip(offset, stop, strict=True)]))
+        for each in fragments_of(laid.meeting(box), shapes):
+            start, size = each.offset[axis], each.shape[axis]
+            owner = _Owner(tuple([degrees[dim] for dim in known]), ranks, tuple([each.first[dim] for dim in unknown]))
+            if size > 1 and each.dims[axis][0] in unknown:
+                owner = _UNKNOWN
+            cuts.append(_Cut(start, start + size, owner))
+    return cuts
+
+
+def _degree_along(size: int, cuts: Iterable[Sequence[_Cut]]) -> int:
+    """For how many ranks a tensor is laid out along a dim of this size; 0 where that is not known.
+
+    cuts: of each tensor that lies in boxes, who has which indices. Where each rank has one stretch of equal size, in
+    the order of ranks, that is their number. Where a rank has parts of several stretches these lie one after the other
+    as they do without ranks: 1.
+    """
+    runs = list(_runs([cut for each in cuts for cut in _alone(each)], size))
+    owners = [each for _, each in runs]
+    if any(_UNKNOWN in each for each in owners):
+        return 0
+    if len({each for each in owners if each}) <= 1:
+        return 1
+    if any(len(each) != 1 for each in owners):
+        return 0
+    single = [next(iter(each)) for each in owners]
+    if len({(each.degrees, each.places) for each in single} - {(_WHOLE.degrees, _WHOLE.places)}) > 1:
+        return 0
+    if len(set(single)) < len(single) or _WHOLE in single:
+        return 1
+    is_even = len({length for length, _ in runs}) == 1
+    return len(single) if is_even and single == sorted(single) else 0
+
+
+def _alone(cuts: Sequence[_Cut]) -> Sequence[_Cut]:
+    """The cuts of one tensor: where it is cut along other dims only, it is whole along this one."""
+    owners = {each for _, each in _runs(cuts, 0) if each}
+    if len(owners) == 1 and len(*owners) > 1 and _UNKNOWN not in next(iter(owners)):
+        return [each._replace(owner=_WHOLE) for each in cuts]
+    return cuts
+
+
+def _runs(cuts: Sequence[_Cut], size: int) -> Iterator[tuple[int, _Owners]]:
+    """Stretches of indices up to `size`: how long they are, and who has a part of each; nobody where none says."""
+    events: dict[int, list[tuple[_Owner, int]]] = {0: [], size: []}
+    for cut in cuts:
+        events.setdefault(cut.start, []).append((cut.owner, 1))
+        events.setdefault(cut.stop, []).append((cut.owner, -1))
+    here: Counter[_Owner] = Counter()
+    length, owners, before = 0, frozenset[_Owner](), 0
+    for index in sorted(events):
+        now = frozenset(owner for owner, count in here.items() if count)
+        if now != owners and length:
+            yield length, owners
+            length = 0
+        length, owners, before = length + index - before, now, index
+        for owner, change in events[index]:
+            here[owner] += change
+    if length:
+        yield length, owners
+
+
+def _cuts_of_sources(node: Node, metas: Sequence[TensorMeta], axis: int) -> Iterator[list[_Cut]]:
     """Of each source of a tensor who has which indices of it along a dim."""
     shapes = Shapes({str(number): meta for number, meta in enumerate(metas)})
     here = Shapes({"": node.meta})
-    for number, tiles in turned(fragments_of(node.form.value.tiles, shapes), node.meta.shape, "").items():
+    for number, views in turned(fragments_of(node.form.value.views, shapes), node.meta.shape, "").items():
         meta = metas[int(number)]
-        yield cuts_along(axis, Value(meta.shape, meta.dtype, tuple(tiles)), _layout(meta), here)
+        yield _cuts_along(axis, ViewedTensor(meta.shape, meta.dtype, tuple(views)), _layout(meta), here)

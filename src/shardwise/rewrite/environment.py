@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from shardwise.plan.state_names import is_state_name, split_state_name
-from shardwise.rewrite.kernels import OPEN, Refusal
+from shardwise.rewrite.compiled_ops import OPEN, Refusal, compile_ops
 from shardwise.rewrite.nodes import Node
-from shardwise.rewrite.operations import work_out
 from shardwise.rewrite.patterns import NameIndex, NamePattern
 from shardwise.rewrite.statements import Cast, Statement, Unstack
 
@@ -123,10 +122,10 @@ class Environment:
         if node is None or at is None:
             return None
         before = tuple([each for each in operations[:at] if not isinstance(each, Cast)])
-        unstack, kernel = operations[at], work_out(before, (statement.left[0].transposed,), (node.meta,), 1, OPEN)
-        if isinstance(kernel, Refusal) or not isinstance(unstack, Unstack):
+        unstack, ops = operations[at], compile_ops(before, (statement.left[0].transposed,), (node.meta,), 1, OPEN)
+        if isinstance(ops, Refusal) or not isinstance(unstack, Unstack):
             return None
-        shape = kernel.results[0].shape
+        shape = ops.results[0].shape
         return shape[unstack.axis] if -len(shape) <= unstack.axis < len(shape) else None
 
     def absence(self, name: str) -> str:

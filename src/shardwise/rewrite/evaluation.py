@@ -6,20 +6,27 @@ in the end.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from types import MappingProxyType
 
-from shardwise.rewrite.deeds import Deed, Task
-from shardwise.rewrite.degrees import Fusings, Laid
+from shardwise.plan.state_names import is_state_name, state_name
+from shardwise.rewrite.applied_statements import AppliedInstance, StatementTask
+from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, Refusal, compile_ops
+from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.expansion import Expanded, expand
 from shardwise.rewrite.findings import SHOWN, Finding
-from shardwise.rewrite.instances import Carrying
-from shardwise.rewrite.kernels import Degrees, Kernel, Refusal
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.nodes import Node
-from shardwise.rewrite.operations import work_out
+from shardwise.rewrite.nodes import Node, apply_ops
+from shardwise.rewrite.optimizer_state_rules import (
+    follow,
+    is_scalar,
+    keys_by_parameter,
+    states_of,
+    undecided,
+    without_casts,
+)
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.planes import is_scalar, keys_by_parameter
 from shardwise.rewrite.statements import Operation, Statement
 
 __all__ = ["Evaluation", "evaluate"]
@@ -34,7 +41,7 @@ class Evaluation:
     """What comes out, in the order of the names."""
     added: frozenset[str]
     """Names that keep what they have in the target."""
-    trace: list[list[Deed]]
+    trace: list[list[AppliedInstance]]
     """What each task did."""
     agree: list[tuple[Node, ...]]
     """Tensors without dims of which the first stands for all."""
@@ -51,7 +58,7 @@ class Evaluation:
 
 
 def evaluate(
-    tasks: Iterable[Task],
+    tasks: Iterable[StatementTask],
     nodes: Mapping[str, Node],
     wanted: Mapping[str, TensorMeta] | None = None,
     added: Iterable[str] = (),
@@ -93,37 +100,38 @@ class _Evaluator:
         self.findings: list[Finding] = []
         self.notes: list[str] = []
         self.agree: list[tuple[Node, ...]] = []
-        self.trace: list[list[Deed]] = []
+        self.trace: list[list[AppliedInstance]] = []
         self._wanted_index = None if wanted is None else NameIndex(wanted)
         self.leaning: list[tuple[str, bool, Finding]] = []
         self._scalar: dict[str, bool | None] = {}
-        self._kernels: dict[object, Kernel | Refusal] = {}
+        self._compiled: dict[object, CompiledOps | Refusal] = {}
         self._held: list[object] = []
-        """Keeps alive what the keys of `_kernels` tell apart by id."""
+        """Keeps alive what the keys of `_compiled` tell apart by id."""
 
-    def carry_out(self, task: Task) -> None:
+    def carry_out(self, task: StatementTask) -> None:
         """Carry one task out, or find what is wrong with it."""
         statement = task.statement
-        deeds: list[Deed] = []
-        self.trace.append(deeds)
+        applied_instances: list[AppliedInstance] = []
+        self.trace.append(applied_instances)
+        # What reads the outputs of a statement that is wrong would only repeat the finding under other names.
         if self.environment.hides and any(self.environment.hidden(NamePattern(name)) for name in statement.left):
             self._hide(statement)
             return
         todo: list[tuple[tuple[Operation, ...], Sequence[Expanded]]] = []
         findings: list[Finding] = []
-        for part in task.parts:
-            if part.instances is None:
+        for group in task.groups:
+            if group.instances is None:
                 made, wrong = expand(statement, self.environment, self._wanted_index, self.notes)
-                todo.append((part.operations, made))
+                todo.append((group.operations, made))
             else:
-                there, wrong = self._there(statement, part.instances)
-                todo.append((part.operations, there))
+                there, wrong = self._there(statement, group.instances)
+                todo.append((group.operations, there))
             findings += wrong
         if findings:
             self.findings.extend(findings)
             self._hide(statement)
         else:
-            Carrying(self, statement, deeds).carry_out(todo)
+            _Carrying(self, statement, applied_instances).carry_out(todo)
 
     def _there(self, statement: Statement, instances: Sequence[Expanded]) -> tuple[Sequence[Expanded], list[Finding]]:
         """Instances, and what is wrong where something that they read is not there."""
@@ -155,21 +163,22 @@ class _Evaluator:
             self._scalar[key] = is_scalar(key, nodes)
         return self._scalar[key]
 
-    def kernel(
+    def compiled(
         self,
         operations: tuple[Operation, ...],
         transposed: tuple[bool, ...] | None,
         metas: tuple[TensorMeta, ...],
         num_results: int,
         degrees: Degrees,
-    ) -> Kernel | Refusal:
+    ) -> CompiledOps | Refusal:
         """What operations do to tensors of these metas: worked out once."""
+        # Every instance asks. By identity, because to hash a tuple of dataclasses each time takes longer than the rest.
         key = (id(operations), transposed, metas, num_results, degrees)
-        found = self._kernels.get(key)
+        found = self._compiled.get(key)
         if found is None:
             self._held.append(operations)
-            found = work_out(operations, transposed or (False,) * len(metas), metas, num_results, degrees)
-            self._kernels[key] = found
+            found = compile_ops(operations, transposed or (False,) * len(metas), metas, num_results, degrees)
+            self._compiled[key] = found
         return found
 
     def result(self) -> Evaluation:
@@ -194,3 +203,300 @@ class _Evaluator:
             self.notes,
             self.leaning,
         )
+
+
+class _Carrying:
+    """One task that is being carried out: all its instances read first, then all write."""
+
+    def __init__(self, evaluator: _Evaluator, statement: Statement, applied_instances: list[AppliedInstance]) -> None:
+        self._evaluator = evaluator
+        self._variables = evaluator.environment.variables
+        self._statement = statement
+        self._operations: tuple[Operation, ...] = ()
+        self._along: tuple[Operation, ...] = ()
+        self._apart = self._along_apart = apart(())
+        self._said = OPEN
+        self._laid: Laid = {}
+        self._applied = applied_instances
+        self._writings: list[Variable] = []
+        """What is written when all have read."""
+        self._writers: list[Expanded] = []
+        """Which instance writes each."""
+        self._wrong: dict[str, list[tuple[str, Expanded]]] = {}
+        """Findings that are alike: messages and instances."""
+
+    def carry_out(self, parts: Iterable[tuple[tuple[Operation, ...], Iterable[Expanded]]]) -> None:
+        """Carry instances out, all of whose left names are there, each with the operations that apply to it."""
+        for operations, instances in parts:
+            self._operations = operations
+            self._along = without_casts(operations)
+            self._apart, self._along_apart = apart(operations), apart(self._along)
+            self._said = said(self._apart)
+            self._laid = self._evaluator.laid if self._apart[1] else {}
+            self._carry_out(instances)
+        # All have read what was there before the statement, so that `layers.$L -> layers.$L+1` shifts every layer once.
+        self._write()
+        self._report()
+
+    def _carry_out(self, instances: Iterable[Expanded]) -> None:
+        keys = self._evaluator.environment.state_keys
+        variables = self._variables
+        for expanded in instances:
+            left, right, _ = expanded
+            if not left:
+                self._add(expanded)
+                continue
+            read = tuple([variables[name] for name in left])
+            degrees, made = self._take(expanded, read)
+            # A statement that names optimizer state itself says all about it: nothing goes along.
+            if keys and not any(map(is_state_name, right)):
+                for key in {key: None for name in left if name in keys for key in keys[name]}:
+                    self._take_along(expanded, read, key, degrees, made)
+
+    # Reading
+
+    def _add(self, expanded: Expanded) -> None:
+        for name in expanded.right:
+            added = [Variable(name, None)]
+            self._applied.append(AppliedInstance((), (added[0],), None, False))
+            states = [state_name(name, key) for key in self._evaluator.wanted_keys.get(name, ())]
+            added += [Variable(each, None) for each in states]
+            for variable in added:
+                variable.added = True
+                self._writings.append(variable)
+                self._writers.append(expanded)
+
+    def _take(self, expanded: Expanded, read: tuple[Variable, ...]) -> tuple[Degrees, tuple[Node, ...]]:
+        """Do what is to be done with the tensors; return the degrees that this needed, and what is made of them."""
+        left, right, transposed = expanded
+        degrees = self._said
+        made: tuple[Node, ...] = ()
+        if not right:
+            self._drop(read)
+        elif left == right and not self._operations and transposed is None:
+            for variable in read:
+                variable.kept = True
+        else:
+            nodes = self._read(expanded, read)
+            for variable in read:
+                variable.reads += 1
+            if nodes is None:
+                self._write_unknown(expanded, right)
+                return degrees, made
+            degrees = self._laid.get((self._evaluator.task, expanded), degrees)
+            made = self._compute(expanded, read, right, nodes, degrees, along=False)
+        return degrees, made
+
+    def _drop(self, read: Sequence[Variable]) -> None:
+        for variable in read:
+            if variable.dropped is None:
+                self._evaluator.environment.drop(variable, self._statement)
+
+    def _read(self, expanded: Expanded, read: Sequence[Variable]) -> tuple[Node, ...] | None:
+        """The nodes of variables that are read; None where one is not known."""
+        nodes = []
+        for variable in read:
+            if variable.node is not None:
+                nodes.append(variable.node)
+            elif variable.added:
+                self._refuse(
+                    f"{variable.name} is added by `_ -> {variable.name}` and has no elements to read", expanded
+                )
+        return tuple(nodes) if len(nodes) == len(read) else None
+
+    def _compute(
+        self,
+        expanded: Expanded,
+        read: tuple[Variable, ...],
+        right: Sequence[str],
+        nodes: tuple[Node, ...],
+        degrees: Degrees,
+        *,
+        along: bool,
+    ) -> tuple[Node, ...]:
+        """Write what the operations make of nodes, and return it; nothing where they do not fit."""
+        operations = self._along if along else self._operations
+        if not operations and expanded.transposed is None and len(nodes) == len(right) == 1:
+            self._do(expanded, read, right, nodes, None, along)
+            return nodes
+        metas = tuple([node.meta for node in nodes])
+        ops = self._evaluator.compiled(operations, expanded.transposed, metas, len(right), degrees)
+        if isinstance(ops, Refusal):
+            self._refuse(ops.of([variable.name for variable in read]), expanded, alike=ops.text)
+            self._write_unknown(expanded, right)
+            return ()
+        # The first of two passes (see degrees.py): what is made goes on as a source of its own, which can be followed.
+        if self._evaluator.fusings is not None and self._apart[1]:
+            where = None if along else (self._evaluator.task, expanded)
+            made = self._stand_in(self._evaluator.fusings, where, expanded, nodes, along)
+        else:
+            made = apply_ops(ops, nodes) if ops.steps else nodes
+        self._do(expanded, read, right, made, None if ops.does_nothing else ops, along)
+        return made
+
+    def _stand_in(
+        self, fusings: Fusings, where: Where | None, expanded: Expanded, nodes: tuple[Node, ...], along: bool
+    ) -> tuple[Node, ...]:
+        """What stands for the tensors that operations make, while it is not known for how many ranks."""
+        before, operation, after = self._along_apart if along else self._apart
+        inputs = self._changed(before, expanded.transposed, nodes)
+        made = self._fitting(operation, None, inputs, len(expanded.right)).results
+        return self._changed(after, None, fusings.take(where, operation[0], inputs, made))
+
+    def _changed(
+        self, operations: tuple[Operation, ...], transposed: tuple[bool, ...] | None, nodes: tuple[Node, ...]
+    ) -> tuple[Node, ...]:
+        """What operations make of each of some nodes."""
+        ops = self._fitting(operations, transposed, nodes, len(nodes))
+        return apply_ops(ops, nodes) if ops.steps else nodes
+
+    def _fitting(
+        self,
+        operations: tuple[Operation, ...],
+        transposed: tuple[bool, ...] | None,
+        nodes: tuple[Node, ...],
+        num_results: int,
+    ) -> CompiledOps:
+        metas = tuple([node.meta for node in nodes])
+        ops = self._evaluator.compiled(operations, transposed, metas, num_results, OPEN)
+        assert isinstance(ops, CompiledOps), "operations that fit together fit one after the other"
+        return ops
+
+    def _do(
+        self,
+        expanded: Expanded,
+        read: tuple[Variable, ...],
+        right: Sequence[str],
+        nodes: Sequence[Node],
+        ops: CompiledOps | None,
+        along: bool,
+    ) -> None:
+        written = tuple([Variable(name, node) for name, node in zip(right, nodes, strict=True)])
+        self._applied.append(AppliedInstance(read, written, ops, along))
+        self._writings += written
+        self._writers += [expanded] * len(written)
+
+    def _write_unknown(self, expanded: Expanded, right: Sequence[str]) -> None:
+        for name in right:
+            self._writings.append(Variable(name, None))
+            self._writers.append(expanded)
+
+    # Optimizer state
+
+    def _take_along(
+        self,
+        expanded: Expanded,
+        parameters: Sequence[Variable],
+        key: str,
+        degrees: Degrees,
+        made: tuple[Node, ...],
+    ) -> None:
+        """Do with the state under one key what is done with the parameters, of which `made` was made."""
+        left, right, transposed = expanded
+        found = states_of(left, key, self._variables)
+        states = tuple([each for each in found if each is not None])
+        if not states:
+            return
+        if not right:
+            self._drop(states)
+            return
+        if left == right and not self._operations and transposed is None:
+            for variable in states:
+                variable.kept = True
+            return
+        tensors = tuple([each.node for each in parameters if each.node is not None])
+        for variable in states:
+            variable.along += 1
+        if len(states) < len(left):
+            lacking = left[found.index(None)]
+            states_at = found.index(states[0])
+            self._refuse(
+                f"the optimizer has {key} for {left[states_at]}, but not for {lacking}",
+                expanded,
+                alike=key,
+            )
+        elif all(each.node is not None for each in states) and len(tensors) == len(left):
+            self._follow(expanded, key, states, tensors, degrees, made)
+            return
+        self._write_unknown(expanded, [state_name(name, key) for name in right])
+
+    def _follow(
+        self,
+        expanded: Expanded,
+        key: str,
+        states: tuple[Variable, ...],
+        tensors: tuple[Node, ...],
+        degrees: Degrees,
+        made: tuple[Node, ...],
+    ) -> None:
+        """Decide what becomes of the state that all parameters have, and write it."""
+        left, right, transposed = expanded
+        names = [state_name(name, key) for name in right]
+        nodes = tuple([each.node for each in states if each.node is not None])
+        plain = not self._along and transposed is None and len(left) == len(right) == 1
+        what = follow(key, tensors, nodes, made, self._evaluator.scalar, plain)
+        name = states[0].name
+        if what.leaning:
+            doubt = Finding.of(self._statement, undecided(name, back=True), expansion=[str(expanded)])
+            self._evaluator.leaning.append((key, what.shared, doubt))
+        if what.shared:
+            if len(nodes) > 1:
+                self._evaluator.agree.append(nodes)
+            self._do(expanded, states, names, nodes[:1] * len(names), None, True)
+        elif what.undecided:
+            self._refuse(undecided(name), expanded, alike=f"undecided {key}")
+            self._write_unknown(expanded, names)
+        elif what.refused:
+            self._refuse(f"{name} {what.refused}", expanded, alike=what.refused)
+            self._write_unknown(expanded, names)
+        else:
+            self._compute(expanded, states, names, nodes, degrees, along=True)
+
+    # Writing
+
+    def _write(self) -> None:
+        environment, variables = self._evaluator.environment, self._variables
+        written: dict[str, Expanded] = {}
+        for variable, expanded in zip(self._writings, self._writers, strict=True):
+            name = variable.name
+            before = variables.get(name)
+            if before is not None:
+                if name in written:
+                    self._refuse(
+                        f"{name} is written by more than one instance: {written[name]}; {expanded}",
+                        expanded,
+                        alike=name,
+                    )
+                elif before.dropped is None and not (before.reads or before.along):
+                    self._refuse_overwriting(before, variable, expanded)
+            written[name] = expanded
+            environment.assign(variable)
+
+    def _refuse_overwriting(self, before: Variable, variable: Variable, expanded: Expanded) -> None:
+        name = variable.name
+        if before.added or variable.added:
+            if before.node is not None or before.added:
+                self._refuse(
+                    f"{name} is there already, and cannot be added or assigned beside that", expanded, alike="added"
+                )
+            return
+        if before.node is not None:
+            elements = prod(before.node.meta.shape)
+            self._refuse(
+                f"{name} is there already and nothing has read it: its {elements} elements would be lost; read it "
+                f"before, or drop it by `{name} -> _`",
+                expanded,
+                alike=f"overwritten{elements}",
+            )
+
+    # Findings
+
+    def _refuse(self, message: str, expanded: Expanded, *, alike: str = "") -> None:
+        self._wrong.setdefault(alike or message, []).append((message, expanded))
+
+    def _report(self) -> None:
+        for many in self._wrong.values():
+            chain = [str(expanded) for _, expanded in many[:SHOWN]]
+            if len(many) > SHOWN:
+                chain.append(f"and {len(many) - SHOWN} more like these")
+            self._evaluator.findings.append(Finding.of(self._statement, many[0][0], expansion=chain))

@@ -5,17 +5,16 @@ and a match without partners is a finding. So ragged combinations (experts that 
 are. What only right names have (a placeholder, a star) is taken from the target's names.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from shardwise.rewrite.findings import SHOWN, Finding
+from shardwise.rewrite.op_steps import inverted
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.stars import counted, gap_of
 from shardwise.rewrite.statements import Name, Stack, Statement
-from shardwise.rewrite.steps import inverted
 
-__all__ = ["Expanded", "Names", "expand"]
+__all__ = ["Expanded", "ReadableNames", "expand"]
 
 
 class Expanded(NamedTuple):
@@ -30,7 +29,7 @@ class Expanded(NamedTuple):
         return f"{', '.join(self.left) or '_'} -> {', '.join(self.right) or '_'}"
 
 
-class Names(Protocol):
+class ReadableNames(Protocol):
     """The names that statements can read at one point of a rewrite."""
 
     def exists(self, name: str) -> bool:
@@ -57,7 +56,7 @@ _Groups = dict[tuple[str, ...], tuple[str, ...]]
 
 
 def expand(
-    statement: Statement, names: Names, wanted: NameIndex | None, notes: list[str] | None = None
+    statement: Statement, names: ReadableNames, wanted: NameIndex | None, notes: list[str] | None = None
 ) -> tuple[list[Expanded], list[Finding]]:
     """Return the instances of a statement, in the order of the names, and what is wrong.
 
@@ -69,7 +68,7 @@ def expand(
     return expansion.instances(), expansion.findings
 
 
-def _expand_plain(statement: Statement, names: Names) -> tuple[list[Expanded], list[Finding]]:
+def _expand_plain(statement: Statement, names: ReadableNames) -> tuple[list[Expanded], list[Finding]]:
     left = tuple([name.text for name in statement.left])
     right = tuple([name.text for name in statement.right])
     absent = [name for name in statement.left if not names.exists(name.text)]
@@ -84,7 +83,7 @@ def _expand_plain(statement: Statement, names: Names) -> tuple[list[Expanded], l
 class _Expansion:
     """The expansion of one statement with patterns."""
 
-    def __init__(self, statement: Statement, names: Names, wanted: NameIndex | None, notes: list[str]) -> None:
+    def __init__(self, statement: Statement, names: ReadableNames, wanted: NameIndex | None, notes: list[str]) -> None:
         self.statement = statement
         self.names = names
         self.notes = notes
@@ -175,6 +174,7 @@ class _Expansion:
             else:
                 self._note_near(empty)
             return []
+        # The name with the most placeholders first: it binds them, and others are looked up by what they share with it.
         order = sorted(range(len(self.left)), key=lambda place: -len(self.left[place].variables))
         first = self.left[order[0]]
         self.bound = first.variables
@@ -213,12 +213,14 @@ class _Expansion:
 
     def _look_at_star(self, name: Name, pattern: NamePattern, groups: _Groups) -> None:
         """Note how many names a star stands for; what its numbers lack is a finding where it stacks."""
-        gaps = [gap for bindings, found in sorted(groups.items()) if (gap := gap_of(pattern, bindings, found))]
+        gaps = [gap for bindings, found in sorted(groups.items()) if (gap := _gap_of(pattern, bindings, found))]
         stacks = any(isinstance(each, Stack) for each in self.statement.operations)
         if stacks and not self.statement.gaps:
             self._find_all(name, [f"{gap}; write gaps=1 if numbers may be missing" for gap in gaps])
         line = self.statement.place.line
-        self.notes.append(f"line {line}: {counted(pattern, groups)}" + "".join(f"; {gap}" for gap in gaps[:SHOWN]))
+        self.notes.append(
+            f"line {line}: {_counts_in_words(pattern, groups)}" + "".join(f"; {gap}" for gap in gaps[:SHOWN])
+        )
 
     def _grouped(self, name: Name, pattern: NamePattern, found: list[tuple[str, tuple[str, ...], str]]) -> _Groups:
         """Matches by the digits of the placeholders; those of a star in numeric order."""
@@ -347,3 +349,35 @@ def _shown(pattern: NamePattern, known: dict[str, str]) -> str:
     for variable, digits in known.items():
         text = text.replace(f"${variable}", digits)
     return text
+
+
+def _gap_of(pattern: NamePattern, bindings: Sequence[str], names: Sequence[str]) -> str:
+    """Say which name is lacking among those for which a star stands; empty where their numbers are 0, 1, 2 and so on.
+
+    names: in the order of their numbers, which differ. Names that are lacking behind the last cannot be seen.
+    """
+    if _number(pattern, names[-1]) == str(len(names) - 1):
+        return ""
+    numbers = {_number(pattern, name) for name in names}
+    missing = next(number for number in range(len(names)) if str(number) not in numbers)
+    return f"{pattern.fill(bindings, str(missing))} is not there, and {names[-1]} is"
+
+
+def _counts_in_words(pattern: NamePattern, groups: Mapping[tuple[str, ...], Sequence[str]]) -> str:
+    """Say how many names a star stands for, and where it stands for fewer or more than mostly."""
+    examples: dict[int, list[str]] = {}
+    for names in groups.values():
+        examples.setdefault(len(names), []).append(names[0])
+    (most, places), *others = sorted(examples.items(), key=lambda each: (-len(each[1]), each[0]))
+    text = f"{pattern.text} stands for {most} name{'s' * (most != 1)}" + ("" if len(groups) == 1 else " in each place")
+    if others:
+        text = f"{text.removesuffix('each place')}{len(places)} place{'s' * (len(places) != 1)}"
+    for count, firsts in others:
+        more = f" and {len(firsts) - 1} more places" if len(firsts) > 1 else ""
+        text += f", for {count} where {min(firsts)} is{more}"
+    return text
+
+
+def _number(pattern: NamePattern, name: str) -> str:
+    """The number for which the star stands in a name, without zeros that lead."""
+    return pattern.star_in(name).lstrip("0") or "0"

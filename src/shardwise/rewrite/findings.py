@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite.statements import Place, Statement
+from shardwise.rewrite.statements import Statement, TextPlace
 
 __all__ = ["SHOWN", "Faults", "Finding", "raise_all"]
 
-Faults: TypeAlias = list[tuple[Place, str]]
+Faults: TypeAlias = list[tuple[TextPlace, str]]
 """What is wrong within one statement, and where: findings, before they are told of which statement."""
 
 SHOWN = 3
@@ -23,7 +23,7 @@ _SHOWN_WIDTH = 100
 class Finding:
     """One thing that is wrong; `str()` shows the message, the statement with carets, and what it was expanded to."""
 
-    place: Place
+    place: TextPlace
     """What is wrong: carets stand under it."""
     text: str
     """The statement as it was written."""
@@ -31,12 +31,12 @@ class Finding:
     """What was asked, what holds, what to do."""
     expansion: tuple[str, ...] = ()
     """What became of the statement before the fault showed: from the first expansion to the last."""
-    start: Place | None = None
+    start: TextPlace | None = None
     """Where the statement begins; None: at the place."""
 
     @classmethod
     def of(
-        cls, statement: Statement, message: str, *, at: Place | None = None, expansion: Iterable[str] = ()
+        cls, statement: Statement, message: str, *, at: TextPlace | None = None, expansion: Iterable[str] = ()
     ) -> "Finding":
         """Return a finding about a statement, at the place of one of its names, or of all of it."""
         return cls(at or statement.place, statement.text, message, tuple(expansion), statement.place)

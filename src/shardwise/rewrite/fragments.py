@@ -1,7 +1,7 @@
-"""Fragments: tiles as boxes on both sides, which is what reads, copies and messages can carry.
+"""Fragments: strided views as boxes on both sides, which is what reads, copies and messages can carry.
 
-A tile passes through its source in even steps; a fragment is a box of the source. One tile is one fragment unless its
-value was reshaped, and then as few as the boxes allow.
+A view passes through its source in even steps; a fragment is a box of the source. One view is one fragment unless its
+tensor was reshaped, and then as few as the boxes allow.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from operator import mul
 from typing import NamedTuple
 
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.tiles import Tile, Value
+from shardwise.rewrite.strided_views import StridedView, ViewedTensor
 from shardwise.space.boxes import index_of_element, row_major_strides
 
 __all__ = ["Fragment", "Shapes", "fragments_of", "turned"]
@@ -53,7 +53,7 @@ class Fragment(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """`size` steps of `stride` elements of the source, each `step` steps along dim `dim` of the value."""
+    """`size` steps of `stride` elements of the source, each `step` steps along dim `dim` of the tensor."""
 
     size: int
     stride: int
@@ -64,7 +64,7 @@ class _Loop(NamedTuple):
 class Shapes(dict[str, tuple[tuple[int, ...], tuple[int, ...]]]):
     """Shape and row-major strides of tensors by name; strides are found when first asked for."""
 
-    def __init__(self, tensors: Mapping[str, TensorMeta] | Mapping[str, Value]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorMeta] | Mapping[str, ViewedTensor]) -> None:
         self._tensors = tensors
 
     def __missing__(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -73,35 +73,35 @@ class Shapes(dict[str, tuple[tuple[int, ...], tuple[int, ...]]]):
         return found
 
 
-def fragments_of(tiles: Iterable[Tile], shapes: Shapes) -> list[Fragment]:
-    """The tiles as boxes of their sources, whose shapes are known by name."""
+def fragments_of(views: Iterable[StridedView], shapes: Shapes) -> list[Fragment]:
+    """The views as boxes of their sources, whose shapes are known by name."""
     found: list[Fragment] = []
-    for tile in tiles:
-        if 0 in tile.shape:
+    for view in views:
+        if 0 in view.shape:
             continue
-        shape, strides = shapes[tile.source]
+        shape, strides = shapes[view.source]
         loops = [
             _Loop(size, stride, dim, 1)
-            for dim, (size, stride) in enumerate(zip(tile.shape, tile.strides, strict=True))
+            for dim, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True))
             if size > 1
         ]
-        found += _boxes(tile, shape, strides, tile.base, tile.offset, loops)
+        found += _boxes(view, shape, strides, view.base, view.offset, loops)
     return found
 
 
-def turned(fragments: Iterable[Fragment], shape: tuple[int, ...], name: str) -> dict[str, list[Tile]]:
-    """For each other tensor its boxes, as tiles whose source is the tensor asked about: `name`, of this shape."""
+def turned(fragments: Iterable[Fragment], shape: tuple[int, ...], name: str) -> dict[str, list[StridedView]]:
+    """For each other tensor its boxes, as views whose source is the tensor asked about: `name`, of this shape."""
     strides = row_major_strides(shape)
-    tiles: dict[str, list[Tile]] = {}
+    views: dict[str, list[StridedView]] = {}
     for each in fragments:
         base = sum(map(mul, each.first, strides))
-        tile = Tile(each.offset, each.shape, name, base, each.view_strides(strides), each.dtypes)
-        tiles.setdefault(each.other, []).append(tile)
-    return tiles
+        view = StridedView(each.offset, each.shape, name, base, each.view_strides(strides), each.dtypes)
+        views.setdefault(each.other, []).append(view)
+    return views
 
 
 def _boxes(
-    tile: Tile,
+    view: StridedView,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     base: int,
@@ -126,9 +126,9 @@ def _boxes(
             start = base + skipped * loop.stride
             moved = first[loop.dim] + skipped * loop.step
             corner = (*first[: loop.dim], moved, *first[loop.dim + 1 :])
-            yield from _boxes(tile, shape, strides, start, corner, others + inner)
+            yield from _boxes(view, shape, strides, start, corner, others + inner)
         return
-    yield Fragment(tile.source, index, tuple(sizes), first, tuple(dims), tile.dtypes)
+    yield Fragment(view.source, index, tuple(sizes), first, tuple(dims), view.dtypes)
 
 
 def _dim_of(stride: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

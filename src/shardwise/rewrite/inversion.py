@@ -1,8 +1,14 @@
 """Inversion of what was done: the exact way back, instance by instance, and what is lost on it.
 
-What a rewrite did is a graph of variables and deeds. A variable can be made again when it comes out, or when some deed
-that read it can be undone, which takes all that the deed wrote. Where several deeds read it there are copies, and those
-might differ later: the first one counts, and that it does is a loss.
+What a rewrite did is a graph of variables and applied instances. A variable can be made again when it comes out, or
+when some instance that read it can be undone, which takes all that the instance wrote. Where several instances read it
+there are copies, and those might differ later: the first one counts, and that it does is a loss.
+
+Figure 1. `a` is joined with `b`, and copied. It can be made again of `ab` and of `c`; of `ab` counts::
+
+    there               graph              back, last statement first
+    a, b -> ab          a, b --> ab        c -> _               the copy is dropped: a loss
+    a -> c              a -----> c         ab -> a, b
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,10 +16,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.plan.state_names import split_state_name
-from shardwise.rewrite.deeds import Deed, Part, Task
+from shardwise.rewrite.applied_statements import AppliedInstance, InstanceGroup, StatementTask
+from shardwise.rewrite.compiled_ops import CompiledOps, InverseOps
 from shardwise.rewrite.environment import Variable
 from shardwise.rewrite.expansion import Expanded
-from shardwise.rewrite.kernels import Inverse, Kernel
 from shardwise.rewrite.statements import Operation, Statement
 
 __all__ = ["Undoing", "undo"]
@@ -22,7 +28,7 @@ __all__ = ["Undoing", "undo"]
 class Undoing(NamedTuple):
     """The way back."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[StatementTask, ...]
     losses: tuple[str, ...]
     """What does not come back as it was, in words."""
     lost: frozenset[str]
@@ -41,39 +47,42 @@ class _Loss(NamedTuple):
 class _Graph:
     """Which variables can be made again, and how."""
 
-    def __init__(self, trace: Sequence[tuple[Statement, Sequence[Deed]]], outputs: Collection[Variable]) -> None:
+    def __init__(
+        self, trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], outputs: Collection[Variable]
+    ) -> None:
         self.outputs = frozenset(outputs)
-        self.route: dict[Variable, Deed] = {}
-        """By the undoing of which deed a variable is made again, where it is."""
+        self.route: dict[Variable, AppliedInstance] = {}
+        """By the undoing of which instance a variable is made again, where it is."""
         self.copies: set[Variable] = set()
-        """Variables that could be made again by the undoing of some deed; also those that come out."""
+        """Variables that could be made again by the undoing of some instance; also those that come out."""
         self.blocked: dict[Variable, Variable] = {}
         """Why a variable cannot be made again: which one of those that were made of it cannot."""
-        for _, deeds in reversed(trace):
-            for deed in reversed(deeds):
-                self._add(deed)
+        # From the end: whether an instance can be undone depends on what became of the variables that it wrote.
+        for _, applied_instances in reversed(trace):
+            for applied in reversed(applied_instances):
+                self._add(applied)
 
     def available(self, variable: Variable) -> bool:
         """Whether a variable can be made again."""
         return variable in self.outputs or variable in self.route
 
-    def usable(self, deed: Deed) -> bool:
-        """Whether a deed can be undone. What stands for all can be taken from any."""
-        if deed.kernel is None and deed.along:
-            return any(map(self.available, deed.right))
-        return all(map(self.available, deed.right))
+    def usable(self, applied: AppliedInstance) -> bool:
+        """Whether an instance can be undone. What stands for all can be taken from any."""
+        if applied.ops is None and applied.along:
+            return any(map(self.available, applied.right))
+        return all(map(self.available, applied.right))
 
-    def _add(self, deed: Deed) -> None:
-        if not deed.left:
+    def _add(self, applied: AppliedInstance) -> None:
+        if not applied.left:
             return
-        if self.usable(deed):
-            for variable in reversed(deed.left):
+        if self.usable(applied):
+            for variable in reversed(applied.left):
                 self.copies.add(variable)
                 if variable not in self.outputs:
-                    self.route[variable] = deed  # of several the first, since the last come first here
+                    self.route[variable] = applied  # of several the first, since the last come first here
         else:
-            missing = next(each for each in deed.right if not self.available(each))
-            for variable in deed.left:
+            missing = next(each for each in applied.right if not self.available(each))
+            for variable in applied.left:
                 self.blocked.setdefault(variable, missing)
 
     def dropping(self, statement: Statement, name: str, source: Variable) -> _Loss:
@@ -104,7 +113,7 @@ class _Graph:
 
 
 def undo(
-    trace: Sequence[tuple[Statement, Sequence[Deed]]],
+    trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]],
     sources: Mapping[str, Variable],
     outputs: Mapping[str, Variable],
     aliases: Mapping[str, str],
@@ -116,7 +125,11 @@ def undo(
     graph = _Graph(trace, outputs.values())
     losses = [*_copied(trace, graph), *_narrowed(trace, graph)]
     spares = _Spares(trace, sources)
-    tasks = [task for statement, deeds in reversed(trace) for task in _undone(statement, deeds, graph, spares)]
+    tasks = [
+        task
+        for statement, applied_instances in reversed(trace)
+        for task in _undone(statement, applied_instances, graph, spares)
+    ]
     survivors: dict[str, str] = {}
     for name, variable in sources.items():
         if graph.available(variable):
@@ -140,8 +153,8 @@ def _follows(name: str, lost: Collection[str]) -> bool:
     return split is not None and split[0] in lost
 
 
-def _task(statement: Statement, instances: Iterable[Expanded], operations: tuple[Operation, ...] = ()) -> Task:
-    return Task(back(statement), (Part(operations, tuple(instances)),))
+def _task(statement: Statement, instances: Iterable[Expanded], operations: tuple[Operation, ...] = ()) -> StatementTask:
+    return StatementTask(back(statement), (InstanceGroup(operations, tuple(instances)),))
 
 
 def back(statement: Statement, *, optional: bool = False) -> Statement:
@@ -153,8 +166,11 @@ def back(statement: Statement, *, optional: bool = False) -> Statement:
 class _Spares:
     """Names for what is in between on the way back: none that a variable has."""
 
-    def __init__(self, trace: Sequence[tuple[Statement, Sequence[Deed]]], sources: Iterable[str]) -> None:
-        self._taken = {*sources, *(each.name for _, deeds in trace for deed in deeds for each in deed.right)}
+    def __init__(self, trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], sources: Iterable[str]) -> None:
+        self._taken = {
+            *sources,
+            *(each.name for _, applied_instances in trace for applied in applied_instances for each in applied.right),
+        }
 
     def fresh(self, name: str) -> str:
         """The name, with a number behind it where it is taken by a variable; the same for the same name."""
@@ -167,7 +183,7 @@ class _Spares:
 
 
 class _Undone:
-    """What undoes the deeds of one statement, as it is collected."""
+    """What undoes the instances of one statement, as it is collected."""
 
     def __init__(self, statement: Statement, spares: _Spares) -> None:
         self.statement = statement
@@ -180,7 +196,7 @@ class _Undone:
         self.last: dict[tuple[Operation, ...], list[Expanded]] = {}
         """What is done afterwards, with tensors that are treated differently."""
         self.added: list[Expanded] = []
-        self._alike: dict[Kernel, list[Expanded] | None] = {}
+        self._alike: dict[CompiledOps, list[Expanded] | None] = {}
 
     def drop_added(self, names: tuple[str, ...]) -> None:
         """Let go what was added, where the target had it."""
@@ -190,26 +206,26 @@ class _Undone:
         """Let results go that nothing is made of."""
         self.main.setdefault((), []).append(Expanded(names, ()))
 
-    def take(self, deed: Deed, counts: Sequence[bool]) -> None:
-        """Undo a deed; of what it took, some counts, and the rest are copies."""
-        names = self._names(deed, counts)
-        results = tuple([each.name for each in deed.right])
-        kernel = deed.kernel
-        if kernel is None:
+    def take(self, applied: AppliedInstance, counts: Sequence[bool]) -> None:
+        """Undo an instance; of what it took, some counts, and the rest are copies."""
+        names = self._names(applied, counts)
+        results = tuple([each.name for each in applied.right])
+        ops = applied.ops
+        if ops is None:
             if results != names:  # which would keep what is to be used up
                 self.main.setdefault((), []).append(Expanded(results, names))
             return
-        if kernel not in self._alike:
-            alike = kernel.inverse.alike
-            self._alike[kernel] = None if alike is None else self.main.setdefault(alike, [])
-        instances = self._alike[kernel]
+        if ops not in self._alike:
+            alike = ops.inverse.alike
+            self._alike[ops] = None if alike is None else self.main.setdefault(alike, [])
+        instances = self._alike[ops]
         if instances is not None:
             instances.append(Expanded(results, names))
         else:
-            self._take_apart(kernel.inverse, results, names)
+            self._take_apart(ops.inverse, results, names)
 
-    def _take_apart(self, inverse: Inverse, results: tuple[str, ...], names: tuple[str, ...]) -> None:
-        """Undo what treated tensors, or results, differently: each by itself, and between that the joint operation."""
+    def _take_apart(self, inverse: InverseOps, results: tuple[str, ...], names: tuple[str, ...]) -> None:
+        """Undo what treated tensors, or results, differently: each by itself, and between that what joins or splits."""
         between = results
         if any(inverse.after):
             between = tuple([self._spares.fresh(f"result {place} of {names[0]}") for place in range(len(results))])
@@ -220,13 +236,13 @@ class _Undone:
             parts = tuple([self._spares.fresh(f"part {place} of {results[0]}") for place in range(len(names))])
             for operations, part, name in zip(inverse.before, parts, names, strict=True):
                 self.last.setdefault(operations, []).append(Expanded((part,), (name,)))
-        joint = () if inverse.joint is None else (inverse.joint,)
-        self.main.setdefault(joint, []).append(Expanded(between, parts))
+        join_or_split = () if inverse.join_or_split is None else (inverse.join_or_split,)
+        self.main.setdefault(join_or_split, []).append(Expanded(between, parts))
 
-    def _names(self, deed: Deed, counts: Sequence[bool]) -> tuple[str, ...]:
-        """The names under which what a deed took is made again: copies that do not count get spare names."""
+    def _names(self, applied: AppliedInstance, counts: Sequence[bool]) -> tuple[str, ...]:
+        """The names under which what an instance took is made again: copies that do not count get spare names."""
         names: list[str] = []
-        for variable, counted in zip(deed.left, counts, strict=True):
+        for variable, counted in zip(applied.left, counts, strict=True):
             name = variable.name
             if not counted or name in names:
                 name = self._spares.fresh(f"copy {len(self.spare)} of {name}")
@@ -234,44 +250,47 @@ class _Undone:
             names.append(name)
         return tuple(names)
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[StatementTask]:
         """All of it, in order."""
         shown = back(self.statement)
         tasks = [
-            Task(shown, tuple([Part(operations, tuple(each)) for operations, each in parts.items()]))
+            StatementTask(shown, tuple([InstanceGroup(operations, tuple(each)) for operations, each in parts.items()]))
             for parts in (self.first, self.main, self.last)
             if parts
         ]
         if self.added:
-            tasks.append(Task(back(self.statement, optional=True), (Part((), tuple(self.added)),)))
+            tasks.append(StatementTask(back(self.statement, optional=True), (InstanceGroup((), tuple(self.added)),)))
         if self.spare:
             tasks.append(_task(self.statement, [Expanded(tuple(self.spare), ())]))
         return tasks
 
 
-def _undone(statement: Statement, deeds: Sequence[Deed], graph: _Graph, spares: _Spares) -> list[Task]:
-    """What undoes the deeds of one statement; copies that do not count are dropped."""
+def _undone(
+    statement: Statement, applied_instances: Sequence[AppliedInstance], graph: _Graph, spares: _Spares
+) -> list[StatementTask]:
+    """What undoes the instances of one statement; copies that do not count are dropped."""
     undone = _Undone(statement, spares)
-    for deed in deeds:
-        if deed.along:
+    for applied in applied_instances:
+        # On the way back optimizer state goes along with its parameter again: no statement has to say so.
+        if applied.along:
             continue
-        if not deed.left:
-            undone.drop_added(tuple([variable.name for variable in deed.right]))
+        if not applied.left:
+            undone.drop_added(tuple([variable.name for variable in applied.right]))
             continue
-        counts = [graph.route.get(variable) is deed for variable in deed.left]
-        if graph.usable(deed) and any(counts):
-            undone.take(deed, counts)
-        elif there := tuple([each.name for each in deed.right if graph.available(each)]):
+        counts = [graph.route.get(variable) is applied for variable in applied.left]
+        if graph.usable(applied) and any(counts):
+            undone.take(applied, counts)
+        elif there := tuple([each.name for each in applied.right if graph.available(each)]):
             undone.drop(there)
     return undone.tasks()
 
 
-def _copied(trace: Sequence[tuple[Statement, Sequence[Deed]]], graph: _Graph) -> Iterable[_Loss]:
+def _copied(trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph: _Graph) -> Iterable[_Loss]:
     counted: set[Variable] = set()
-    for statement, deeds in trace:
-        for deed in deeds:
-            for variable in deed.left:
-                if deed.along or variable not in graph.copies or not graph.usable(deed):
+    for statement, applied_instances in trace:
+        for applied in applied_instances:
+            for variable in applied.left:
+                if applied.along or variable not in graph.copies or not graph.usable(applied):
                     continue
                 if variable in graph.outputs:
                     yield _copy(statement, variable, variable.name)
@@ -285,14 +304,14 @@ def _copy(statement: Statement, variable: Variable, first: str) -> _Loss:
     return _Loss(statement, "copies", variable.name, f" {beside}: copies may differ later")
 
 
-def _narrowed(trace: Sequence[tuple[Statement, Sequence[Deed]]], graph: _Graph) -> Iterable[_Loss]:
-    for statement, deeds in trace:
-        for deed in deeds:
-            if deed.kernel is None or deed.along or not deed.kernel.narrowed:
+def _narrowed(trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph: _Graph) -> Iterable[_Loss]:
+    for statement, applied_instances in trace:
+        for applied in applied_instances:
+            if applied.ops is None or applied.along or not applied.ops.narrowed:
                 continue
-            for variable in deed.left:
-                if graph.route.get(variable) is deed:
-                    source, to = deed.kernel.narrowed[0]
+            for variable in applied.left:
+                if graph.route.get(variable) is applied:
+                    source, to = applied.ops.narrowed[0]
                     rest = f" from {source} to {to}, which does not hold all its values"
                     yield _Loss(statement, "casts", variable.name, rest)
 

@@ -1,18 +1,18 @@
-"""Nodes: what variables stand for, as a graph from sources through kernels, and as values when somebody asks.
+"""Nodes: what variables stand for, as a graph from sources through operations, and as views of sources when asked.
 
-Tensors that come about in the same way (the same kernels on the same shapes) have the same tiles but for the names of
-their sources. So the tiles are found once for all of them, as a `Form`, and a node is a form and the names in it.
+Tensors that come about in the same way (the same operations on the same shapes) have the same views but for the names
+of their sources. So the views are found once for all of them, as a `Form`, and a node is a form and the names in it.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from shardwise.rewrite.kernels import Kernel
+from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.steps import apply_steps
-from shardwise.rewrite.tiles import Tile, Value
+from shardwise.rewrite.op_steps import apply_steps
+from shardwise.rewrite.strided_views import StridedView, ViewedTensor
 
-__all__ = ["Application", "Form", "Node", "apply_kernel", "source_node"]
+__all__ = ["Application", "Form", "Node", "apply_ops", "source_node"]
 
 
 class Form:
@@ -26,18 +26,18 @@ class Form:
         """Of what it is made; None for a source."""
         self._made: dict[_Parts, tuple[Form, ...]] = {}
         """What was made of this and others, this being the first."""
-        self._value: Value | None = None
+        self._value: ViewedTensor | None = None
 
     def through(self, parts: "_Parts") -> "tuple[Form, ...]":
-        """The forms that a kernel makes of forms of which this is the first."""
+        """The forms that operations make of forms of which this is the first."""
         made = self._made.get(parts)
         if made is None:
             made = self._made[parts] = tuple([Form(meta, parts) for meta in parts[0].results])
         return made
 
     @property
-    def value(self) -> Value:
-        """The tiles, whose sources are called by their number."""
+    def value(self) -> ViewedTensor:
+        """The views, whose sources are called by their number."""
         if self._value is None:
             self._find_value()
         assert self._value is not None
@@ -52,9 +52,9 @@ class Form:
                 waiting.pop()
                 continue
             if form._parts is None:
-                form._value = Value.source("0", form.meta)
+                form._value = ViewedTensor.source("0", form.meta)
                 continue
-            kernel, forms, numbers = form._parts
+            ops, forms, numbers = form._parts
             missing = [each for each in forms if each._value is None]
             if missing:
                 waiting.extend(missing)
@@ -64,7 +64,7 @@ class Form:
                 for each, numbering in zip(forms, numbers or [()] * len(forms), strict=True)
                 if each._value is not None
             ]
-            for made, value in zip(forms[0].through(form._parts), apply_steps(kernel.steps, values), strict=True):
+            for made, value in zip(forms[0].through(form._parts), apply_steps(ops.steps, values), strict=True):
                 made._value = value
 
     @property
@@ -75,29 +75,29 @@ class Form:
     @property
     def used(self) -> frozenset[int]:
         """The numbers of the sources of which elements are there."""
-        return frozenset([int(tile.source) for tile in self.value.tiles])
+        return frozenset([int(view.source) for view in self.value.views])
 
 
-_Parts: TypeAlias = tuple[Kernel, tuple[Form, ...], tuple[tuple[str, ...], ...]]
-"""A kernel, what it takes, and how the sources of each are numbered in all (nothing for one: as they are)."""
+_Parts: TypeAlias = tuple[CompiledOps, tuple[Form, ...], tuple[tuple[str, ...], ...]]
+"""Operations, what they take, and how the sources of each are numbered in all (nothing for one: as they are)."""
 
 
-def _named(value: Value, names: Sequence[str]) -> Value:
-    """A value with numbers in place of sources, with the sources' names."""
-    tiles = [
-        Tile(offset, shape, names[int(number)], base, strides, dtypes)
-        for offset, shape, number, base, strides, dtypes in value.tiles
+def _named(value: ViewedTensor, names: Sequence[str]) -> ViewedTensor:
+    """A tensor with numbers in place of sources, with the sources' names."""
+    views = [
+        StridedView(offset, shape, names[int(number)], base, strides, dtypes)
+        for offset, shape, number, base, strides, dtypes in value.views
     ]
-    return Value(value.shape, value.dtype, tuple(tiles))
+    return ViewedTensor(value.shape, value.dtype, tuple(views))
 
 
 class Application:
-    """One use of a kernel: what it took and what it gave."""
+    """One use of compiled operations: what they took and what they gave."""
 
-    __slots__ = ("inputs", "kernel", "results")
+    __slots__ = ("inputs", "ops", "results")
 
-    def __init__(self, kernel: Kernel, inputs: "tuple[Node, ...]") -> None:
-        self.kernel = kernel
+    def __init__(self, ops: CompiledOps, inputs: "tuple[Node, ...]") -> None:
+        self.ops = ops
         self.inputs = inputs
         self.results: tuple[Node, ...] = ()
 
@@ -116,11 +116,11 @@ class Node:
         """None for a source."""
 
     @property
-    def value(self) -> Value:
+    def value(self) -> ViewedTensor:
         """Which element of which source each element is."""
         return _named(self.form.value, self.leaves)
 
-    def value_under(self, aliases: Mapping[str, str]) -> Value:
+    def value_under(self, aliases: Mapping[str, str]) -> ViewedTensor:
         """The same, with sources that are other names of sources called by their own."""
         if not aliases:
             return self.value
@@ -142,26 +142,27 @@ def source_node(name: str, meta: TensorMeta, forms: dict[TensorMeta, Form]) -> N
     return Node(meta, form, (name,), None)
 
 
-def apply_kernel(kernel: Kernel, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Return what a kernel makes of tensors.
+def apply_ops(ops: CompiledOps, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Return what operations make of tensors.
 
-    What undoes a kernel on exactly its results gives its tensors back, unless a cast has lost something on the way.
+    What undoes operations on exactly their results gives the tensors back, unless a cast has lost something on the way.
     """
+    # A way there and back ends at the very nodes where it began: a proof sees that before it compares views.
     before = inputs[0].made_by
-    if before is not None and before.results == inputs and before.kernel.undone_by(kernel):
+    if before is not None and before.results == inputs and before.ops.undone_by(ops):
         return before.inputs
-    application = Application(kernel, inputs)
+    application = Application(ops, inputs)
     first = inputs[0]
     if len(inputs) == 1:
         leaves = first.leaves
-        forms = first.form.through((kernel, (first.form,), ()))
+        forms = first.form.through((ops, (first.form,), ()))
     else:
-        # A source that goes in twice has one number, so that what was parted and is joined again is one tile.
+        # A source that goes in twice has one number, so that what was parted and is joined again is one view.
         number_of = {
             leaf: str(number) for number, leaf in enumerate(dict.fromkeys([x for node in inputs for x in node.leaves]))
         }
         leaves = tuple(number_of)
         numbers = tuple([tuple([number_of[leaf] for leaf in node.leaves]) for node in inputs])
-        forms = first.form.through((kernel, tuple([node.form for node in inputs]), numbers))
+        forms = first.form.through((ops, tuple([node.form for node in inputs]), numbers))
     application.results = tuple([Node(form.meta, form, leaves, application) for form in forms])
     return application.results

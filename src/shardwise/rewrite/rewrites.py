@@ -8,18 +8,17 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite.arguments import Parameters
-from shardwise.rewrite.checking import Proved, agreeing, dropped_sources, fit, mismatches, uncollected
+from shardwise.rewrite.checking import Proved, agreeing, dropped_sources, fit, mismatches, ties_of, uncollected
 from shardwise.rewrite.correspondence import Correspondence
 from shardwise.rewrite.explanation import explain
+from shardwise.rewrite.inverse_proof import gives_back
 from shardwise.rewrite.metas import TensorMeta, metas_of
-from shardwise.rewrite.proof import gives_back
+from shardwise.rewrite.sections import Section, refuse_losses
 from shardwise.rewrite.spelling_out import spelled_out
-from shardwise.rewrite.stages import Stage, refuse_losses
+from shardwise.rewrite.statement_arguments import Parameters
+from shardwise.rewrite.statement_text import text_of
 from shardwise.rewrite.statements import Statement
 from shardwise.rewrite.texts import BOUNDARY, Text, parsed, texts_of, with_parameters
-from shardwise.rewrite.ties import ties_of
-from shardwise.rewrite.writing import text_of
 
 __all__ = ["Checked", "Rewrite"]
 
@@ -33,7 +32,7 @@ class Rewrite:
     `aoa_config_reverse`. `parameters` are the values of what stands in braces in the text. Raises `RewriteError` with
     everything that is wrong in the text, and for parameters that it does not name.
 
-    A line `---` parts the text into stages, as `then` composes them.
+    A line `---` parts the text into sections, as `then` composes them.
     `docs/rewrite.md` describes the language.
 
     >>> fuse = Rewrite("q, k -> qk, axis=0")
@@ -45,7 +44,7 @@ class Rewrite:
     qk -> q, k, axis=0, sizes='[2,3]'
     """
 
-    __slots__ = ("_stages", "_texts")
+    __slots__ = ("_sections", "_texts")
 
     def __init__(
         self,
@@ -54,13 +53,13 @@ class Rewrite:
         parameters: Parameters | None = None,
     ) -> None:
         self._texts = texts_of(source, {} if parameters is None else parameters)
-        self._stages = parsed(self._texts)
+        self._sections = parsed(self._texts)
         """None while parameters are lacking: the text cannot be read without them."""
 
     @classmethod
-    def _made(cls, texts: tuple[Text, ...], stages: tuple[Stage, ...] | None) -> "Rewrite":
+    def _made(cls, texts: tuple[Text, ...], sections: tuple[Section, ...] | None) -> "Rewrite":
         made = cls.__new__(cls)
-        made._texts, made._stages = texts, stages
+        made._texts, made._sections = texts, sections
         return made
 
     @classmethod
@@ -81,7 +80,7 @@ class Rewrite:
             made = cls(source, parameters=parameters)
         except RewriteError as error:
             raise RewriteError(*error.problems, about=str(path)) from None
-        if made._stages is not None and not any(stage.statements for stage in made._stages):
+        if made._sections is not None and not any(section.statements for section in made._sections):
             raise RewriteError(f"{path} holds no statement: write one a line, such as `a -> b`")
         return made
 
@@ -111,21 +110,21 @@ class Rewrite:
         return self._made(texts, parsed(texts))
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The rewrites that this is composed of, one after the other. Raises RewriteError without its parameters."""
-        if self._stages is None:
+    def stages(self) -> tuple[Section, ...]:
+        """The sections of the text, carried out one after the other. Raises RewriteError without its parameters."""
+        if self._sections is None:
             lacking = sorted(frozenset().union(*[each.lacking for each in self._texts]))
             names = ", ".join(f"{{{name}}}" for name in lacking)
             example = ", ".join(f"{name!r}: 8" for name in lacking)
             raise RewriteError(
                 f"the rewrite has parameters without a value: {names}; give them, parameters={{{example}}} (--set)"
             )
-        return self._stages
+        return self._sections
 
     @property
     def statements(self) -> tuple[Statement, ...]:
         """All statements, as far as text says them: of an inverse those that undo."""
-        return tuple([statement for stage in self.stages for statement in stage.effective])
+        return tuple([statement for section in self.stages for statement in section.effective])
 
     def __str__(self) -> str:
         """The statements as text.
@@ -133,16 +132,16 @@ class Rewrite:
         Only a rewrite whose parameters are known is read into an equal one. Otherwise it is what was written; of an
         inverse the way there, under a line `# inverse of:`.
         """
-        if self._stages is None:
+        if self._sections is None:
             parts = [str(each) for each in self._texts]
         else:
-            parts = ["\n".join([text_of(statement) for statement in stage.effective]) for stage in self._stages]
+            parts = ["\n".join([text_of(statement) for statement in section.effective]) for section in self._sections]
         return f"\n{BOUNDARY}\n".join(parts)
 
     def to_record(self) -> dict[str, Any]:
-        """JSON values from which `from_record` makes it: the statements as written, and which stages go backward."""
-        parts = ["\n".join([text_of(statement) for statement in stage.statements]) for stage in self.stages]
-        inverted = [place for place, stage in enumerate(self.stages) if stage.inverted]
+        """JSON values from which `from_record` makes it: the statements as written, and which sections go backward."""
+        parts = ["\n".join([text_of(statement) for statement in section.statements]) for section in self.stages]
+        inverted = [place for place, section in enumerate(self.stages) if section.inverted]
         record: dict[str, Any] = {"text": f"\n{BOUNDARY}\n".join(parts)}
         return {**record, "inverted": inverted} if inverted else record
 
@@ -169,9 +168,9 @@ class Rewrite:
 
     @property
     def _canonical(self) -> tuple[object, ...]:
-        if self._stages is None:
+        if self._sections is None:
             return self._texts
-        return tuple([tuple([text_of(statement) for statement in stage.effective]) for stage in self._stages])
+        return tuple([tuple([text_of(statement) for statement in section.effective]) for section in self._sections])
 
     # What is made of it
 
@@ -182,7 +181,7 @@ class Rewrite:
         """
         if not isinstance(other, Rewrite):
             raise RewriteError(f"a rewrite is followed by a rewrite, not {other!r:.100}; give sw.Rewrite(text)")
-        known = self._stages is not None and other._stages is not None
+        known = self._sections is not None and other._sections is not None
         return self._made(self._texts + other._texts, self.stages + other.stages if known else None)
 
     def __rshift__(self, other: "Rewrite") -> "Rewrite":
@@ -200,12 +199,12 @@ class Rewrite:
         if sources is not None:
             return self.apply(sources).inverse(lossy=lossy)
         texts = tuple([each._replace(inverted=not each.inverted, lossy=allowed) for each in reversed(self._texts)])
-        if self._stages is None:  # parameters are lacking: what is lost is found when they are given
+        if self._sections is None:  # parameters are lacking: what is lost is found when they are given
             return self._made(texts, None)
         if not allowed:
-            refuse_losses([loss for stage in self.stages for loss in stage.textual_losses])
-        stages = tuple([stage.turned(lossy=allowed) for stage in reversed(self.stages)])
-        return self._made(texts, stages)
+            refuse_losses([loss for section in self.stages for loss in section.textual_losses])
+        sections = tuple([section.turned(lossy=allowed) for section in reversed(self.stages)])
+        return self._made(texts, sections)
 
     # What it does
 
@@ -269,7 +268,8 @@ class Checked(Correspondence):
         wanted: Mapping[str, TensorMeta] | None,
         aliases: Mapping[str, str],
     ) -> None:
-        self._rewrite = rewrite
+        self.rewrite = rewrite
+        """With its parameters."""
         self._proved = proved
         last = proved[-1].done.evaluation
         self.ties = ties_of(last.outputs, aliases, wanted)
@@ -297,9 +297,11 @@ class Checked(Correspondence):
         """Return the rewrite that makes the sources of the outputs, exactly. See `Rewrite.inverse`."""
         if not _allowed(lossy):
             refuse_losses(self.losses)
-        stages = tuple([Stage(_undoing(each)) for each in reversed(self._proved)])
-        texts = tuple([Text("\n".join([each.text for each in stage.statements]), False, False) for stage in stages])
-        return Rewrite._made(texts, stages)
+        sections = tuple([Section(_undoing(each)) for each in reversed(self._proved)])
+        texts = tuple(
+            [Text("\n".join([each.text for each in section.statements]), False, False) for section in sections]
+        )
+        return Rewrite._made(texts, sections)
 
     def explain(self) -> str:
         """Return a table of what becomes of what: target, box, source, box, operations; and the notes under it."""
@@ -307,7 +309,7 @@ class Checked(Correspondence):
 
 
 def _undoing(proved: Proved) -> tuple[Statement, ...]:
-    """The statements that undo a stage: with placeholders, where those undo it too."""
+    """The statements that undo a section: with placeholders, where those undo it too."""
     statements = spelled_out(proved.undoing.tasks, patterns=True)
     return statements if gives_back(proved.claim, statements) else spelled_out(proved.undoing.tasks, patterns=False)
 

@@ -7,9 +7,9 @@ from typing import Final
 
 from lark import Token
 
-from shardwise.rewrite.arguments import WORDS
 from shardwise.rewrite.findings import Faults
-from shardwise.rewrite.statements import Name, NamePart, Number, Place, Star
+from shardwise.rewrite.statement_arguments import WORDS
+from shardwise.rewrite.statements import Name, NamePart, Number, Star, TextPlace
 
 __all__ = ["names_of", "place_of", "quoted", "text_of_name"]
 
@@ -26,9 +26,9 @@ _PARTS = re.compile(r"\$([A-Z][A-Z0-9_]*)([-+][0-9]+)?|(\*)|([^$*\\]+)|\\((?s:.)
 _UNQUOTED = re.compile(r"(?:\$[A-Z][A-Z0-9_]*(?:[-+][0-9]+)?|[A-Za-z0-9_.*])+")
 
 
-def place_of(token: Token) -> Place:
+def place_of(token: Token) -> TextPlace:
     """Return where a token stands."""
-    return Place(token.line or 1, token.column or 1, len(token))
+    return TextPlace(token.line or 1, token.column or 1, len(token))
 
 
 def names_of(token: Token, faults: Faults, *, right: bool) -> list[Name]:
@@ -53,7 +53,7 @@ def names_of(token: Token, faults: Faults, *, right: bool) -> list[Name]:
     return [Name(_merged([*parts, number]), transposed, place) for number in numbers]
 
 
-def _counted(text: str, bounds: str, place: Place, faults: Faults) -> list[str]:
+def _counted(text: str, bounds: str, place: TextPlace, faults: Faults) -> list[str]:
     """What is appended to the name of an array, one by one."""
     digits = [bound.strip() for bound in bounds.split(":")]
     first, last = (int(bound) if len(bound) <= _MOST_DIGITS else _MOST_NAMES for bound in digits)

@@ -8,19 +8,19 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from shardwise.rewrite.deeds import Task
+from shardwise.rewrite.applied_statements import StatementTask
 from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.patterns import NamePattern
-from shardwise.rewrite.statements import Name, Operation, Place, Statement
-from shardwise.rewrite.swapping import other_side
-from shardwise.rewrite.writing import text_of
+from shardwise.rewrite.statement_text import text_of
+from shardwise.rewrite.statements import Name, Operation, Statement, TextPlace
+from shardwise.rewrite.text_inverse import other_side
 
 __all__ = ["spelled_out"]
 
 _DIGITS = re.compile("[0-9]+")
 
 
-def spelled_out(tasks: Sequence[Task], *, patterns: bool) -> tuple[Statement, ...]:
+def spelled_out(tasks: Sequence[StatementTask], *, patterns: bool) -> tuple[Statement, ...]:
     """Return statements that do what tasks do. `patterns`: with placeholders, where that seems to be the same.
 
     Whether it is the same depends on what other tensors there are: it has to be tried.
@@ -31,19 +31,19 @@ def spelled_out(tasks: Sequence[Task], *, patterns: bool) -> tuple[Statement, ..
         for left, right, operations in _plain(task) if sides is None else [sides]:
             line = len(made) + 1
             optional = task.statement.optional
-            text = text_of(Statement(left, right, operations, optional, Place(line, 1, 1), ""))
-            made.append(Statement(left, right, operations, optional, Place(line, 1, len(text)), text))
+            text = text_of(Statement(left, right, operations, optional, TextPlace(line, 1, 1), ""))
+            made.append(Statement(left, right, operations, optional, TextPlace(line, 1, len(text)), text))
     return tuple(made)
 
 
 _Sides: TypeAlias = tuple[tuple[Name, ...], tuple[Name, ...], tuple[Operation, ...]]
 
 
-def _pattern(task: Task) -> _Sides | None:
+def _pattern(task: StatementTask) -> _Sides | None:
     """The statement with placeholders that a task is, where it is one."""
-    part = task.parts[0]
-    instances = part.instances or ()
-    if len(task.parts) > 1 or len(instances) < 2:
+    group = task.groups[0]
+    instances = group.instances or ()
+    if len(task.groups) > 1 or len(instances) < 2:
         return None
     left, right = other_side(task.statement.left, task.statement.right)
     if not instances[0].right:
@@ -53,7 +53,7 @@ def _pattern(task: Task) -> _Sides | None:
     for pattern in (*sources, *results):
         if pattern.star is not None or pattern.ambiguous or not variables.issuperset(pattern.variables):
             return None
-    return (left, right, part.operations) if all(_matches(sources, results, each) for each in instances) else None
+    return (left, right, group.operations) if all(_matches(sources, results, each) for each in instances) else None
 
 
 def _matches(left: Sequence[NamePattern], right: Sequence[NamePattern], instance: Expanded) -> bool:
@@ -75,9 +75,9 @@ def _matches(left: Sequence[NamePattern], right: Sequence[NamePattern], instance
     return True
 
 
-def _plain(task: Task) -> Iterator[_Sides]:
+def _plain(task: StatementTask) -> Iterator[_Sides]:
     """The instances of a task as statements in an order in which none overwrites what another is yet to read."""
-    waiting = [(part.operations, each) for part in task.parts for each in part.instances or ()]
+    waiting = [(group.operations, each) for group in task.groups for each in group.instances or ()]
     readers: dict[str, list[int]] = {}
     for number, (_, each) in enumerate(waiting):
         for name in each.left:
@@ -106,6 +106,6 @@ def _plain(task: Task) -> Iterator[_Sides]:
 
 
 def _sides(operations: tuple[Operation, ...], each: Expanded) -> _Sides:
-    nowhere = Place(1, 1, 1)
+    nowhere = TextPlace(1, 1, 1)
     left, right = (tuple([Name((name,), False, nowhere) for name in names]) for names in (each.left, each.right))
     return left, right, operations

@@ -12,13 +12,12 @@ __all__ = [
     "Cast",
     "Concat",
     "Ffn",
-    "Joint",
+    "JoinOrSplit",
     "Name",
     "NamePart",
     "Number",
     "Operation",
     "Permute",
-    "Place",
     "Qkv",
     "QkvPerRank",
     "Reshape",
@@ -26,12 +25,13 @@ __all__ = [
     "Stack",
     "Star",
     "Statement",
+    "TextPlace",
     "Unstack",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TextPlace:
     """Where something stands in the text of a rewrite."""
 
     line: int
@@ -74,7 +74,7 @@ class Name:
     """Text, placeholders, at most one star. A single text part is the name itself. Never empty."""
     transposed: bool
     """Whether `^T` follows it (left side only): all dims are reversed before anything else happens."""
-    place: Place
+    place: TextPlace
 
     @property
     def plain(self) -> str | None:
@@ -187,10 +187,10 @@ class Ffn:
     target_degree: int | None
 
 
-Joint: TypeAlias = Concat | Split | Stack | Unstack | Qkv | QkvPerRank | Ffn
+JoinOrSplit: TypeAlias = Concat | Split | Stack | Unstack | Qkv | QkvPerRank | Ffn
 """What makes other tensors of those that are there; a statement has at most one, and needs one for several names."""
 
-Operation: TypeAlias = Permute | Reshape | Cast | Joint
+Operation: TypeAlias = Permute | Reshape | Cast | JoinOrSplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Statement:
     operations: tuple[Operation, ...]
     optional: bool
     """Whether it may match nothing (`optional=1`)."""
-    place: Place
+    place: TextPlace
     text: str
     """As it was written, for messages; of statements that were derived: as it would be written."""
     gaps: bool = False

@@ -13,13 +13,12 @@ from typing import Final, TypeAlias, cast
 from lark import Lark, Token, Transformer, UnexpectedToken
 from lark.lexer import Lexer
 
-from shardwise.rewrite.arguments import WORDS, Argument, operations_of
 from shardwise.rewrite.complaints import complaint
 from shardwise.rewrite.findings import Faults, Finding, raise_all
-from shardwise.rewrite.joints import Names, hint_of
 from shardwise.rewrite.spelling import names_of, place_of, quoted
-from shardwise.rewrite.statements import Name, Operation, Place, Statement
-from shardwise.rewrite.writing import text_of
+from shardwise.rewrite.statement_arguments import WORDS, Argument, StatementNames, hint_of, operations_of
+from shardwise.rewrite.statement_text import text_of
+from shardwise.rewrite.statements import Name, Operation, Statement, TextPlace
 
 __all__ = ["needed_parameters", "parse", "text_of"]
 
@@ -39,7 +38,7 @@ def parse(text: str, parameters: Mapping[str, int | str]) -> tuple[Statement, ..
         first = tokens[0]
         last = tokens[-2] if tokens[-1].type == "_COMMA" and len(tokens) > 1 else tokens[-1]
         written = text[first.start_pos : last.end_pos]
-        place = Place(first.line or 1, first.column or 1, len(written.partition("\n")[0].rstrip("\r")))
+        place = TextPlace(first.line or 1, first.column or 1, len(written.partition("\n")[0].rstrip("\r")))
         try:
             left, right = cast("_Sides", _parser().parse(tokens))
         except UnexpectedToken as error:
@@ -69,7 +68,7 @@ _Item: TypeAlias = Token | tuple[Token, Token]
 _Sides: TypeAlias = tuple[list[Token], list[_Item]]
 
 
-class _Given(Lexer):
+class _TokensAsTheyAre(Lexer):
     """Gives the parser the tokens of a statement, which are there."""
 
     def __init__(self, _conf: object) -> None:
@@ -105,7 +104,7 @@ def _lexer() -> Lark:
 
 @cache
 def _parser() -> Lark:
-    return Lark(_grammar(), parser="lalr", lexer=_Given, start="statement", transformer=_Sort())
+    return Lark(_grammar(), parser="lalr", lexer=_TokensAsTheyAre, start="statement", transformer=_Sort())
 
 
 def _tokens(text: str) -> Iterator[Token]:
@@ -191,7 +190,7 @@ _NOTHING: Final = "_"
 def _statement(
     left: Sequence[Token],
     right: Sequence[_Item],
-    place: Place,
+    place: TextPlace,
     text: str,
     parameters: Mapping[str, int | str],
     faults: Faults,
@@ -207,7 +206,7 @@ def _statement(
     elif not sources and not results:
         faults.append((place, "'_ -> _' says nothing; 'a -> _' drops a, '_ -> b' adds b"))
     elif arguments or len(sources) + len(results) != 2 or "*" in text:
-        names = Names.of(sources, results, targets[-1])
+        names = StatementNames.of(sources, results, targets[-1])
         operations, optional, gaps = operations_of(arguments, names, place, parameters, faults)
     return Statement(sources, results, operations, optional, place, text, gaps)
 
@@ -221,7 +220,7 @@ def _parted(right: Sequence[_Item], faults: Faults) -> tuple[list[Token], list[A
             word, value = each
             place = place_of(word)
             width = (value.end_pos or 0) - (word.start_pos or 0)
-            arguments.append(Argument(str(word), value[1:].strip(), Place(place.line, place.column, width)))
+            arguments.append(Argument(str(word), value[1:].strip(), TextPlace(place.line, place.column, width)))
         elif each in WORDS:
             arguments.append(Argument(str(each), "", place_of(each)))
         elif arguments:

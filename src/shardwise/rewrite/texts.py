@@ -1,4 +1,4 @@
-"""Texts: what a rewrite is made of, before it is read as statements: stages of text, with their parameters."""
+"""Texts: what a rewrite is made of, before it is read as statements: sections of text, with their parameters."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -7,14 +7,14 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite.arguments import Parameters
-from shardwise.rewrite.stages import Stage
+from shardwise.rewrite.sections import Section
+from shardwise.rewrite.statement_arguments import Parameters
 from shardwise.rewrite.syntax import needed_parameters, parse
 
 __all__ = ["BOUNDARY", "Text", "parsed", "texts_of", "with_parameters"]
 
 BOUNDARY = "---"
-"""A line of its own between two stages: what follows sees only what has come out so far."""
+"""A line of its own between two sections: what follows sees only what has come out so far."""
 
 _INVERSE = "# inverse of:"
 """A line before what is written the way there, and is carried out backward."""
@@ -23,7 +23,7 @@ _AOA_KEYS = frozenset({"aoa_statements", "aoa_config_reverse"})
 
 
 class Text(NamedTuple):
-    """A stage as it was written, which way it is carried out, and the parameters that were given to it."""
+    """A section as it was written, which way it is carried out, and the parameters that were given to it."""
 
     text: str
     inverted: bool
@@ -53,7 +53,7 @@ class Text(NamedTuple):
 
 
 def texts_of(source: object, parameters: object) -> tuple[Text, ...]:
-    """The stages of a rewrite in the order in which they are carried out. Raises RewriteError for what is none."""
+    """The sections of a rewrite in the order in which they are carried out. Raises RewriteError for what is none."""
     text, inverted = _read(source)
     texts = [Text(part, inverted, lossy=False) for part in _parts(text)]
     return with_parameters(reversed(texts) if inverted else texts, parameters)
@@ -96,24 +96,24 @@ def _held(texts: Iterable[Text], name: str) -> list[int | str]:
     return list(dict.fromkeys([dict(each.given)[name] for each in naming]))
 
 
-def parsed(texts: Sequence[Text]) -> tuple[Stage, ...] | None:
-    """The stages, None while parameters are lacking. Raises RewriteError with what is wrong in any."""
+def parsed(texts: Sequence[Text]) -> tuple[Section, ...] | None:
+    """The sections, None while parameters are lacking. Raises RewriteError with what is wrong in any."""
     if any(each.lacking for each in texts):
         return None
-    stages = []
+    sections = []
     problems: list[str] = []
     for each in texts:
         try:
-            stages.append(Stage(parse(each.text, dict(each.given)), each.inverted, each.lossy))
+            sections.append(Section(parse(each.text, dict(each.given)), each.inverted, each.lossy))
         except RewriteError as error:
             problems += error.problems
     if problems:
         raise RewriteError(*problems)
-    return tuple(stages)
+    return tuple(sections)
 
 
 def _parts(text: str) -> list[str]:
-    """The text of each stage, at its line of the whole."""
+    """The text of each section, at its line of the whole."""
     lines = text.splitlines()
     bounds = [-1, *(at for at, line in enumerate(lines) if line.strip() == BOUNDARY), len(lines)]
     return ["\n" * (start + 1) + "\n".join(lines[start + 1 : stop]) for start, stop in pairwise(bounds)]

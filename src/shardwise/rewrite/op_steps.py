@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.rewrite.tiles import Value
+from shardwise.rewrite.strided_views import ViewedTensor
 
 __all__ = [
     "Arrange",
@@ -116,21 +116,22 @@ def _rearranged(step: Arrange) -> Arrange:
             went[tensor].append((start, (result, at, at + stop - start)))
             at += stop - start
         sizes.append(at)
+    # In the order of the tensor's own indices, whatever order the results took them in.
     table = tuple([tuple([stretch for _, stretch in sorted(stretches)]) for stretches in went])
     for size, stretches in zip(step.sizes, table, strict=True):
         assert size == sum(stop - start for _, start, stop in stretches), "an arrangement uses every index once"
     return Arrange(step.axis, tuple(sizes), table)
 
 
-def apply_steps(steps: Sequence[Step], values: Sequence[Value]) -> list[Value]:
-    """Return what the steps make of values of the shapes for which they were made."""
+def apply_steps(steps: Sequence[Step], values: Sequence[ViewedTensor]) -> list[ViewedTensor]:
+    """Return what the steps make of tensors of the shapes for which they were made."""
     current = list(values)
     for step in steps:
         current = _applied(step, current)
     return current
 
 
-def _applied(step: Step, values: list[Value]) -> list[Value]:
+def _applied(step: Step, values: list[ViewedTensor]) -> list[ViewedTensor]:
     match step:
         case Permutes(dims):
             return [v if order is None else v.permute(order) for v, order in zip(values, dims, strict=True)]
@@ -139,16 +140,18 @@ def _applied(step: Step, values: list[Value]) -> list[Value]:
         case Casts(dtypes, _):
             return [value.cast(dtype) for value, dtype in zip(values, dtypes, strict=True)]
         case Stacks(axis, _):
-            return [Value.stack(values, axis)]
+            return [ViewedTensor.stack(values, axis)]
         case Unstacks(axis, count):
             return [values[0].crop(axis, index, index + 1).drop_dim(axis) for index in range(count)]
         case Arrange(axis, sizes, table):
             return [_arranged(values, axis, sizes, stretches) for stretches in table]
 
 
-def _arranged(values: list[Value], axis: int, sizes: tuple[int, ...], stretches: tuple[Stretch, ...]) -> Value:
+def _arranged(
+    values: list[ViewedTensor], axis: int, sizes: tuple[int, ...], stretches: tuple[Stretch, ...]
+) -> ViewedTensor:
     parts = [
         values[tensor] if stop - start == sizes[tensor] else values[tensor].crop(axis, start, stop)
         for tensor, start, stop in stretches
     ]
-    return parts[0] if len(parts) == 1 else Value.concat(parts, axis)
+    return parts[0] if len(parts) == 1 else ViewedTensor.concat(parts, axis)

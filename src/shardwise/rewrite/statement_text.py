@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from shardwise.rewrite.arguments import RECORDED
-from shardwise.rewrite.joints import Names
 from shardwise.rewrite.spelling import text_of_name
+from shardwise.rewrite.statement_arguments import RECORDED, StatementNames
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
@@ -31,7 +30,7 @@ def text_of(statement: Statement) -> str:
     forward rewrite was applied to is written as `recorded`: `a -> b, dtype=recorded`.
     """
     left, right = _side(statement.left, right=False), _side(statement.right, right=True)
-    names = Names.of(statement.left, statement.right)
+    names = StatementNames.of(statement.left, statement.right)
     alone = not names.joins and not names.parts  # then joining or parting along a dim changes nothing
     operations = [each for each in statement.operations if not (alone and isinstance(each, Concat | Split))]
     arguments = [each for operation in operations for each in _arguments(operation)]

@@ -6,14 +6,14 @@ This is a check of this library, not of its user: whoever sees it fail has found
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.rewrite.deeds import Deed, Task
+from shardwise.rewrite.applied_statements import AppliedInstance, StatementTask
+from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.evaluation import evaluate
-from shardwise.rewrite.kernels import Kernel
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node
+from shardwise.rewrite.op_steps import apply_steps
 from shardwise.rewrite.statements import Statement
-from shardwise.rewrite.steps import apply_steps
-from shardwise.rewrite.tiles import Value
+from shardwise.rewrite.strided_views import ViewedTensor
 
 __all__ = ["Claim", "gives_back", "prove"]
 
@@ -31,7 +31,7 @@ class Claim:
     aliases: Mapping[str, str]
     """Other names of sources."""
 
-    def failing(self, tasks: Iterable[Task]) -> list[str]:
+    def failing(self, tasks: Iterable[StatementTask]) -> list[str]:
         """The sources that tasks, carried out on the outputs, do not give back, or what else is wrong."""
         returned = evaluate(tasks, self.outputs)
         if returned.findings:
@@ -45,30 +45,30 @@ class Claim:
         ]
 
 
-def prove(claim: Claim, deeds: Iterable[Deed], tasks: Iterable[Task]) -> None:
-    """Carry out the tasks that undo deeds. Raises AssertionError naming the sources that do not come back."""
-    for deed in deeds:
-        if deed.kernel is not None and not deed.kernel.proved:
-            _prove_kernel(deed.kernel, [variable.node.meta for variable in deed.left if variable.node is not None])
+def prove(claim: Claim, applied_instances: Iterable[AppliedInstance], tasks: Iterable[StatementTask]) -> None:
+    """Carry out the tasks that undo instances. Raises AssertionError naming the sources that do not come back."""
+    for applied in applied_instances:
+        if applied.ops is not None and not applied.ops.proved:
+            _prove_ops(applied.ops, [variable.node.meta for variable in applied.left if variable.node is not None])
     wrong = claim.failing(tasks)
     assert not wrong, f"what undoes a rewrite does not give back {', '.join(wrong[:10])} ({len(wrong)} findings)"
 
 
 def gives_back(claim: Claim, statements: Iterable[Statement]) -> bool:
     """Whether statements, carried out on the outputs, give each source as it was."""
-    return not claim.failing([Task.of(each) for each in statements])
+    return not claim.failing([StatementTask.of(each) for each in statements])
 
 
-def _prove_kernel(kernel: Kernel, metas: Sequence[TensorMeta]) -> None:
-    """Carry a kernel and what undoes it out on tensors of its metas."""
-    values = [Value.source(str(place), meta) for place, meta in enumerate(metas)]
-    returned = apply_steps(kernel.undo, apply_steps(kernel.steps, values))
+def _prove_ops(ops: CompiledOps, metas: Sequence[TensorMeta]) -> None:
+    """Carry operations and what undoes them out on tensors of these metas."""
+    values = [ViewedTensor.source(str(place), meta) for place, meta in enumerate(metas)]
+    returned = apply_steps(ops.undo, apply_steps(ops.steps, values))
     same = all(
         back.dtype == value.dtype and _bare(back).same_elements(_bare(value))
         for back, value in zip(returned, values, strict=True)
     )
-    assert same, f"what undoes {kernel.steps} does not lead back"
-    kernel.proved = True
+    assert same, f"what undoes {ops.steps} does not lead back"
+    ops.proved = True
 
 
 def _standing(agree: Sequence[tuple[Node, ...]]) -> dict[Node, Node]:
@@ -99,7 +99,7 @@ def _same(returned: Node | None, node: Node, standing: Mapping[Node, Node], alia
     return returned.meta.dtype == node.meta.dtype and one.same_elements(other)
 
 
-def _bare(value: Value) -> Value:
-    """A value as elements alone: without dtypes, which casts led through, and without tiles that have no elements."""
-    tiles = [tile._replace(dtypes=()) for tile in value.tiles if 0 not in tile.shape]
-    return Value(value.shape, "", tuple(tiles))
+def _bare(value: ViewedTensor) -> ViewedTensor:
+    """A tensor as elements alone: without dtypes, which casts led through, and without views that have no elements."""
+    views = [view._replace(dtypes=()) for view in value.views if 0 not in view.shape]
+    return ViewedTensor(value.shape, "", tuple(views))

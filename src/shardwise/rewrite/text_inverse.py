@@ -1,4 +1,4 @@
-"""Swapping: the inverse of a rewrite as its text says it, where the tensors that it was made for are not known.
+"""Text inverse: the inverse of a rewrite as its text says it, where the tensors that it was made for are not known.
 
 Statements are reversed and their sides swapped. What the text does not say (out of which dtype a cast was, of which
 sizes the parts were) is left open in the swapped statement, and is a finding when it is needed.
@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwise.rewrite.casts import keeps_values
+from shardwise.rewrite.op_steps import inverted
+from shardwise.rewrite.statement_text import text_of
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
@@ -17,7 +19,6 @@ from shardwise.rewrite.statements import (
     Number,
     Operation,
     Permute,
-    Place,
     Qkv,
     QkvPerRank,
     Reshape,
@@ -25,15 +26,14 @@ from shardwise.rewrite.statements import (
     Stack,
     Star,
     Statement,
+    TextPlace,
     Unstack,
 )
-from shardwise.rewrite.steps import inverted
-from shardwise.rewrite.writing import text_of
 
-__all__ = ["other_side", "swapped", "textual_losses"]
+__all__ = ["inverse_of_text", "other_side", "textual_losses"]
 
 
-def swapped(statements: Sequence[Statement]) -> tuple[Statement, ...]:
+def inverse_of_text(statements: Sequence[Statement]) -> tuple[Statement, ...]:
     """Return the statements that undo others, as far as these say how. Of copies the first counts.
 
     A drop that may match nothing is taken not to have matched: where it is known that it has, this is not asked.
@@ -152,7 +152,7 @@ def _made(
     """A statement at the place of the one that it undoes; of its names no more is known than that."""
     gaps = statement.gaps and any(isinstance(part, Star) for name in (*left, *right) for part in name.parts)
     text = text_of(Statement(left, right, operations, statement.optional, statement.place, "", gaps))
-    place = Place(statement.place.line, statement.place.column, len(text))
+    place = TextPlace(statement.place.line, statement.place.column, len(text))
     left, right = (tuple([replace(name, place=place) for name in names]) for names in (left, right))
     return Statement(left, right, operations, statement.optional, place, text, gaps)
 

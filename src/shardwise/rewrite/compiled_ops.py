@@ -1,16 +1,29 @@
-"""Operations on tensors of known shape and dtype: checked, and brought down to steps.
+"""Compiled operations: what the operations of a statement do to tensors of given metas, checked and as steps.
 
 Instances of one statement are alike: `layers.0` and `layers.31` have the same shapes. So what a statement does to given
-metas is worked out once, as a `Kernel` (or a `Refusal`) that names no tensors.
+metas is worked out once, as `CompiledOps` (or a `Refusal`) that name no tensors.
 """
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeAlias
 
-from shardwise.rewrite.fusing import fuse, heads_of_fused, heads_of_three, part, unlike
-from shardwise.rewrite.kernels import Degrees, Inverse, Kernel, Refusal, tensor
+from shardwise.rewrite.casts import keeps_values
 from shardwise.rewrite.metas import TensorMeta
+from shardwise.rewrite.op_steps import (
+    Arrange,
+    Casts,
+    Permutes,
+    Reshapes,
+    Stacks,
+    Step,
+    Stretch,
+    Unstacks,
+    inverted,
+    undone,
+)
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
@@ -24,18 +37,100 @@ from shardwise.rewrite.statements import (
     Stack,
     Unstack,
 )
-from shardwise.rewrite.steps import Arrange, Casts, Permutes, Reshapes, Stacks, Step, Unstacks, inverted
 
-__all__ = ["work_out"]
+__all__ = ["OPEN", "CompiledOps", "Degrees", "InverseOps", "Refusal", "compile_ops"]
+
+Degrees: TypeAlias = tuple[int | None, int | None]
+"""For how many ranks along `tp` the fused tensor on the left is laid out, and that on the right.
+
+None: no layout tells, so 1. 0: there is a layout, and it does not tell.
+"""
+
+OPEN: Degrees = (None, None)
 
 
-def work_out(
+class Refusal(Exception):  # noqa: N818 - it is a verdict that travels upwards, no user sees it
+    """Why operations do not fit. In `text`, `_tensor(0)` stands for the name of the first left tensor."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def of(self, left: Sequence[str]) -> str:
+        """The message for an instance with these left names."""
+        return _TENSOR.sub(lambda match: left[int(match[1])], self.text)
+
+
+_TENSOR = re.compile("\0([0-9]+)\0")
+
+
+def _tensor(place: int) -> str:
+    """What stands for the name of a left tensor in the text of a refusal."""
+    return f"\0{place}\0"
+
+
+@dataclass(frozen=True, slots=True)
+class InverseOps:
+    """What undoes operations on tensors of given metas, as operations that say everything."""
+
+    after: tuple[tuple[Operation, ...], ...]
+    """For each result what is done with it first."""
+    join_or_split: Operation | None
+    """What makes the tensors of the results."""
+    before: tuple[tuple[Operation, ...], ...]
+    """For each tensor what is done with it last."""
+
+    @property
+    def alike(self) -> tuple[Operation, ...] | None:
+        """All in one go, where that is the same for all results and for all tensors; else None."""
+        if len(set(self.after)) > 1 or len(set(self.before)) > 1:
+            return None
+        join_or_split = () if self.join_or_split is None else (self.join_or_split,)
+        return (*self.after[0], *join_or_split, *self.before[0])
+
+
+class CompiledOps:
+    """What operations do to tensors of given metas, whatever the tensors are called."""
+
+    __slots__ = ("_undoing", "inverse", "narrowed", "proved", "results", "steps", "undo")
+
+    def __init__(self, steps: tuple[Step, ...], results: tuple[TensorMeta, ...], inverse: InverseOps) -> None:
+        self.steps = steps
+        self.results = results
+        self.inverse = inverse
+        self.undo = undone(steps)
+        """The steps that lead back."""
+        casts = [step for step in steps if isinstance(step, Casts)]
+        pairs = dict.fromkeys(pair for step in casts for pair in zip(step.old, step.dtypes, strict=True))
+        self.narrowed = tuple([pair for pair in pairs if not keeps_values(*pair)])
+        """Casts (from, to) that do not keep all values."""
+        self.proved = False
+        """Whether it was shown that `undo` leads back."""
+        self._undoing: dict[CompiledOps, bool] = {}
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether there is nothing to undo either: what is laid out as it was may be laid out anew on the way back."""
+        return not self.steps and self.inverse.join_or_split is None
+
+    def undone_by(self, other: "CompiledOps") -> bool:
+        """Whether other operations, on what these made, do nothing but lead back; casts that lost something do not."""
+        found = self._undoing.get(other)
+        if found is None:
+            found = self._undoing[other] = not self.narrowed and self.undo == other.steps
+        return found
+
+
+# From operations to steps
+
+
+def compile_ops(
     operations: Sequence[Operation],
     transposed: Sequence[bool],
     metas: Sequence[TensorMeta],
     num_results: int,
     degrees: Degrees,
-) -> Kernel | Refusal:
+) -> CompiledOps | Refusal:
     """Return what operations do to tensors with these metas, or why they do not fit.
 
     `transposed` tells of each tensor whether all its dims are reversed first; `degrees` are for how many ranks a fused
@@ -56,14 +151,14 @@ class _Working:
         self.num_results = num_results
         self.source_degree, self.target_degree = degrees
         self.steps: list[Step] = []
-        self.joint: Operation | None = None
-        """What undoes the joint operation, once it was gone through."""
+        self.join_or_split: Operation | None = None
+        """What undoes the operation that joins or splits, once it was gone through."""
         self.back: list[list[Operation]] = [[] for _ in metas]
         """What undoes the operations since then, for each tensor, in the order in which it undoes."""
         self.before: list[list[Operation]] | None = None
         """What undoes those before it."""
 
-    def through(self, operations: Sequence[Operation], transposed: Sequence[bool]) -> Kernel:
+    def through(self, operations: Sequence[Operation], transposed: Sequence[bool]) -> CompiledOps:
         if any(transposed):
             self._permute(
                 [tuple(range(len(s)))[::-1] if t else None for s, t in zip(self.shapes, transposed, strict=True)]
@@ -77,8 +172,8 @@ class _Working:
             )
         metas = tuple([TensorMeta(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)])
         after, before = (self.back, self.before) if self.before is not None else ([[]], self.back)
-        inverse = Inverse(tuple(map(tuple, after)), self.joint, tuple(map(tuple, before)))
-        return Kernel(tuple(self.steps), metas, inverse)
+        inverse = InverseOps(tuple(map(tuple, after)), self.join_or_split, tuple(map(tuple, before)))
+        return CompiledOps(tuple(self.steps), metas, inverse)
 
     def _take(self, operation: Operation) -> None:
         places = range(len(self.shapes))
@@ -105,14 +200,14 @@ class _Working:
                 self._ffn(operation)
 
     def _join(self, steps: Sequence[Step], back: Operation) -> None:
-        """Take the steps of a joint operation, which `back` undoes."""
+        """Take the steps of an operation that joins or splits, which `back` undoes."""
         self.steps += steps
-        self.joint, self.before = back, self.back
+        self.join_or_split, self.before = back, self.back
         self.back = [[] for _ in range(self.num_results)]
 
     def _named(self, place: int) -> str:
         """A tensor as it is called in messages."""
-        return tensor(place) if self.before is None else "the result"
+        return _tensor(place) if self.before is None else "the result"
 
     def _order(self, place: int, dims: tuple[int, ...] | None) -> tuple[int, ...]:
         shape = self.shapes[place]
@@ -204,13 +299,13 @@ class _Working:
             if not same:
                 besides = "" if axis is None else f" but for dim {axis}"
                 raise Refusal(
-                    f"tensors that are joined have the same shape{besides}, but {tensor(0)} has {list(first)} "
-                    f"and {tensor(place)} has {list(shape)}"
+                    f"tensors that are joined have the same shape{besides}, but {_tensor(0)} has {list(first)} "
+                    f"and {_tensor(place)} has {list(shape)}"
                 )
             if self.dtypes[place] != self.dtypes[0]:
                 raise Refusal(
-                    f"tensors that are joined have the same dtype, but {tensor(0)} has {self.dtypes[0]} and "
-                    f"{tensor(place)} has {self.dtypes[place]}: cast one of them in a statement before"
+                    f"tensors that are joined have the same dtype, but {_tensor(0)} has {self.dtypes[0]} and "
+                    f"{_tensor(place)} has {self.dtypes[place]}: cast one of them in a statement before"
                 )
 
     def _sizes(self, axis: int) -> tuple[int, ...]:
@@ -223,7 +318,7 @@ class _Working:
         if sizes is not None and sizes != actual:
             raise Refusal(f"sizes says {list(sizes)} along dim {axis}, but the tensors have {list(actual)} there")
         if len(actual) > 1:
-            self._arrange([fuse(axis, actual, 1)], Split(axis, None if len(set(actual)) == 1 else actual))
+            self._arrange([_fuse(axis, actual, 1)], Split(axis, None if len(set(actual)) == 1 else actual))
 
     def _split(self, split: Split) -> None:
         self._one("a split")
@@ -248,7 +343,7 @@ class _Working:
                 f"{size} along dim {axis} and becomes {parts} tensors"
             )
         if parts > 1:
-            self._arrange([part(axis, sizes, 1)], Concat(axis))
+            self._arrange([_unfuse(axis, sizes, 1)], Concat(axis))
 
     def _arrange(self, steps: list[Arrange], back: Operation) -> None:
         """Rearrange along an axis; the tensors were found to be alike."""
@@ -290,7 +385,7 @@ class _Working:
         """Sizes of query, key and value along the axis, whether they are fused or not."""
         num_heads, num_groups = qkv.num_heads, qkv.num_groups
         there = self._sizes(axis)
-        by_size = heads_of_fused(sum(there), num_heads, num_groups)
+        by_size = _heads_of_fused(sum(there), num_heads, num_groups)
         if len(there) == 1 and qkv.sizes is None:
             if by_size is None:
                 raise Refusal(
@@ -302,7 +397,7 @@ class _Working:
         sizes = there if qkv.sizes is None else qkv.sizes
         if sizes != there and (sum(sizes),) != there:
             raise Refusal(f"sizes says {list(sizes)} along dim {axis}, but there is {' and '.join(map(str, there))}")
-        wrong = heads_of_three(sizes, num_heads, num_groups)
+        wrong = _heads_of_three(sizes, num_heads, num_groups)
         if wrong is not None:
             raise Refusal(f"along dim {axis}, {wrong}")
         if qkv.sizes is None and by_size not in (None, sizes):
@@ -320,8 +415,8 @@ class _Working:
     def _qkv(self, qkv: Qkv) -> None:
         axis = self._joined_axis(qkv.axis)
         sizes = self._heads(axis, qkv)
-        made = fuse if qkv.joins else part
-        back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=unlike(sizes, qkv.num_heads, qkv.num_groups))
+        made = _fuse if qkv.joins else _unfuse
+        back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=_unlike(sizes, qkv.num_heads, qkv.num_groups))
         self._arrange([made(axis, sizes, qkv.num_groups)], back)
 
     def _qkv_per_rank(self, qkv: QkvPerRank) -> None:
@@ -333,7 +428,7 @@ class _Working:
                     f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide num_heads="
                     f"{qkv.num_heads} and num_key_value_groups={qkv.num_groups}"
                 )
-        self._lay(replace(qkv, sizes=unlike(sizes, qkv.num_heads, qkv.num_groups)), axis, sizes)
+        self._lay(replace(qkv, sizes=_unlike(sizes, qkv.num_heads, qkv.num_groups)), axis, sizes)
 
     def _degrees(self, operation: Ffn | QkvPerRank, axis: int) -> Iterator[tuple[str, int]]:
         """The degrees of what is fused, with the side on which it is."""
@@ -381,8 +476,8 @@ class _Working:
             if left is None or right is None:
                 self._join([], back)
             return
-        steps = [part(axis, sizes, left or 1)] if sources == 1 else []
-        steps += [fuse(axis, sizes, right or 1)] if targets == 1 else []
+        steps = [_unfuse(axis, sizes, left or 1)] if sources == 1 else []
+        steps += [_fuse(axis, sizes, right or 1)] if targets == 1 else []
         self._arrange(steps, back)
 
 
@@ -396,3 +491,68 @@ def _prepend(back: list[Operation], operation: Permute | Reshape | Cast) -> None
             back[0] = Permute(tuple([dims[dim] for dim in others]))
         return
     back.insert(0, operation)
+
+
+# In which order tensors are in one fused tensor, and the sizes that this needs
+
+
+def _interleaved(sizes: Sequence[int], parts: int) -> tuple[Stretch, ...]:
+    """Return the stretches of a fused tensor: part after part, each with its share of each tensor.
+
+    `sizes` are the tensors' along the axis; `parts` divides them all.
+
+    >>> _interleaved((4, 2), 2)
+    ((0, 0, 2), (1, 0, 1), (0, 2, 4), (1, 1, 2))
+    """
+    if parts <= 1:
+        return tuple([(tensor, 0, size) for tensor, size in enumerate(sizes)])
+    return tuple(
+        [
+            (tensor, part * size // parts, (part + 1) * size // parts)
+            for part in range(parts)
+            for tensor, size in enumerate(sizes)
+        ]
+    )
+
+
+def _fuse(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
+    """Return what joins tensors of these sizes to one that is interleaved part by part."""
+    return Arrange(axis, tuple(sizes), (_interleaved(sizes, parts),))
+
+
+def _unfuse(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
+    """Return what makes tensors of these sizes of the one that `_fuse` makes of them."""
+    (step,) = undone([_fuse(axis, sizes, parts)])
+    assert isinstance(step, Arrange)
+    return step
+
+
+def _heads_of_three(sizes: Sequence[int], num_heads: int, num_groups: int) -> str | None:
+    """Say why query, key and value of these sizes do not consist of so many heads; None where they do.
+
+    Query and key have heads of one size; those of value may have another.
+    """
+    query, key, value = sizes
+    for what, size, heads in (("query", query, num_heads), ("key", key, num_groups), ("value", value, num_groups)):
+        if size % heads:
+            return f"the {what} has {size}, which {heads} heads do not divide"
+    if query // num_heads != key // num_groups:
+        return (
+            f"query heads have size {query // num_heads}, key heads {key // num_groups}, and they must be equal; check "
+            f"num_heads={num_heads}, num_key_value_groups={num_groups}"
+        )
+    return None
+
+
+def _heads_of_fused(size: int, num_heads: int, num_groups: int) -> tuple[int, int, int] | None:
+    """Return the sizes of query, key and value in a fused tensor; None where its heads do not divide it."""
+    heads = num_heads + 2 * num_groups
+    if size % heads:
+        return None
+    head = size // heads
+    return num_heads * head, num_groups * head, num_groups * head
+
+
+def _unlike(sizes: tuple[int, ...], num_heads: int, num_groups: int) -> tuple[int, ...] | None:
+    """Return the sizes of query, key and value; None where they are those of heads of one size."""
+    return None if _heads_of_fused(sum(sizes), num_heads, num_groups) == sizes else sizes

@@ -1,8 +1,8 @@
-"""Planes: optimizer state goes where its parameter goes.
+"""Rules of optimizer state: it goes where its parameter goes.
 
-What the optimizer has for a parameter under one key is a plane beside the parameters. An instance that takes parameters
-takes each plane that they have: with the same boxes where it has their shape, without casts; state without dims is one
-for all, and has to be equal in all that are joined.
+An instance that takes parameters takes what the optimizer has for them, one key after the other: with the same boxes
+where the state has the shape of the parameter, without casts; state without dims is one for all, and has to be equal in
+all that are joined.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,14 +13,14 @@ from shardwise.rewrite.environment import Variable, note_key
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.statements import Cast, Operation
 
-__all__ = ["Follow", "follow", "is_scalar", "keys_by_parameter", "plane_of", "undecided", "without_casts"]
+__all__ = ["Follow", "follow", "is_scalar", "keys_by_parameter", "states_of", "undecided", "without_casts"]
 
 _SCALAR = "step"
 """The key of state without dims also of parameters without dims, whose other state has their shape."""
 
 
 class Follow(NamedTuple):
-    """What becomes of one plane: one value for all, or the same as of the parameters, unless it is refused."""
+    """What becomes of the state under one key: one value for all, or the same as of the parameters, or a refusal."""
 
     shared: bool = False
     undecided: bool = False
@@ -43,7 +43,7 @@ def keys_by_parameter(names: Iterable[str]) -> dict[str, dict[str, None]]:
     return keys
 
 
-def plane_of(left: tuple[str, ...], key: str, variables: dict[str, Variable]) -> tuple[Variable | None, ...]:
+def states_of(left: tuple[str, ...], key: str, variables: dict[str, Variable]) -> tuple[Variable | None, ...]:
     """The state under `key` of parameters; None for those that have none, or whose state a statement read by name."""
     found = [variables.get(state_name(name, key)) for name in left]
     return tuple([None if each is None or each.dropped or each.reads else each for each in found])
@@ -88,10 +88,12 @@ def follow(
     """
     shapes = {node.meta.shape for node in states}
     taken, made = {node.meta.shape for node in parameters}, {node.meta.shape for node in results}
+    # Torch counts updates by one number per parameter. Shapes do not tell it from state of a parameter without dims.
     if key == _SCALAR and shapes == {()}:
         return Follow(shared=True)
     if plain or (shapes == taken == made == {()} and len(states) == len(results) == 1):
         return Follow(shared=shapes == {()})
+    # What comes out without dims does not tell its kind to the way back; another parameter with dims has to.
     leaning = () in made
     if shapes == {()}:
         one = scalar(key) if () in taken else True

@@ -9,10 +9,10 @@ from numpy.lib.stride_tricks import as_strided
 
 from shardwise.rewrite.fragments import Fragment, Shapes, fragments_of
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.tiles import Value
+from shardwise.rewrite.strided_views import ViewedTensor
 from shardwise.space import Box
 
-Pair = tuple[Value, np.ndarray]
+Pair = tuple[ViewedTensor, np.ndarray]
 ITEM_BYTES = 8
 
 
@@ -47,10 +47,10 @@ def changed(random: Random, pool: list[Pair]) -> None:
             pool.append((value.crop(axis, cut, size), array.take(range(cut, size), axis)))
         case "concat" if array.ndim:
             arrays = np.concatenate([each for _, each in alike], axis)
-            pool.append((Value.concat([each for each, _ in alike], axis), arrays))
+            pool.append((ViewedTensor.concat([each for each, _ in alike], axis), arrays))
         case "stack":
             arrays = np.stack([each for _, each in alike], axis)
-            pool.append((Value.stack([each for each, _ in alike], axis), arrays))
+            pool.append((ViewedTensor.stack([each for each, _ in alike], axis), arrays))
         case "drop" if 1 in array.shape:
             dim = array.shape.index(1)
             pool[at] = value.drop_dim(dim), array.squeeze(dim)
@@ -61,7 +61,7 @@ def pools(seed: int) -> tuple[dict[str, np.ndarray], list[Pair]]:
     random = Random(seed)
     shape = tuple(random.choice([0, 1, 2, 3, 4, 6]) for _ in range(random.randint(0, 4)))
     sources = {f"s{number}": np.arange(prod(shape)).reshape(shape) + 1000 * number for number in range(3)}
-    pool = [(Value.source(name, TensorMeta(shape, "int64")), array) for name, array in sources.items()]
+    pool = [(ViewedTensor.source(name, TensorMeta(shape, "int64")), array) for name, array in sources.items()]
     for _ in range(random.randint(0, 7)):
         changed(random, pool)
     return sources, pool
@@ -114,22 +114,22 @@ def test_a_value_knows_whether_it_is_a_source_and_whether_another_has_its_elemen
 
 
 def test_casts_are_kept_in_order_and_a_cast_to_the_same_dtype_is_none() -> None:
-    value = Value.source("a", TensorMeta((4,), "float32")).cast("float16").cast("float16").cast("float32")
+    value = ViewedTensor.source("a", TensorMeta((4,), "float32")).cast("float16").cast("float16").cast("float32")
     assert value.dtype == "float32"
-    assert [tile.dtypes for tile in value.tiles] == [("float32", "float16", "float32")]
-    assert not value.same_elements(Value.source("a", TensorMeta((4,), "float32")))
+    assert [view.dtypes for view in value.views] == [("float32", "float16", "float32")]
+    assert not value.same_elements(ViewedTensor.source("a", TensorMeta((4,), "float32")))
 
 
 def test_neighbouring_parts_of_one_source_become_one_tile_again() -> None:
-    whole = Value.source("a", TensorMeta((6, 5), "float32"))
+    whole = ViewedTensor.source("a", TensorMeta((6, 5), "float32"))
     parts = [whole.crop(0, 0, 1), whole.crop(0, 1, 4), whole.crop(0, 4, 6)]
-    assert Value.concat(parts, 0).tiles == whole.tiles
-    assert len(Value.concat(parts[::-1], 0).tiles) == 3
+    assert ViewedTensor.concat(parts, 0).views == whole.views
+    assert len(ViewedTensor.concat(parts[::-1], 0).views) == 3
 
 
 def test_a_part_of_a_value_with_many_tiles_is_found_without_asking_all() -> None:
-    sources = [Value.source(f"s{number}", TensorMeta((2, 3), "float32")) for number in range(500)]
-    value = Value.stack(sources, 1)
-    (tile,) = value.crop(1, 321, 322).tiles
-    assert tile.source == "s321"
+    sources = [ViewedTensor.source(f"s{number}", TensorMeta((2, 3), "float32")) for number in range(500)]
+    value = ViewedTensor.stack(sources, 1)
+    (view,) = value.crop(1, 321, 322).views
+    assert view.source == "s321"
     assert [each.source for each in value.meeting(Box((0, 7, 1), (2, 2, 1)))] == ["s7", "s8"]

@@ -1,0 +1,355 @@
+"""Rewrite agreement: what all ranks together find out about a rewrite of a state that they save, or load into.
+
+    save                                                    load
+[1] check    the rewrite against what ranks hold            against what is stored, and what ranks have in the target
+[2] rename   pieces of the state, as views of its tensors   the contents, as if they were stored
+[3] compare  numbers of which the rewrite makes one         the same
+[4] gather   what every rank holds of the outputs           which stored pieces every rank wants
+
+Every rank finds the same outputs, or all raise the same error.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeVar
+
+import torch
+
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.held import Held, hold
+from shardwise.checkpoint.matching import Kind
+from shardwise.checkpoint.names import model_name_of_master
+from shardwise.checkpoint.read_plan import Wanted
+from shardwise.checkpoint.renamed_settings import names_state
+from shardwise.checkpoint.rewrite_view import (
+    Counterpart,
+    RewriteView,
+    differences,
+    metas_of_contents,
+    metas_of_pieces,
+    outputs_with,
+    ranks_along_tp,
+    slots_of,
+    value_of,
+)
+from shardwise.checkpoint.sharing import (
+    Gathering,
+    merge_ties,
+    pack_pieces,
+    unpack_alike,
+    unpack_pieces,
+)
+from shardwise.checkpoint.states import State
+from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.transfers import cast_through
+from shardwise.checkpoint.twins import compare_in_turns
+from shardwise.comm import Channel
+from shardwise.comm.agreement import agree
+from shardwise.comm.dtypes import torch_dtype
+from shardwise.errors import CheckpointError, RewriteError, ShardwiseError
+from shardwise.plan.state_names import is_state_name, split_state_name, state_name
+from shardwise.rewrite import Checked, Rewrite, TensorMeta
+from shardwise.rewrite.casts import keeps_values, needed_casts
+from shardwise.space import Piece
+
+__all__ = [
+    "Late",
+    "Located",
+    "RewrittenState",
+    "StateRewriting",
+    "compare_numbers",
+    "locate",
+    "view_for_load",
+    "without_place",
+]
+
+T = TypeVar("T")
+
+_CHUNK_BYTES = 16 << 20
+"""So much is cast at a time, were its elements as wide as any."""
+
+_WIDEST_BYTES = 16
+
+
+def _agreed(channel: Channel, check: Callable[[], T]) -> T:
+    """What `check` gives, on every rank the same; its RewriteError comes with all problems on every rank."""
+    refusal: ShardwiseError | None = None
+    checked: T | None = None
+    try:
+        checked = check()
+    except ShardwiseError as error:
+        refusal = error
+    try:
+        agree(channel, refusal, purpose="verdict on a rewrite")
+    except ShardwiseError as error:  # mostly all ranks have the same one, whose problems do not travel
+        raise (refusal if refusal is not None and str(refusal) == str(error) else error) from None
+    assert checked is not None
+    return checked
+
+
+# States that are saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewrittenState:
+    """A state under the names of a rewrite."""
+
+    checked: Checked
+    held: Held
+    """What this rank holds of what came out: views, and how they are cast when they are written or sent."""
+    texts: list[bytes]
+    """What each rank holds, as `pack_pieces` packs it."""
+
+
+class StateRewriting:
+    """Applies a rewrite to what ranks hold, again and again: what it finds out, it keeps for pieces that are alike."""
+
+    def __init__(self, rewrite: Rewrite) -> None:
+        self._rewrite = rewrite
+        self._gathering = Gathering("pieces of a state under the names of a rewrite")
+        self._key: object = None
+        self._found: tuple[Checked, list[tuple[Piece, list[Counterpart]]]] | None = None
+
+    def apply(
+        self,
+        channel: Channel,
+        held: Held,
+        texts: Sequence[bytes],
+        ties: Sequence[Mapping[str, str]],
+        order: Iterable[str] = (),
+    ) -> RewrittenState:
+        """What the state becomes. All ranks call it together; nothing moves, and nothing is copied.
+
+        held: what this rank holds. texts: what each rank holds, as `pack_pieces` packs it. ties: other names of
+        tensors that each rank knows. order: names of tensors that come first.
+        Raises RewriteError, with every finding and the same on all ranks, where the rewrite does not fit, and
+        CheckpointError where numbers differ of which it makes one.
+        """
+        checked, counterparts = self._find(channel, texts, ties, order, ranks_along_tp(held.settings))
+        tensors: dict[Piece, torch.Tensor] = {}
+        casts: dict[Piece, tuple[str, ...]] = {}
+        for piece, found in counterparts:
+            for each in found:
+                tensors[each.piece] = each.view(held.tensors[piece])
+                if len(dtypes := needed_casts(each.dtypes)) > 1:
+                    casts[each.piece] = dtypes[1:]
+        for name, meta in checked.outputs.items():
+            if 0 in meta.shape:  # whole tensors without elements, which every rank holds
+                whole = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape)
+                tensors[whole] = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
+        numbers = {name for group in checked.agree for name in group}
+        mine = {piece.name: value_of(tensor) for piece, tensor in held.tensors.items() if piece.name in numbers}
+        new_texts, values_of = self._gathering.gather(
+            channel, [pack_pieces(list(tensors)), json.dumps(mine).encode()]
+        ).texts
+        values = {name: value for each in dict.fromkeys(values_of) for name, value in json.loads(each).items()}
+        if findings := differences(checked.agree, values):
+            raise CheckpointError(*findings, about="the state does not fit the rewrite")
+        return RewrittenState(
+            checked=checked, held=Held(tensors=tensors, aliases=dict(checked.ties), casts=casts), texts=new_texts
+        )
+
+    def _find(
+        self,
+        channel: Channel,
+        texts: Sequence[bytes],
+        ties: Sequence[Mapping[str, str]],
+        order: Iterable[str],
+        num_ranks: int | None,
+    ) -> tuple[Checked, list[tuple[Piece, list[Counterpart]]]]:
+        """What is known of a state before its numbers are: where the elements of each piece of this rank go."""
+        key = (list(texts), list(map(dict, ties)), list(order), num_ranks)
+        if self._found is None or key != self._key:
+            pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
+            aliases = merge_ties(ties, [pieces_of[text] for text in texts])
+            pieces_of = {
+                text: [each for each in pieces if each.name not in aliases] for text, pieces in pieces_of.items()
+            }
+            metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), num_ranks=num_ranks)
+            sources = {name: metas[name] for name in dict.fromkeys([*order, *metas]) if name in metas}
+            checked = _agreed(channel, lambda: self._checked(sources, aliases))
+            mine = pieces_of[texts[channel.rank]]
+            self._key, self._found = key, (checked, outputs_with(checked, mine))
+        return self._found
+
+    def _checked(self, sources: Mapping[str, TensorMeta], aliases: Mapping[str, str]) -> Checked:
+        checked = self._rewrite.apply(sources, aliases=aliases)
+        if checked.added:
+            raise RewriteError(
+                f"{', '.join(sorted(checked.added))}: the rewrite adds what keeps its current value (`_ -> b`), and "
+                "there is nothing here that has one; that is for loading into a state"
+            )
+        return checked
+
+
+# States that are loaded into
+
+
+def view_for_load(channel: Channel, contents: Contents, state: State, rewrite: Rewrite) -> RewriteView:
+    """What `contents` are under the names of a rewrite, for a load into `state`. All ranks call it together.
+
+    Raises RewriteError, with every finding and the same on all ranks, where the rewrite does not fit what is stored.
+    """
+    live = _Live.of(channel, state)
+    sources = metas_of_contents(contents)
+    says_state = names_state(rewrite)
+    # Stored optimizer state is nothing to a target without optimizers, and must not refuse its load. Masters stay: a
+    # parameter and its master stand for each other.
+    if not (live.takes_state or says_state):
+        sources = {
+            name: meta
+            for name, meta in sources.items()
+            if not is_state_name(name) or model_name_of_master(name) is not None
+        }
+    known = {name: meta for name, meta in live.metas.items() if says_state or not is_state_name(name)}
+    wanted = live.wanted(sources)
+    return _agreed(channel, lambda: RewriteView.of(contents, rewrite, sources=sources, wanted=wanted, recorded=known))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Live:
+    """What all ranks together have in the target of a load: it says what placeholders stand for, and how it is cut."""
+
+    metas: Mapping[str, TensorMeta]
+    """Its tensors, those that are tied under every name."""
+    takes_state: bool
+    """Whether it takes over the state of optimizers."""
+
+    @classmethod
+    def of(cls, channel: Channel, state: State) -> "_Live":
+        """All ranks call it together; raises the same error on all."""
+        refusal: ShardwiseError | None = None
+        pieces: list[Piece] = []
+        facts: tuple[Mapping[str, str], bool, int | None] = ({}, False, None)
+        try:
+            held = hold(state, what="the target")
+            pieces = list(held.tensors)
+            facts = held.aliases, bool(held.settings.get("optimizers")), ranks_along_tp(held.settings)
+        except ShardwiseError as error:
+            refusal = error
+        text = pack_pieces(pieces)
+        gathering = Gathering("tensors of the target of a rewrite")
+        gathered = gathering.gather(channel, [text, json.dumps(facts).encode()], refusal=refusal)
+        pieces_of = unpack_alike(gathered.texts[0], text, pieces)
+        known = [json.loads(each) for each in dict.fromkeys(gathered.texts[1])]
+        degrees = {num_ranks for _, _, num_ranks in known}
+        metas = metas_of_pieces(
+            chain.from_iterable(pieces_of.values()), num_ranks=degrees.pop() if len(degrees) == 1 else None
+        )
+        aliases = {alias: name for ties, _, _ in known for alias, name in ties.items()}
+        tied = {alias: metas[name] for alias, name in aliases.items() if name in metas}
+        takes_state = any(takes for _, takes, _ in known) or any(map(is_state_name, metas))
+        return cls(metas={**metas, **tied}, takes_state=takes_state)
+
+    def wanted(self, sources: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
+        """All that the target may want: the state of its optimizers is made when it is loaded, if it is not there."""
+        keys = {split[1]: None for split in map(split_state_name, sources) if split is not None}
+        state = {
+            state_name(name, key): meta for name, meta in self.metas.items() if not is_state_name(name) for key in keys
+        }
+        return {**state, **self.metas}
+
+
+def without_place(view: RewriteView, wanted: Collection[str]) -> list[str]:
+    """Findings about what the rewrite adds, and is not among the names in the target."""
+    return [
+        f"{name}: the rewrite adds it, and the target has no such tensor" for name in view.added if name not in wanted
+    ]
+
+
+def compare_numbers(channel: Channel, view: RewriteView, store: Store, readers: Collection[int]) -> int:
+    """Compare the stored numbers of which the rewrite makes one; how many bytes this rank has read to do so.
+
+    readers: the ranks that read, each a part of them. Raises CheckpointError, the same on all ranks, where numbers
+    differ.
+    """
+    if not view.checked.agree:
+        return 0
+    return compare_in_turns(
+        channel,
+        readers,
+        lambda turn, turns: view.unequal(store, view.checked.agree[turn::turns]),
+        purpose="numbers that a rewrite makes one",
+        about=f"{view.stored.location} does not fit the rewrite",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Where everything that ranks want is stored, and the tensors that take what this rank wants."""
+
+    names: list[str]
+    """The stored tensors."""
+    sources: list[list[Wanted]]
+    """For each rank, pieces as they are stored."""
+    tensors: list[torch.Tensor]
+    """One for each piece of this rank: views of its target, mostly."""
+    late: list["Late"] = field(default_factory=list)
+    """What is cast once all is read."""
+
+
+def locate(
+    channel: Channel,
+    view: RewriteView,
+    wanted: Sequence[Piece],
+    source: Mapping[Kind, str],
+    tensors: Mapping[Piece, torch.Tensor],
+) -> Located:
+    """Find the stored pieces of what this rank wants, and learn what the others want. All ranks call it together.
+
+    source: the output from which a wanted tensor is read.
+    """
+    own: list[Piece] = []
+    rooms: list[torch.Tensor] = []
+    late: list[Late] = []
+    for piece in wanted:
+        for slot in slots_of(view.checked, piece, tensors[piece], source[Kind.of(piece)]):
+            room, cast = _room_for(slot.view, slot.dtypes)
+            own.append(slot.source)
+            rooms.append(room)
+            if cast is not None:
+                late.append(cast)
+    text = pack_pieces(own)
+    texts = Gathering("stored pieces of the target").gather(channel, [text]).texts[0]
+    pieces_of = unpack_alike(texts, text, own)
+    sources = [[Wanted(piece, piece.name) for piece in pieces_of[each]] for each in texts]
+    names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
+    return Located(names=list(names), sources=sources, tensors=rooms, late=late)
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Elements that are cast again once they have been read, because no single cast rounds them as their chain does."""
+
+    room: torch.Tensor
+    """Where they were read to; it may be `target` itself."""
+    target: torch.Tensor
+    dtypes: tuple[torch.dtype, ...]
+    """What they are cast to from there, one after the other."""
+
+    def finish(self) -> None:
+        """Cast them, a part after the other."""
+        if not self.target.dim():
+            self.target.copy_(cast_through(self.room, self.dtypes))
+            return
+        row_bytes = _WIDEST_BYTES * self.target[0].numel()
+        rows = max(1, _CHUNK_BYTES // row_bytes)
+        for room, target in zip(self.room.split(rows), self.target.split(rows), strict=True):
+            target.copy_(cast_through(room, self.dtypes))
+
+
+def _room_for(target: torch.Tensor, dtypes: Sequence[str]) -> tuple[torch.Tensor, Late | None]:
+    """Where to read what passes through `dtypes` into `target`: mostly that itself, which a single cast fills.
+
+    Otherwise the elements go where they lose nothing but what the first cast takes, and are cast on when all is read.
+    dtypes: as `needed_casts` gives them.
+    """
+    if len(dtypes) <= 2:
+        return target, None
+    first, *others = map(torch_dtype, dtypes[1:])
+    if keeps_values(dtypes[0], dtypes[-1]):
+        return target, Late(target, target, (first, *others))
+    room = torch.empty(target.shape, dtype=first, device=target.device)
+    return room, Late(room, target, tuple(others))

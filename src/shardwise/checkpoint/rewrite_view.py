@@ -1,0 +1,330 @@
+"""Rewrite view: pieces on one side of a rewrite, as pieces of the other side and views of the memory that holds them.
+
+A save asks where the elements go that a rank holds; a load and a conversion ask where the wanted elements are stored.
+Whoever writes, reads or sends then works with plain pieces and tensors, and knows of no rewrite.
+
+Figure 1. A rank wants rows 1 and 2 of `qkv` (3, 4), which the rewrite makes of `q`, `k` and `v` (1, 4) each. It asks
+for pieces of `k` and `v`, and the tensors that take them are views of the one that it wants filled::
+
+    wanted                 asked for             filled through
+    qkv[1:3, 0:4]    ->    k[0:1, 0:4]           tensor[0:1]
+                           v[0:1, 0:4]           tensor[1:2]
+
+The other way round, what a rank holds of `k` is a piece of `qkv`. A view may be transposed, or step over elements.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.held import bytes_of
+from shardwise.checkpoint.read_plan import missing
+from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings
+from shardwise.checkpoint.slots import Slot
+from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.windows import PieceReader, windows
+from shardwise.errors import PlanError
+from shardwise.plan import Plan
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.state_names import split_state_name
+from shardwise.rewrite import Checked, Fragment, Rewrite, TensorMeta
+from shardwise.rewrite.casts import needed_casts
+from shardwise.space import Box, Piece, Run
+from shardwise.space.boxes import row_major_strides
+from shardwise.space.moves import blocks_of
+
+__all__ = [
+    "Counterpart",
+    "RewriteView",
+    "differences",
+    "metas_of_contents",
+    "metas_of_pieces",
+    "outputs_with",
+    "ranks_along_tp",
+    "slots_of",
+    "value_of",
+]
+
+# What a rewrite has to know of tensors
+
+
+def metas_of_contents(contents: Contents) -> dict[str, TensorMeta]:
+    """What a rewrite has to know of the tensors of a checkpoint."""
+    num_ranks = ranks_along_tp(contents.settings)
+    pieces_of = {name: [stored.piece for stored in each.pieces] for name, each in contents.tensors.items()}
+    # Ranks along tp always cut something: where nothing is cut, tensors were put together when they were saved.
+    is_joined = num_ranks is not None and num_ranks > 1 and all(len(_boxes(each)) <= 1 for each in pieces_of.values())
+    return {
+        name: TensorMeta(
+            each.shape,
+            each.dtype,
+            (0,) * len(each.shape) if is_joined else _degrees(each.shape, pieces_of[name], num_ranks),
+        )
+        for name, each in contents.tensors.items()
+    }
+
+
+def metas_of_pieces(pieces: Iterable[Piece], *, num_ranks: int | None) -> dict[str, TensorMeta]:
+    """What a rewrite has to know of tensors, given all pieces of them, in the order in which they come.
+
+    num_ranks: see `ranks_along_tp`.
+    """
+    tensors: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        tensors.setdefault(piece.name, []).append(piece)
+    return {
+        name: TensorMeta(held[0].global_shape, held[0].dtype, _degrees(held[0].global_shape, held, num_ranks))
+        for name, held in tensors.items()
+    }
+
+
+def ranks_along_tp(settings: Mapping[str, Any]) -> int | None:
+    """Over how many ranks the engine that holds or has saved a state cuts tensors into boxes.
+
+    None where no engine did, or where a rewrite has made other tensors of its own: their boxes may come from anything.
+    Data parallelism cuts the tensors of an engine into runs, never into boxes.
+    """
+    if not isinstance(text := settings.get("plan"), str) or "rewrite" in settings:
+        return None
+    try:
+        return Plan.parse(text).mesh.tp
+    except PlanError:  # of a version that knows other settings
+        return None
+
+
+def _boxes(pieces: Iterable[Piece]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return {(piece.offset, piece.shape) for piece in pieces if 0 not in piece.shape}
+
+
+def _degrees(shape: tuple[int, ...], pieces: Iterable[Piece], num_ranks: int | None) -> tuple[int, ...]:
+    """For how many ranks along `tp` each dim is laid out; 0 where that is not known.
+
+    A rank that has one box of an even cut has what is fused for it. A rank with several has a part of each of several
+    stretches, which follow one another in the whole tensor as they do without tensor parallelism: degree 1.
+    """
+    boxes = _boxes(pieces)
+    if len(boxes) <= 1:
+        return ()
+    degrees = []
+    for dim, whole in enumerate(shape):
+        parts = {(offset[dim], size[dim]) for offset, size in boxes}
+        sizes = {size for _, size in parts}
+        is_even = len(sizes) == 1 and sizes.pop() * len(parts) == whole
+        if len(parts) == 1 or (num_ranks is not None and len(parts) > num_ranks):
+            degrees.append(1)
+        else:
+            degrees.append(len(parts) if len(parts) == num_ranks and is_even else 0)
+    return tuple(degrees)
+
+
+# Pieces of one side, as pieces of the other
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """A piece of the other side, and where its elements are in the tensor of a piece of this side."""
+
+    piece: Piece
+    """In the dtype that it has on the other side."""
+    dtypes: tuple[str, ...]
+    """What a value passes through from the source of the rewrite to its target, both included."""
+    fragment: Fragment | None = None
+    """The elements in a block of this side; None: the tensor of this side holds the piece as it is."""
+    origin: tuple[int, ...] = ()
+    """Where in its tensor the block begins."""
+    stretch: tuple[int, tuple[int, ...]] | None = None
+    """Of the flat tensor of a run: the element with which the block begins, and its shape; None: the whole tensor."""
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in the tensor that holds them, in the shape of the other piece (flat, where that is a run)."""
+        if self.fragment is None:
+            return tensor
+        if self.stretch is not None:
+            start, block = self.stretch
+            tensor = tensor[start : start + math.prod(block)].view(block)
+        strides = tensor.stride()
+        first = int(tensor.storage_offset()) + self.fragment.view_start(strides, self.origin)
+        return tensor.as_strided(self.fragment.shape, self.fragment.view_strides(strides), first)
+
+
+def outputs_with(checked: Checked, pieces: Iterable[Piece]) -> list[tuple[Piece, list[Counterpart]]]:
+    """For each piece of a source the pieces of outputs that have its elements; none where they are dropped."""
+    outputs = checked.outputs
+    return [(piece, _counterparts(piece, piece.name, checked.push, outputs)) for piece in pieces]
+
+
+def slots_of(checked: Checked, piece: Piece, memory: torch.Tensor, output: str | None = None) -> Iterator[Slot]:
+    """The pieces of sources that make up a piece of an output, and where in its memory each of them goes.
+
+    memory: in the shape of the piece's box with any strides, or flat for a run. output: what the rewrite calls the
+    tensor, where the piece has another name; its dtype counts in any case.
+    """
+    for each in _counterparts(piece, output or piece.name, checked.resolve, checked.sources):
+        yield Slot(each.piece, each.view(memory), needed_casts((*each.dtypes, piece.dtype)))
+
+
+def _counterparts(
+    piece: Piece, name: str, ask: Callable[[str, Box], Sequence[Fragment]], others: Mapping[str, TensorMeta]
+) -> list[Counterpart]:
+    """The pieces of the other side that have the elements of `piece`; what has no elements has none.
+
+    name: what the tensor of the piece is called on this side of the rewrite. ask: `Checked.resolve` or `Checked.push`.
+    others: the tensors of the other side.
+    """
+
+    def of(fragment: Fragment, run: Run | None = None) -> Piece:
+        meta = others[fragment.other]
+        return Piece(
+            name=fragment.other,
+            dtype=meta.dtype,
+            global_shape=meta.shape,
+            offset=fragment.offset,
+            shape=fragment.shape,
+            run=run,
+        )
+
+    if not piece.num_elements:
+        return []
+    if piece.run is not None:
+        # A run that is the same run on the other side stays one. Others are taken apart into boxes, which every
+        # rewrite maps to boxes: the rows of one side may be the columns of the other.
+        fragments = ask(name, piece.box)
+        if all(_keeps_order(each, piece.box) for each in fragments):
+            return [Counterpart(of(each, piece.run), each.dtypes) for each in fragments]
+    return [
+        Counterpart(of(each), each.dtypes, each, offset, None if piece.run is None else (start, shape))
+        for start, shape, offset in blocks_of(piece)
+        for each in ask(name, Box(offset, shape))
+    ]
+
+
+def _keeps_order(fragment: Fragment, box: Box) -> bool:
+    """Whether the other side has all elements of a box, in a box of its own, in the same order.
+
+    A run of the one is the same run of the other then.
+    """
+    strides = zip(
+        fragment.shape,
+        fragment.view_strides(row_major_strides(box.shape)),
+        row_major_strides(fragment.shape),
+        strict=True,
+    )
+    return fragment.num_elements == box.num_elements and all(size == 1 or one == other for size, one, other in strides)
+
+
+# Numbers that have to be equal
+
+Shown = tuple[str, str]
+"""Bytes of an element in hexadecimal digits, and the element as people write it."""
+
+
+def differences(groups: Iterable[Sequence[str]], values: Mapping[str, Shown]) -> list[str]:
+    """Findings about numbers of which a rewrite makes one, and that are not equal to the bit.
+
+    groups: names of those that become one. values: by name; a group of which some are not known is compared among the
+    others.
+    """
+    findings = []
+    for group in groups:
+        known = [(name, *values[name]) for name in group if name in values]
+        if other := next((each for each in known if each[1] != known[0][1]), None):
+            findings.append(
+                f"{known[0][0]} is {known[0][2]} and {other[0]} is {other[2]}, and the rewrite makes one number of "
+                f"{', '.join(group)}; they have to be equal"
+            )
+    return findings
+
+
+def value_of(element: torch.Tensor) -> Shown:
+    """A tensor of one element, as `differences` takes it."""
+    plain = element.detach().resolve_conj().resolve_neg().cpu().reshape(1).contiguous()
+    return bytes_of(plain.view(torch.uint8)).hex(), str(plain.item())
+
+
+# Checkpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteView:
+    """A checkpoint under the names of a rewrite. Only metadata has been read."""
+
+    stored: Contents
+    """The checkpoint to which the rewrite is applied."""
+    checked: Checked
+    contents: Contents
+    """What it would be if it had been saved under the names of the rewrite. Its tensors have no pieces in any file."""
+    findings: tuple[str, ...]
+    """What of the stored settings cannot be carried over."""
+
+    @classmethod
+    def of(
+        cls,
+        stored: Contents,
+        rewrite: Rewrite,
+        *,
+        sources: Mapping[str, TensorMeta] | None = None,
+        wanted: Mapping[str, TensorMeta] | None = None,
+        recorded: Mapping[str, TensorMeta] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> "RewriteView":
+        """Apply a rewrite to a checkpoint.
+
+        sources: the tensors to which it is applied; the default is all. wanted, recorded: as for `Rewrite.apply`;
+        `recorded` adds to what the checkpoint itself has a record of. settings: instead of those of the checkpoint.
+        Raises RewriteError with every finding, and CheckpointError for settings that are not understood.
+        """
+        checked = rewrite.apply(
+            metas_of_contents(stored) if sources is None else sources,
+            wanted=wanted,
+            recorded={**recorded_metas(stored.settings, rewrite), **(recorded or {})},
+            aliases=stored.aliases,
+        )
+        renamed, findings = renamed_settings(stored.settings if settings is None else settings, checked)
+        tensors = {
+            name: StoredTensor(name=name, dtype=meta.dtype, shape=meta.shape, pieces=())
+            for name, meta in checked.outputs.items()
+        }
+        contents = replace(stored, tensors=tensors, aliases=checked.ties, settings=renamed)
+        return cls(stored=stored, checked=checked, contents=contents, findings=tuple(findings))
+
+    def unequal(self, store: Store, groups: Iterable[Sequence[str]]) -> tuple[list[str], int]:
+        """Findings about stored numbers of which the rewrite makes one, and the bytes that were read to find them.
+
+        groups: some of `Checked.agree`. Raises CheckpointError for damage and for what cannot be read.
+        """
+        groups = list(groups)
+        tensors = [self.stored.tensors[name] for name in dict.fromkeys(chain.from_iterable(groups))]
+        if lacking := [each.name for each in tensors if missing(each.pieces, each.whole)]:
+            return [f"{name}: its element is in no file; the checkpoint is incomplete" for name in lacking], 0
+        reader = PieceReader(store, self.stored)
+        values: dict[str, Shown] = {}
+        for window in windows((1, itemsize_bytes(each.dtype)) for each in tensors):
+            wholes = [tensors[at].whole for at, _, _ in window]
+            values |= {whole.name: value_of(each) for whole, each in zip(wholes, reader.read(wholes), strict=True)}
+        return differences(groups, values), reader.read_bytes
+
+    def keeps(self, name: str) -> bool:
+        """Whether a wanted tensor is not read: it, or the parameter whose state it is, keeps the value that it has."""
+        split = split_state_name(name)
+        return name in self.checked.added or (split is not None and split[0] in self.checked.added)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """What the rewrite drops; optimizer state goes with its parameter."""
+        return _without_followers(self.checked.dropped)
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """What keeps the values that it has; optimizer state goes with its parameter."""
+        return _without_followers(self.checked.added)
+
+
+def _without_followers(names: Collection[str]) -> tuple[str, ...]:
+    """The names, sorted, without optimizer state whose parameter is among them."""
+    split = {name: split_state_name(name) for name in names}
+    return tuple(sorted(name for name, parts in split.items() if parts is None or parts[0] not in names))

@@ -1,0 +1,347 @@
+"""Strided views: which element of which source each element of a tensor is. The geometry of rewrites.
+
+What a variable stands for is a tensor that need not exist. Disjoint boxes make it up, and each is a strided view of a
+source: one step along a dim is always the same number of row-major steps there. So dims can be permuted, boxes cut and
+joined, and shapes changed, without looking at an element.
+
+Figure 1. `q, k, v -> qkv, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0` for heads of one element. The tensor
+qkv is six views, each of one source::
+
+    qkv    q0 q1 k0 v0 q2 q3 k1 v1
+           ----- -- -- ----- -- --
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from operator import mul
+from typing import NamedTuple
+
+from shardwise.rewrite.metas import TensorMeta
+from shardwise.space import Box, Run, boxes_of_run
+from shardwise.space.boxes import row_major_strides
+
+__all__ = ["StridedView", "ViewedTensor"]
+
+_FEW = 8
+"""So many views are asked one by one; more are sorted first."""
+
+
+class StridedView(NamedTuple):
+    """A box of a tensor, and where in a source its elements are."""
+
+    offset: tuple[int, ...]
+    """Where in the tensor it begins."""
+    shape: tuple[int, ...]
+    source: str
+    """The tensor that has its elements."""
+    base: int
+    """The row-major element of the source with which the box begins."""
+    strides: tuple[int, ...]
+    """Elements of the source that one step along each dim passes; 0 along dims of size 1."""
+    dtypes: tuple[str, ...]
+    """The dtypes that a value passes through: the source's first, no two alike next to each other."""
+
+
+class ViewedTensor:
+    """What a variable stands for. Immutable; operations give new ones, and do not check their arguments."""
+
+    __slots__ = ("_most_cut", "_sorted", "dtype", "shape", "views")
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, views: tuple[StridedView, ...]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        """In which its elements come out."""
+        self.views = views
+        """Disjoint, together all elements; a tensor without elements may have none."""
+        self._sorted: dict[int, tuple[list[StridedView], list[int], int]] | None = None
+        self._most_cut: int | None = None
+        """The dim along which most views follow one another."""
+
+    @staticmethod
+    def source(name: str, meta: TensorMeta) -> "ViewedTensor":
+        """The whole of a source."""
+        shape = meta.shape
+        strides = _normal(shape, row_major_strides(shape))
+        return ViewedTensor(
+            shape, meta.dtype, (StridedView((0,) * len(shape), shape, name, 0, strides, (meta.dtype,)),)
+        )
+
+    def permute(self, dims: Sequence[int]) -> "ViewedTensor":
+        """Dim i of the result is dim `dims[i]` of this."""
+
+        def permuted(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple([numbers[dim] for dim in dims])
+
+        views = tuple(
+            [
+                StridedView(permuted(offset), permuted(shape), source, base, permuted(strides), dtypes)
+                for offset, shape, source, base, strides, dtypes in self.views
+            ]
+        )
+        return ViewedTensor(permuted(self.shape), self.dtype, views)
+
+    def cast(self, dtype: str) -> "ViewedTensor":
+        """The same elements in another dtype."""
+        if dtype == self.dtype:
+            return self
+        return ViewedTensor(
+            self.shape, dtype, tuple([view._replace(dtypes=(*view.dtypes, dtype)) for view in self.views])
+        )
+
+    def crop(self, axis: int, start: int, stop: int) -> "ViewedTensor":
+        """The indices from `start` to `stop` of one dim."""
+        shape = _put(self.shape, axis, stop - start)
+        views = []
+        for view in self._meeting(axis, start, stop):
+            first = view.offset[axis]
+            low, high = max(first, start), min(first + view.shape[axis], stop)
+            if low >= high:
+                continue
+            size = high - low
+            views.append(
+                StridedView(
+                    _put(view.offset, axis, low - start),
+                    _put(view.shape, axis, size),
+                    view.source,
+                    view.base + (low - first) * view.strides[axis],
+                    view.strides if size > 1 else _put(view.strides, axis, 0),
+                    view.dtypes,
+                )
+            )
+        return ViewedTensor(shape, self.dtype, tuple(views))
+
+    @staticmethod
+    def concat(values: Sequence["ViewedTensor"], axis: int) -> "ViewedTensor":
+        """The tensors one after the other along a dim."""
+        views: list[StridedView] = []
+        start = 0
+        for value in values:
+            for view in value.views:
+                moved = view._replace(offset=_put(view.offset, axis, view.offset[axis] + start)) if start else view
+                joined = _joined(views[-1], moved, axis) if views else None
+                if joined is None:
+                    views.append(moved)
+                else:
+                    views[-1] = joined
+            start += value.shape[axis]
+        return ViewedTensor(_put(values[0].shape, axis, start), values[0].dtype, tuple(views))
+
+    @staticmethod
+    def stack(values: Sequence["ViewedTensor"], axis: int) -> "ViewedTensor":
+        """The tensors, of one shape, one after the other along a new dim."""
+        return ViewedTensor.concat([value._with_dim(axis) for value in values], axis)
+
+    def drop_dim(self, axis: int) -> "ViewedTensor":
+        """Without a dim of size 1."""
+
+        def without(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return numbers[:axis] + numbers[axis + 1 :]
+
+        views = tuple(
+            [
+                view._replace(offset=without(view.offset), shape=without(view.shape), strides=without(view.strides))
+                for view in self.views
+            ]
+        )
+        return ViewedTensor(without(self.shape), self.dtype, views)
+
+    def _with_dim(self, axis: int) -> "ViewedTensor":
+        """With a new dim of size 1."""
+
+        def more(numbers: tuple[int, ...], number: int) -> tuple[int, ...]:
+            return (*numbers[:axis], number, *numbers[axis:])
+
+        views = tuple(
+            [
+                view._replace(offset=more(view.offset, 0), shape=more(view.shape, 1), strides=more(view.strides, 0))
+                for view in self.views
+            ]
+        )
+        return ViewedTensor(more(self.shape, 1), self.dtype, views)
+
+    def reshape(self, shape: tuple[int, ...]) -> "ViewedTensor":
+        """The same row-major elements in another shape, which has as many."""
+        if shape == self.shape:
+            return self
+        if 0 in shape:
+            return ViewedTensor(shape, self.dtype, ())
+        return ViewedTensor(shape, self.dtype, tuple(_reshaped(self, shape)))
+
+    def meeting(self, box: Box) -> Iterator[StridedView]:
+        """The parts of views that lie in a box of the tensor."""
+        if len(self.views) > _FEW:
+            if self._most_cut is None:
+                self._most_cut = max(
+                    range(len(self.shape)), key=lambda dim: len({view.offset[dim] for view in self.views})
+                )
+            axis = self._most_cut
+            found: Sequence[StridedView] = self._meeting(axis, box.offset[axis], box.offset[axis] + box.shape[axis])
+        else:
+            found = self.views
+        stop = box.stop
+        for view in found:
+            offset, shape, source, base, strides, dtypes = view
+            low = tuple(map(max, offset, box.offset))
+            sizes = tuple([min(a + n, b) - c for a, n, b, c in zip(offset, shape, stop, low, strict=True)])
+            if min(sizes, default=1) <= 0:
+                continue
+            if sizes == shape:
+                yield view
+                continue
+            first = base + sum([(new - old) * step for new, old, step in zip(low, offset, strides, strict=True)])
+            yield StridedView(low, sizes, source, first, _normal(sizes, strides), dtypes)
+
+    def _meeting(self, axis: int, start: int, stop: int) -> Sequence[StridedView]:
+        """The views that may have indices from `start` to `stop` of a dim: of many, only those nearby."""
+        if len(self.views) <= _FEW:
+            return self.views
+        if self._sorted is None:
+            self._sorted = {}
+        if axis not in self._sorted:
+            views = sorted(self.views, key=lambda view: view.offset[axis])
+            starts = [view.offset[axis] for view in views]
+            self._sorted[axis] = views, starts, max(view.shape[axis] for view in views)
+        views, starts, longest = self._sorted[axis]
+        return views[bisect_right(starts, start - longest) : bisect_left(starts, stop)]
+
+    def is_identity_of(self, name: str, meta: TensorMeta) -> bool:
+        """Whether every element is the element of source `name` that has its place there."""
+        if self.shape != meta.shape:
+            return False
+        strides = row_major_strides(self.shape)
+        return all(
+            view.source == name
+            and view.base == sum(map(mul, view.offset, strides))
+            and view.strides == _normal(view.shape, strides)
+            for view in self.views
+        )
+
+    def same_elements(self, other: "ViewedTensor") -> bool:
+        """Whether every element is the same element of the same source as in another tensor, by the same casts."""
+        if self.shape != other.shape or self.dtype != other.dtype:
+            return False
+        if self.views == other.views:
+            return True
+        for view in self.views:
+            box = Box(view.offset, view.shape)
+            for theirs in other.meeting(box):
+                delta = [b - a for a, b in zip(view.offset, theirs.offset, strict=True)]
+                base = view.base + sum(map(mul, delta, view.strides))
+                ours = (view.source, base, _normal(theirs.shape, view.strides), view.dtypes)
+                if ours != (theirs.source, theirs.base, theirs.strides, theirs.dtypes):
+                    return False
+        return True
+
+
+def _put(numbers: tuple[int, ...], at: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:at], number, *numbers[at + 1 :])
+
+
+def _normal(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in their one form: 0 along dims in which there are no steps."""
+    return tuple([stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)])
+
+
+def _joined(a: StridedView, b: StridedView, axis: int) -> StridedView | None:
+    """Two views as one, where the second goes on along `axis` as the first does; None where it does not."""
+    if a.source != b.source or a.dtypes != b.dtypes:
+        return None
+    size, more = a.shape[axis], b.shape[axis]
+    stride = a.strides[axis] or b.strides[axis]
+    if (
+        not stride
+        or b.base != a.base + size * stride
+        or b.offset != _put(a.offset, axis, a.offset[axis] + size)
+        or b.shape != _put(a.shape, axis, more)
+        or {a.strides[axis], b.strides[axis]} - {0, stride}
+        or _put(a.strides, axis, 0) != _put(b.strides, axis, 0)
+    ):
+        return None
+    return StridedView(
+        a.offset, _put(a.shape, axis, size + more), a.source, a.base, _put(a.strides, axis, stride), a.dtypes
+    )
+
+
+_Numbers = tuple[int, ...]
+
+_Group = tuple[slice, slice]
+"""Dims of the old shape and dims of the new one that hold equally many elements."""
+
+_SubBox = tuple[_Numbers, _Numbers, int, _Numbers]
+"""Within the new dims of a group a box (offset, shape), its first element, counted from the view's, and strides."""
+
+
+# Figure 2. A reshape pairs dims of both shapes that hold equally many elements. Each pair is cut for itself, and the
+# boxes of a view are the products of what is cut in each, so that only dims that are regrouped cost more views::
+#
+#     (4, 6, 5) -> (4, 2, 15)      4 | 4      6, 5 | 2, 15
+#
+#     rows 1 to 4 of 6, all of 5:   elements 5 to 20 of 30:   [0, 5:15] and [1, 0:5]
+
+
+def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[_Group]:
+    """Pair dims of two shapes of equally many elements and no dim of size 0 or 1, as few at a time as possible."""
+    at_old = at_new = 0
+    while at_old < len(old):
+        begun_old, begun_new = at_old, at_new
+        size_old, size_new = old[at_old], new[at_new]
+        at_old, at_new = at_old + 1, at_new + 1
+        while size_old != size_new:
+            if size_old < size_new:
+                size_old *= old[at_old]
+                at_old += 1
+            else:
+                size_new *= new[at_new]
+                at_new += 1
+        yield slice(begun_old, at_old), slice(begun_new, at_new)
+
+
+def _reshaped(value: ViewedTensor, shape: tuple[int, ...]) -> Iterator[StridedView]:
+    """The views of a tensor with elements under another shape."""
+    old = [dim for dim, size in enumerate(value.shape) if size > 1]
+    new = [dim for dim, size in enumerate(shape) if size > 1]
+    old_shape, new_shape = (tuple([sizes[dim] for dim in dims]) for sizes, dims in ((value.shape, old), (shape, new)))
+    groups = list(_groups(old_shape, new_shape))
+    for view in value.views:
+        if 0 in view.shape:
+            continue
+        offset, sizes, strides = (tuple([each[dim] for dim in old]) for each in (view.offset, view.shape, view.strides))
+        parts = [list(_regrouped(old_shape[a], offset[a], sizes[a], strides[a], new_shape[b])) for a, b in groups]
+        for chosen in product(*parts):
+            offsets, lengths, steps = [0] * len(shape), [1] * len(shape), [0] * len(shape)
+            dims = iter(new)
+            for part_offset, part_shape, _, part_strides in chosen:
+                for start, size, stride in zip(part_offset, part_shape, part_strides, strict=True):
+                    dim = next(dims)
+                    offsets[dim], lengths[dim], steps[dim] = start, size, stride
+            base = view.base + sum(first for _, _, first, _ in chosen)
+            yield StridedView(tuple(offsets), tuple(lengths), view.source, base, tuple(steps), view.dtypes)
+
+
+def _regrouped(
+    old: tuple[int, ...],
+    offset: tuple[int, ...],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    new: tuple[int, ...],
+) -> Iterator[_SubBox]:
+    """A box within the old dims of a group, cut into boxes within its new dims."""
+    if len(old) == len(new) == 1:
+        yield offset, sizes, 0, strides
+        return
+    # Inner dims that are there as a whole, and through which the source is passed in even steps, are one stretch.
+    dim = len(old) - 1
+    step = strides[dim]
+    while dim > 0 and sizes[dim] == old[dim] and (sizes[dim - 1] == 1 or strides[dim - 1] == old[dim] * strides[dim]):
+        dim -= 1
+    stretch = prod(sizes[dim:])
+    passed, steps = row_major_strides(old), tuple([step * each for each in row_major_strides(new)])
+    begin = sum(map(mul, offset, passed))
+    for index in product(*map(range, sizes[:dim])):
+        start = begin + sum(map(mul, index, passed))
+        first = sum(map(mul, index, strides))
+        for box in boxes_of_run(new, Run(start, start + stretch)):
+            yield box.offset, box.shape, first, _normal(box.shape, steps)
+            first += box.num_elements * step
