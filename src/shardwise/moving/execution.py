@@ -19,7 +19,7 @@ from shardwise.moving.parts import part_of, put
 from shardwise.plan.reshard import ReshardPlan, Route, Share
 from shardwise.plan.reshard_batches import Lot, batches_of, stretch_bytes
 from shardwise.space import Move, Piece
-from shardwise.space.stretches import stretch_of
+from shardwise.space.moves import stretch_of
 
 __all__ = ["Execution"]
 
