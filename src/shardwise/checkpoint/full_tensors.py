@@ -16,7 +16,7 @@ from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.assignment import distinct
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.rewritten_state import StateRewriting
-from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_alike
+from shardwise.checkpoint.sharing import merge_ties
 from shardwise.checkpoint.states import Ordered, State
 from shardwise.checkpoint.streaming import Sources, fill_window
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
@@ -24,6 +24,7 @@ from shardwise.comm import Channel
 from shardwise.comm.default import channel_of, given_or_default
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.state_names import is_state_name
 from shardwise.rewrite import Rewrite

@@ -18,10 +18,11 @@ from shardwise.checkpoint.rewritten import (
     ranks_along_tp,
     value_of,
 )
-from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_pieces
+from shardwise.checkpoint.sharing import merge_ties
 from shardwise.comm import Channel
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, RewriteError
+from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 from shardwise.space import Piece
 

@@ -30,12 +30,13 @@ from shardwise.checkpoint.rewritten import (
     room_for,
     value_of,
 )
-from shardwise.checkpoint.sharing import Gathering, gather_findings, pack_pieces, unpack_alike
+from shardwise.checkpoint.sharing import gather_findings
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import PieceReader
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.model_settings import origin_of
 from shardwise.plan.state_names import MASTER, is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta

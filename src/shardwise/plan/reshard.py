@@ -13,7 +13,7 @@ from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, itemsize_bytes
 from shardwise.plan.reshard_batches import MIN_MAX_BYTES
 from shardwise.plan.routes import Place, ReshardPlan, Route, Share
 from shardwise.space import Box, Piece, PieceIndex, check_cover
-from shardwise.space.moves import shared_elements
+from shardwise.space.moves import blocks_of, elements_in_both
 from shardwise.space.pieces import taken_in_order
 
 __all__ = ["DEFAULT_MAX_BYTES", "ReshardPlan", "Route", "Share", "plan_reshard"]
@@ -182,6 +182,7 @@ def _kind(held: Held, wanted: Held, *, cast: bool) -> _Kind:
         distinct.setdefault((piece.offset, piece.shape, piece.run), []).append(position)
     pieces = [held[positions[0]][1] for positions in distinct.values()]
     holders = [tuple((held[at][0], at) for at in positions) for positions in distinct.values()]
+    blocks = [blocks_of(piece) for piece in pieces]
     index = PieceIndex(pieces) if len(pieces) > _FEW else None
     is_disjoint = not check_cover(pieces) or _disjoint(pieces)
     meetings: list[_Meeting] = []
@@ -189,7 +190,8 @@ def _kind(held: Held, wanted: Held, *, cast: bool) -> _Kind:
     for target, (rank, piece) in enumerate(wanted):
         found = range(len(pieces)) if index is None else index.overlapping(piece)
         if is_disjoint:
-            shared = [(at, shared_elements(pieces[at], piece)) for at in found]
+            own_blocks = blocks_of(piece)
+            shared = [(at, elements_in_both(blocks[at], own_blocks)) for at in found]
             met: list[tuple[int, int, Box | None]] = [(at, number, None) for at, number in shared if number]
         else:
             own = [at for at in found if any(holder == rank for holder, _ in holders[at])]

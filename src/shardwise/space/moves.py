@@ -1,7 +1,7 @@
 """Moves: what two pieces of one tensor share, as a few strided copies between their storages."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import add, sub
@@ -17,6 +17,7 @@ __all__ = [
     "Part",
     "blocks_of",
     "check_one_tensor",
+    "elements_in_both",
     "elements_together",
     "moves",
     "overlap",
@@ -109,9 +110,23 @@ def shared_elements(a: Piece, b: Piece) -> int:
         if size <= 0:
             return 0
         shared *= size
-    if a.run is b.run is None:  # plain numbers alone, because planning asks this of every two pieces
-        return shared
-    return sum(move.num_elements for move in moves(a, b))
+    return shared if a.run is b.run is None else elements_in_both(blocks_of(a), blocks_of(b))
+
+
+def elements_in_both(blocks: Iterable["Block"], others: Sequence["Block"]) -> int:
+    """How many elements two pieces share, by their blocks. Who asks this of many pieces finds their blocks once."""
+    shared = 0
+    for _, shape, offset in blocks:
+        stop = tuple(map(add, offset, shape))
+        for _, other_shape, other_offset in others:
+            volume = 1
+            for size in map(sub, map(min, stop, map(add, other_offset, other_shape)), map(max, offset, other_offset)):
+                if size <= 0:
+                    break
+                volume *= size
+            else:
+                shared += volume
+    return shared
 
 
 def overlap(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
