@@ -9,9 +9,9 @@ from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
 from shardwise.checkpoint.reading import BatchReader, batches_of
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.transfers import carry_out
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError
+from shardwise.moving.parts import copy_moves
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.space import Piece, check_cover
 
@@ -103,8 +103,7 @@ class PieceReader:
                 for span, elements in reader.read(batch).items():
                     source = elements.view(_BITS[elements.element_size()])
                     for index, moves in plan.transfers(span, 0):
-                        for move in moves:
-                            carry_out(move, source, parts[index])
+                        copy_moves(moves, source, parts[index])
         finally:
             self.read_bytes += reader.read_bytes
             reader.close()

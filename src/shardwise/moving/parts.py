@@ -44,9 +44,9 @@ def part_of(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Ten
 
 def parts_of(tensor: torch.Tensor, moves: Iterable[Move]) -> Iterator[torch.Tensor]:
     """What each of some moves takes of the tensor that holds their source, as the values that its memory stands for."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
     for move in moves:
-        yield part_of(plain, move.source, move.shape)
+        yield part_of(tensor, move.source, move.shape).resolve_conj().resolve_neg()
 
 
 def copy_moves(moves: Iterable[Move], source: torch.Tensor, target: torch.Tensor) -> None:
