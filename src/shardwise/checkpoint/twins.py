@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from shardwise.checkpoint.assembly import AssembledReader
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.matching import apart
 from shardwise.checkpoint.read_plan import missing
@@ -70,9 +69,7 @@ def _differences(
     ]
     if lacking:
         return lacking, 0
-    reader: PieceReader | AssembledReader = PieceReader(store, contents)
-    if virtual is not None:
-        reader = AssembledReader(store, contents, virtual.checked)
+    reader = PieceReader(store, contents, None if virtual is None else virtual.checked)
     different: dict[str, None] = {}
     sizes = [(one.num_elements, itemsize_bytes(one.dtype)) for one, _ in pairs]
     for number, window in enumerate(windows(sizes, max_bytes=WINDOW_BYTES // 2)):
