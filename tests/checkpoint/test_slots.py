@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise import Rewrite, checkpoint
-from shardwise.checkpoint import assembly
+from shardwise.checkpoint import windows
 from shardwise.checkpoint.slots import Slot, together
 from shardwise.space import Piece, moves
 from tests.checkpoint.cut_tensors import tensors_of
@@ -77,7 +77,7 @@ def test_a_tensor_of_many_columns_is_split_and_comes_back(
         counts.append(len(found))
         return found
 
-    monkeypatch.setattr(assembly, "together", counted)
+    monkeypatch.setattr(windows, "together", counted)
     w = torch.randn(701, 300 * width)
     checkpoint.save(tmp_path / "a", {"w": w})
     text = "w -> m[0:300], axis=1"

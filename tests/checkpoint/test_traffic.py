@@ -12,12 +12,13 @@ import torch
 import shardwise as sw
 from shardwise.checkpoint import Address, LocalStore, rounds
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.transfers import pack
-from shardwise.comm import Channel
+from shardwise.comm import Channel, Work
 from shardwise.errors import CheckpointError
+from shardwise.moving.mover import Mover
 from shardwise.space import Piece
 from tests.checkpoint.faulty import Counting
 from tests.checkpoint.small_states import Whole, empty_state, same, save_state, whole_state
+from tests.moving.watched import Watched
 
 ROWS, COLUMNS = 1536, 1024
 TOTAL_BYTES = 2 * ROWS * COLUMNS * 4
@@ -137,12 +138,15 @@ def test_storage_that_one_rank_sees_is_read_by_it_and_sent_in_bounded_messages(
         monkeypatch.setattr(rounds, name, limit)
     messages: list[int] = []
 
-    def counted(parts: Any) -> torch.Tensor:
-        message = pack(parts)
-        messages.append(message.numel())
-        return message
+    class Sending(Watched):
+        def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+            messages.append(tensor.nbytes)
+            return super().send(tensor, destination, purpose=purpose)
 
-    monkeypatch.setattr(rounds, "pack", counted)
+    def mover(channel: Any, **options: Any) -> Mover[Any, Any]:
+        return Mover(Sending(channel), **options)
+
+    monkeypatch.setattr(rounds, "Mover", mover)
     save_large(tmp_path / "1", by_rows, 2)
     places = [LocalStore(tmp_path / str(rank)) for rank in range(3)]
     read, needed = data_bytes_read(tmp_path / "1", target, 3, verify=verify, places=places, shared=False)

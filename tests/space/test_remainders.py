@@ -1,13 +1,9 @@
 """What is left of a box, against sets of indices."""
 
-import doctest
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-import shardwise.space.remainders
 from shardwise.space import Box
-from shardwise.space.remainders import remainder
 from tests.space.plain import boxes_within, indices_of_box, proven, shapes
 
 
@@ -15,17 +11,11 @@ from tests.space.plain import boxes_within, indices_of_box, proven, shapes
 @given(shapes().flatmap(lambda shape: st.tuples(boxes_within(shape), boxes_within(shape))))
 def test_a_remainder_has_what_was_not_taken_each_index_once_in_few_boxes(pair: tuple[Box, Box]) -> None:
     box, taken = pair
-    left = list(remainder(box, taken))
+    left = list(box.minus(taken))
     indices = [index for each in left for index in indices_of_box(each)]
     assert sorted(indices) == sorted(set(indices_of_box(box)) - set(indices_of_box(taken)))
     assert len(left) <= max(1, 2 * box.ndim)
 
 
 def test_scalars() -> None:
-    assert list(remainder(Box((), ()), Box((), ()))) == []
-
-
-def test_the_example_holds() -> None:
-    result = doctest.testmod(shardwise.space.remainders)
-    assert result.attempted > 0
-    assert result.failed == 0
+    assert list(Box((), ()).minus(Box((), ()))) == []

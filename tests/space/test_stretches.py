@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.space import Piece, moves
-from shardwise.space.moves import Move
-from shardwise.space.stretches import stretch_of
+from shardwise.space.moves import Move, stretch_of
 from tests.space.plain import pieces_of, proven, shapes
 from tests.space.test_moves import places
 

@@ -147,7 +147,7 @@ def _difference(
     pairs, alone = _paired(*sides)
     unread, by_checksum = _sorted_out(pairs, *sides)
     batch = Buffer(BATCH_BYTES)  # sides are read one after the other
-    readers = PieceReader(stores[0], sides[0], batch), PieceReader(stores[1], sides[1], batch)
+    readers = PieceReader(stores[0], sides[0], batch=batch), PieceReader(stores[1], sides[1], batch=batch)
     different = _compared([pair for pair in pairs if pair.name in unread], *readers, progress)
     rows = [row for pair in pairs if (row := _row(pair, different.get(pair.name)))] + alone
     equal = [pair for pair in pairs if pair.finding is None and pair.name not in different]

@@ -16,14 +16,15 @@ from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.assignment import distinct
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
-from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_alike
+from shardwise.checkpoint.sharing import merge_ties
 from shardwise.checkpoint.states import Ordered, State
-from shardwise.checkpoint.streaming import Sources, fill_window
+from shardwise.checkpoint.streaming import WindowFiller
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.comm.default import channel_of, given_or_default
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.state_names import is_state_name
 from shardwise.rewrite import Rewrite
@@ -69,7 +70,7 @@ def full(
         for number, batch in enumerate(batches):
             if number:
                 _go_on(used)
-            tensors = supply.gather(used, batch)
+            tensors = supply.gather(batch)
             try:
                 yield from _handed_out(batch, tensors)
             except GeneratorExit:  # the caller has stopped
@@ -111,10 +112,11 @@ class _Supply:
     """Tensors that ranks hold together, and who gets them."""
 
     entries: Sequence[Entry]
-    held: Held
-    """What this rank holds."""
-    sources: Sources
+    filler: WindowFiller
+    num_ranks: int
     receivers: frozenset[int]
+    is_receiver: bool
+    """Whether this rank is one."""
 
     def batches(self) -> Iterator[list[Entry]]:
         """The entries in batches that are gathered together."""
@@ -133,19 +135,19 @@ class _Supply:
             yield batch
 
     @torch.no_grad()
-    def gather(self, channel: Channel, batch: Sequence[Entry]) -> dict[Piece, torch.Tensor]:
+    def gather(self, batch: Sequence[Entry]) -> dict[Piece, torch.Tensor]:
         """The tensors of a batch on the ranks that get them; nothing on the others, which help."""
         wholes = list(dict.fromkeys(whole for _, whole in batch))
         tensors: dict[Piece, torch.Tensor] = {}
-        if channel.rank in self.receivers:
+        if self.is_receiver:
             tensors = {each: torch.empty(each.global_shape, dtype=torch_dtype(each.dtype)) for each in wholes}
         for window in windows((each.num_elements, itemsize_bytes(each.dtype)) for each in wholes):
             parts = {part_of_piece(wholes[at], start, stop): (wholes[at], start, stop) for at, start, stop in window}
             targets = {
                 part: tensors[whole].view(-1)[start:stop] for part, (whole, start, stop) in parts.items() if tensors
             }
-            wanted = [list(parts) if rank in self.receivers else [] for rank in range(channel.size)]
-            fill_window(channel, self.sources, wanted, self.held, targets)
+            wanted = [list(parts) if rank in self.receivers else [] for rank in range(self.num_ranks)]
+            self.filler.fill(wanted, targets)
         return tensors
 
 
@@ -182,11 +184,13 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
     holders = distinct([[each for each in pieces_of[text] if each.name not in aliases] for text in pieces])
     if findings := check_cover(holders):
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
+    receivers = frozenset(range(channel.size) if to == "all" else [to])
     return _Supply(
         entries=_entries(holders, aliases, order),
-        held=held,
-        sources=Sources(holders),
-        receivers=frozenset(range(channel.size) if to == "all" else [to]),
+        filler=WindowFiller(channel, holders, held),
+        num_ranks=channel.size,
+        receivers=receivers,
+        is_receiver=channel.rank in receivers,
     )
 
 

@@ -24,7 +24,7 @@ from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.rewrite_agreement import Late, Located, compare_numbers, locate, view_for_load, without_place
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
-from shardwise.checkpoint.sharing import Gathering, gather_findings, pack_pieces, unpack_alike
+from shardwise.checkpoint.sharing import gather_findings
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
 from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
@@ -34,6 +34,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.comm.default import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 

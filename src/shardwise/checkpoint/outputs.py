@@ -4,11 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from shardwise.checkpoint.assembly import LARGE_WINDOW_BYTES, AssembledReader, is_cheap_to_cut, unchanged_source
 from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.model_config import CONFIG, parameters_of
@@ -16,27 +13,26 @@ from shardwise.checkpoint.names import is_model_name
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, check_whole, part_of_piece, windows
+from shardwise.checkpoint.windows import (
+    LARGE_WINDOW_BYTES,
+    WINDOW_BYTES,
+    PieceReader,
+    check_whole,
+    is_cheap_to_cut,
+    part_of_piece,
+    unchanged_source,
+    windows,
+)
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
-__all__ = ["OutputReader", "Outputs", "as_they_are", "model_of", "rewritten", "view_back", "view_for_conversion"]
+__all__ = ["Outputs", "as_they_are", "model_of", "rewritten", "view_back", "view_for_conversion"]
 
 
 _GRAINS = 8
 """A window has room for so many grains at least: what is left of it is little."""
-
-
-class OutputReader(Protocol):
-    """Reads pieces of outputs."""
-
-    read_bytes: int
-    """Bytes of data files read so far."""
-
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The elements of each piece, flat; they hold until the next call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +68,12 @@ class Outputs:
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
-    def reader(self, store: Store, batch: Buffer | None = None) -> OutputReader:
+    def reader(self, store: Store, batch: Buffer | None = None) -> PieceReader:
         """A reader of any pieces of the outputs, out of the store that has the checkpoint.
 
         batch: memory that it shares with readers which read when it does not.
         """
-        if self.view is None:
-            return PieceReader(store, self.contents, batch)
-        return AssembledReader(store, self.contents, self.view.checked, batch)
+        return PieceReader(store, self.contents, None if self.view is None else self.view.slots_of, batch=batch)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.

@@ -15,18 +15,17 @@ A rank looks once at everything that is stored and wanted, but plans only for th
 (and, if some ranks do not see the storage, for what those need): its work hardly grows with the number of ranks.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
-from operator import ge, sub
 
 from shardwise.checkpoint.contents import StoredPiece
 from shardwise.checkpoint.demand import Demand, Share, Wanted, demands, under_name
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Move, Piece, PieceIndex, Run, moves, overlap
-from shardwise.space.moves import reach
+from shardwise.space.moves import elements_together, reach, shared_elements
+from shardwise.space.pieces import taken_in_order
 
 __all__ = ["ReadPlan", "Span", "Wanted", "count_exact_ranges", "exact_ranges", "missing", "plan_reads"]
 
@@ -219,21 +218,9 @@ def count_exact_ranges(stored: Sequence[StoredPiece], wanted: Sequence[Wanted]) 
         for ordinal in demand[each.tensor].ordinals_overlapping(piece):
             item_bytes = itemsize_bytes(stored[ordinal].piece.dtype)
             for move in moves(stored[ordinal].piece, piece):
-                num_ranges += move.num_elements // _elements_together(move)
+                num_ranges += move.num_elements // elements_together(move)
                 num_bytes += move.num_elements * item_bytes
     return num_ranges, num_bytes
-
-
-def _elements_together(move: Move) -> int:
-    """How many elements of a move lie together in both storages."""
-    together = 1
-    for size, source, target in zip(
-        reversed(move.shape), reversed(move.source.block), reversed(move.target.block), strict=True
-    ):
-        together *= size
-        if not size == source == target:
-            break
-    return together
 
 
 def missing(stored: Sequence[StoredPiece], wanted: Piece) -> int:
@@ -247,29 +234,8 @@ def missing(stored: Sequence[StoredPiece], wanted: Piece) -> int:
     pieces = [each.piece for each in stored]
     found = [pieces[at] for at in PieceIndex(pieces).overlapping(piece)]
     if all(stop <= start for (_, stop), (start, _) in pairwise(sorted(map(reach, found)))):
-        return piece.num_elements - sum(move.num_elements for each in found for move in moves(each, piece))
-    left = [(box.offset, box.stop) for box in piece.boxes()]
-    for box in (box for each in found for box in each.boxes()):
-        left = [rest for bounds in left for rest in _outside(bounds, (box.offset, box.stop))]
-    return sum(math.prod(map(sub, stop, start)) for start, stop in left)
-
-
-_Bounds = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first index of a box, and the index after its last."""
-
-
-def _outside(bounds: _Bounds, taken: _Bounds) -> Iterator[_Bounds]:
-    """Cut what is in `taken` out of a box: what is left, as disjoint boxes."""
-    start, stop = bounds
-    low, high = tuple(map(max, start, taken[0])), tuple(map(min, stop, taken[1]))
-    if any(map(ge, low, high)):
-        yield bounds
-        return
-    for dim in range(len(start)):  # the dims before are narrowed to what both have
-        if start[dim] < low[dim]:
-            yield (*low[:dim], *start[dim:]), (*high[:dim], low[dim], *stop[dim + 1 :])
-        if high[dim] < stop[dim]:
-            yield (*low[:dim], high[dim], *start[dim + 1 :]), (*high[:dim], *stop[dim:])
+        return piece.num_elements - sum(shared_elements(each, piece) for each in found)
+    return sum(box.num_elements for box in taken_in_order(piece, found)[1])
 
 
 class _Meeting:

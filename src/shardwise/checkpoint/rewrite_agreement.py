@@ -34,13 +34,7 @@ from shardwise.checkpoint.rewrite_view import (
     slots_of,
     value_of,
 )
-from shardwise.checkpoint.sharing import (
-    Gathering,
-    merge_ties,
-    pack_pieces,
-    unpack_alike,
-    unpack_pieces,
-)
+from shardwise.checkpoint.sharing import merge_ties
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.transfers import cast_through
@@ -49,6 +43,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, RewriteError, ShardwiseError
+from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.state_names import is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 from shardwise.rewrite.casts import keeps_values, needed_casts

@@ -292,6 +292,10 @@ class RewriteView:
         contents = replace(stored, tensors=tensors, aliases=checked.ties, settings=renamed)
         return cls(stored=stored, checked=checked, contents=contents, findings=tuple(findings))
 
+    def slots_of(self, piece: Piece, memory: torch.Tensor) -> Iterator[Slot]:
+        """The stored pieces that make up a piece of an output; see the function of this name."""
+        return slots_of(self.checked, piece, memory)
+
     def unequal(self, store: Store, groups: Iterable[Sequence[str]]) -> tuple[list[str], int]:
         """Findings about stored numbers of which the rewrite makes one, and the bytes that were read to find them.
 

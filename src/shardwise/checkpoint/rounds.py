@@ -1,7 +1,7 @@
 """Rounds: all ranks read in step, and hand on what others need, in memory that does not grow with the state."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,14 @@ from shardwise.checkpoint.read_plan import ReadPlan, Span, Wanted, exact_ranges
 from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
 from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.stores import Reader, Store
-from shardwise.checkpoint.transfers import carry_out, is_plain, message_bytes, pack, plain_bytes, swap_messages, unpack
+from shardwise.checkpoint.transfers import is_plain, plain_bytes
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agree
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
-from shardwise.space import Move, Piece, Run, moves
+from shardwise.moving.mover import Delivery, Mover, by_distance
+from shardwise.moving.parts import copy_moves, parts_of
+from shardwise.space import Piece, Run, moves
 
 __all__ = ["Traffic", "read_exactly", "read_in_rounds"]
 
@@ -218,12 +220,25 @@ class _Handover:
         plan: ReadPlan,
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        self.received_bytes = 0
         self._channel = channel
         self._block_bytes = block_bytes
         self._stored = stored
         self._plan = plan
         self._tensors = tensors
+        self._read: Mapping[Span, torch.Tensor] = {}
+        """What this rank has read in the round."""
+        self._mover: Mover[Span, int] = Mover(
+            channel,
+            take=lambda span, moves: parts_of(self._read[span], moves),
+            room=tensors.__getitem__,
+            packs_on=torch.device("cpu"),
+            purpose="blocks that another rank read",
+        )
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes in messages from other ranks."""
+        return self._mover.received_bytes
 
     def use(
         self,
@@ -237,50 +252,29 @@ class _Handover:
         if self._channel.size == 1:
             return
         if buffers is None:
-            self._swap(read, by_rank)
+            self._read = read
+            self._mover.run(by_distance(self._deliveries(by_rank), self._channel), num_under_way=1)
             return
         for shift in range(1, self._channel.size):  # each begins with its neighbour: not all read one rank's memory
             rank = (own + shift) % self._channel.size
             self.take(elements_of(by_rank[rank], buffers[rank], self._stored, block_bytes=self._block_bytes))
 
     def take(self, read: Mapping[Span, torch.Tensor]) -> None:
-        """Take what this rank needs out of spans, wherever they lie."""
+        """Take what this rank needs out of spans, whoever has read them."""
         for span, elements in read.items():
             for index, parts in self._plan.transfers(span, self._channel.rank):
-                for move in parts:
-                    carry_out(move, elements, self._tensors[index])
+                copy_moves(parts, elements, self._tensors[index])
 
-    def _swap(self, read: Mapping[Span, torch.Tensor], by_rank: Sequence[Sequence[Span]]) -> None:
-        """Send what others need of this rank's spans, and receive what it needs of theirs."""
+    def _deliveries(self, by_rank: Sequence[Sequence[Span]]) -> Iterator[Delivery[Span, int]]:
+        """What others need of this rank's spans, and what it needs of theirs."""
         own = self._channel.rank
-        outgoing: dict[int, list[tuple[Move, torch.Tensor]]] = {}
-        for span, elements in read.items():
-            for rank in self._plan.needers(span):
-                if rank != own:
-                    parts = (move for _, found in self._plan.transfers(span, rank) for move in found)
-                    outgoing.setdefault(rank, []).extend((move, elements) for move in parts)
-        awaited = {rank: self._awaited(spans) for rank, spans in enumerate(by_rank) if rank != own}
-
-        def accept(rank: int, message: torch.Tensor) -> None:
-            self.received_bytes += message.numel()
-            unpack(message, awaited[rank])
-
-        swap_messages(
-            self._channel,
-            lambda rank: pack(outgoing.get(rank, [])),
-            lambda rank: message_bytes((move, dtype.itemsize) for move, dtype, _ in awaited[rank]),
-            accept,
-            purpose="blocks that another rank read",
-        )
-
-    def _awaited(self, spans: Sequence[Span]) -> list[tuple[Move, torch.dtype, torch.Tensor]]:
-        """What this rank takes of the spans that another one has read."""
-        return [
-            (move, torch_dtype(self._stored[span.ordinal].piece.dtype), self._tensors[index])
-            for span in spans
-            for index, parts in self._plan.transfers(span, self._channel.rank)
-            for move in parts
-        ]
+        for giver, spans in enumerate(by_rank):
+            for span in spans:
+                dtype = torch_dtype(self._stored[span.ordinal].piece.dtype)
+                for taker in self._plan.needers(span) if giver == own else [own]:
+                    if taker != giver:
+                        for index, parts in self._plan.transfers(span, taker):
+                            yield Delivery(giver, taker, span, index, dtype, parts)
 
 
 def read_exactly(
@@ -330,5 +324,4 @@ def _read_run(reader: Reader, start: int, dtype: torch.dtype, tensor: torch.Tens
         elements = torch.empty(run.num_elements, dtype=dtype)
         reader.read_into(bytes_of(elements.view(torch.uint8)), start + (first - target.start) * dtype.itemsize)
         part = piece.within(piece.elements.start + run.start, piece.elements.start + run.stop)
-        for move in moves(part, piece):
-            carry_out(move, elements, tensor)
+        copy_moves(moves(part, piece), elements, tensor)

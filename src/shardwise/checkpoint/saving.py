@@ -23,7 +23,7 @@ from shardwise.checkpoint.extra_values import packed
 from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, hold
 from shardwise.checkpoint.renamed_settings import renamed_settings
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
-from shardwise.checkpoint.sharing import Gathering, merge_ties, pack_pieces, unpack_pieces
+from shardwise.checkpoint.sharing import merge_ties
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.streaming import stream_whole
@@ -34,6 +34,7 @@ from shardwise.comm.agreement import agree
 from shardwise.comm.default import channel_of, given_or_default
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, PlanError, ShardwiseError
+from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
 from shardwise.plan import Plan
 from shardwise.plan.merged_settings import merge_settings
 from shardwise.rewrite import Rewrite

@@ -1,107 +1,20 @@
-"""Sharing: texts that every rank has to know, sent once where ranks say the same."""
+"""Sharing: findings and ties of all ranks, put together the same on every rank."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import xxhash
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
-from shardwise.errors import MismatchError, ShardwiseError
+from shardwise.errors import MismatchError
+from shardwise.moving.piece_texts import Gathering
 from shardwise.space import Piece
 
-__all__ = [
-    "Gathering",
-    "gather_findings",
-    "merge_ties",
-    "pack_pieces",
-    "unpack_alike",
-    "unpack_pieces",
-]
-
-
-_DIGEST_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """What all ranks have given."""
-
-    texts: list[list[bytes]]
-    """For every text that a rank gave: those of all ranks, in rank order."""
-    values: list[bytes]
-    """The values of all ranks, in rank order."""
-
-
-class Gathering:
-    """Gathers texts that all ranks have to know. Ranks make the same calls.
-
-    What several ranks say travels once, and what was said the last time not at all.
-    """
-
-    def __init__(self, purpose: str) -> None:
-        self._purpose = purpose
-        self._known: dict[bytes, bytes] = {}
-
-    def gather(
-        self, channel: Channel, texts: Sequence[bytes], *, refusal: ShardwiseError | None = None, value: bytes = b""
-    ) -> Gathered:
-        """Every rank's texts (as many on each) and value. Where a rank gives a refusal, every rank raises it."""
-        own = {xxhash.xxh3_128_digest(text): text for text in texts}
-        mine = [xxhash.xxh3_128_digest(text) for text in texts]
-        answers = agree(channel, refusal, purpose=f"digests of {self._purpose}", value=b"".join(mine) + value)
-        width = len(mine) * _DIGEST_BYTES
-        digests = [[answer[at : at + _DIGEST_BYTES] for at in range(0, width, _DIGEST_BYTES)] for answer in answers]
-        first_of: dict[bytes, int] = {}
-        for rank, each in enumerate(digests):
-            for digest in each:
-                first_of.setdefault(digest, rank)
-        known = dict(self._known)
-        unknown = [digest for digest in first_of if digest not in known]
-        if unknown and any(each != digests[0] for each in digests):
-            told = [own[digest].decode() for digest in unknown if first_of[digest] == channel.rank]
-            sent = [
-                iter(json.loads(each)) for each in channel.exchange(json.dumps(told).encode(), purpose=self._purpose)
-            ]
-            known |= {digest: next(sent[first_of[digest]]).encode() for digest in unknown}
-        known |= own
-        self._known = {digest: known[digest] for digest in first_of}
-        columns = [[self._known[each[at]] for each in digests] for at in range(len(texts))]
-        return Gathered(columns, [answer[width:] for answer in answers])
+__all__ = ["gather_findings", "merge_ties"]
 
 
 def gather_findings(channel: Channel, findings: Sequence[str], *, purpose: str) -> list[str]:
     """The findings of all ranks, each once, the same on every rank."""
     gathered = Gathering(purpose).gather(channel, [json.dumps(list(findings)).encode()])
     return list(dict.fromkeys(each for text in dict.fromkeys(gathered.texts[0]) for each in json.loads(text)))
-
-
-def pack_pieces(pieces: Sequence[Piece]) -> bytes:
-    """Pieces as text: a row per tensor, then its pieces."""
-    rows: dict[tuple[str, str, tuple[int, ...]], list[Any]] = {}
-    for at, piece in enumerate(pieces):
-        whole = piece.shape == piece.global_shape
-        box = None if whole else (piece.offset, piece.shape)
-        rows.setdefault((piece.name, piece.dtype, piece.global_shape), []).append((at, box, piece.run))
-    return json.dumps([[*tensor, parts] for tensor, parts in rows.items()], separators=(",", ":")).encode()
-
-
-def unpack_pieces(text: bytes) -> list[Piece]:
-    """The pieces of a text of `pack_pieces`, in the order in which they were given."""
-    pieces = []
-    for name, dtype, shape, parts in json.loads(text):
-        for at, box, run in parts:
-            offset, size = box or (None, None)
-            piece = Piece(name=name, dtype=dtype, global_shape=shape, offset=offset, shape=size, run=run)
-            pieces.append((at, piece))
-    return [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
-
-
-def unpack_alike(texts: Sequence[bytes], text: bytes, own: list[Piece]) -> dict[bytes, list[Piece]]:
-    """The pieces of every different text, in the order of the ranks; `text` was packed from `own` and needs no work."""
-    return {each: own if each == text else unpack_pieces(each) for each in dict.fromkeys(texts)}
 
 
 def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:

@@ -4,34 +4,24 @@ All ranks go on in step, a window at a time: what a rank holds of another's wind
 a rank has a message each way in memory, each at most as large.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.held import Held, bytes_of
-from shardwise.checkpoint.transfers import carry_out, cast_through, message_bytes, pack, swap_messages, unpack
+from shardwise.checkpoint.transfers import cast_through
 from shardwise.checkpoint.windows import part_of_piece, windows
 from shardwise.checkpoint.writing import DataFile, Sink
 from shardwise.comm import Channel
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.moving.parts import part_of
+from shardwise.moving.mover import Delivery, Mover, by_distance
+from shardwise.moving.parts import parts_of
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import Move, Part, Piece, PieceIndex, moves
+from shardwise.space import Move, Piece, PieceIndex, moves
 
-__all__ = ["Sources", "fill_window", "stream_whole"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Contribution:
-    """What one rank gives to a stretch of a writer's window."""
-
-    source_rank: int
-    source: Piece
-    target: Piece
-    move: Move
+__all__ = ["WindowFiller", "stream_whole"]
 
 
 def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: Sink | None) -> None:
@@ -40,15 +30,14 @@ def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: S
     `sink` is None on a rank whose file cannot be written. It goes on sending, so that the others do not wait; so
     does a rank whose file fails on the way, which raises the error (OSError) at the end.
     """
-    sources = Sources(arrangement.holders)
+    filler = WindowFiller(channel, arrangement.holders, held)
     failure: OSError | None = None
     for current in zip_longest(*(_windows(arrangement.file(rank)) for rank in range(channel.size)), fillvalue=[]):
         mine = current[channel.rank]
         sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in mine]
         window = torch.empty(sum(sizes), dtype=torch.uint8)
         parts = zip(mine, window.split(sizes), strict=True) if mine else ()
-        targets = {piece: part.view(torch_dtype(piece.dtype)) for piece, part in parts}
-        fill_window(channel, sources, current, held, targets)
+        filler.fill(current, {piece: part.view(torch_dtype(piece.dtype)) for piece, part in parts})
         if sink is not None and failure is None:
             try:
                 sink.write(bytes_of(window))
@@ -58,72 +47,52 @@ def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: S
         raise failure
 
 
-def fill_window(
-    channel: Channel,
-    sources: "Sources",
-    windows: Sequence[Sequence[Piece]],
-    held: Held,
-    targets: Mapping[Piece, torch.Tensor],
-) -> None:
-    """Fill the pieces of this rank's window, which are flat `targets`; all ranks help each other with theirs."""
-    given = {rank: sources.contributions(window, rank) for rank, window in enumerate(windows)}
-    awaited: dict[int, list[_Contribution]] = {}
-    for each in given[channel.rank]:
-        awaited.setdefault(each.source_rank, []).append(each)
+class WindowFiller:
+    """Fills windows of whole tensors, window after window, out of the pieces that ranks hold."""
 
-    def outgoing(rank: int) -> torch.Tensor:
-        return pack([_taken(each, held) for each in given[rank] if each.source_rank == channel.rank])
-
-    def incoming(rank: int) -> int:
-        return message_bytes((each.move, itemsize_bytes(each.target.dtype)) for each in awaited.get(rank, []))
-
-    def accept(rank: int, message: torch.Tensor) -> None:
-        parts = ((each.move, targets[each.target].dtype, targets[each.target]) for each in awaited[rank])
-        unpack(message, parts)
-
-    for each in awaited.get(channel.rank, []):
-        move, elements = _taken(each, held)
-        carry_out(move, elements, targets[each.target])
-    swap_messages(channel, outgoing, incoming, accept, purpose="window of whole tensors")
-
-
-def _taken(contribution: _Contribution, held: Held) -> tuple[Move, torch.Tensor]:
-    """What this rank gives, in the dtype of the target: the move out of the tensor that it holds, or of a cast part."""
-    move, tensor = contribution.move, held.tensors[contribution.source]
-    casts = held.casts.get(contribution.source)
-    if not casts:
-        return move, tensor
-    part = part_of(tensor, move.source, move.shape)
-    source = Part(0, move.shape, (0,) * len(move.shape))
-    return Move(move.shape, source, move.target), cast_through(part, map(torch_dtype, casts))
-
-
-class Sources:
-    """Which rank gives which piece: the writer itself where it holds the piece, else holders in turn."""
-
-    def __init__(self, holders: Mapping[Piece, tuple[int, ...]]) -> None:
+    def __init__(self, channel: Channel, holders: Mapping[Piece, tuple[int, ...]], held: Held) -> None:
+        """holders: the ranks that hold each piece. held: what this rank has."""
+        self._channel = channel
         self._holders = holders
+        self._held = held
         self._pieces: dict[str, list[Piece]] = {}
         for piece in holders:
             self._pieces.setdefault(piece.name, []).append(piece)
         self._indexes: dict[str, PieceIndex] = {}
+        self._targets: Mapping[Piece, torch.Tensor] = {}
+        self._mover: Mover[Piece, Piece] = Mover(
+            channel,
+            take=self._take,
+            room=lambda piece: self._targets[piece],
+            packs_on=torch.device("cpu"),
+            purpose="window of whole tensors",
+        )
 
-    def contributions(self, window: Sequence[Piece], writer: int) -> list[_Contribution]:
-        """What fills the window of `writer`, and from which ranks, in the order of the window."""
-        found = []
+    def fill(self, windows: Sequence[Sequence[Piece]], targets: Mapping[Piece, torch.Tensor]) -> None:
+        """Fill the pieces of this rank's window, which are flat `targets`; all ranks help each other with theirs."""
+        own = self._channel.rank
+        given = (each for taker, window in enumerate(windows) for each in self._deliveries(window, taker))
+        self._targets = targets
+        self._mover.run(
+            by_distance((each for each in given if own in (each.giver, each.taker)), self._channel), num_under_way=1
+        )
+        self._targets = {}
+
+    def _deliveries(self, window: Sequence[Piece], taker: int) -> Iterator[Delivery[Piece, Piece]]:
+        """What fills a window: from the rank itself where it holds a piece, else from the holders in turn."""
         for target in window:
             pieces = self._pieces[target.name]
-            index = self._index(target.name)
-            for at in index.overlapping(target):
+            if target.name not in self._indexes:
+                self._indexes[target.name] = PieceIndex(pieces)
+            for at in self._indexes[target.name].overlapping(target):
                 holders = self._holders[pieces[at]]
-                rank = writer if writer in holders else holders[at % len(holders)]
-                found += [_Contribution(rank, pieces[at], target, move) for move in moves(pieces[at], target)]
-        return found
+                giver = taker if taker in holders else holders[at % len(holders)]
+                yield Delivery(giver, taker, pieces[at], target, torch_dtype(target.dtype), moves(pieces[at], target))
 
-    def _index(self, name: str) -> PieceIndex:
-        if name not in self._indexes:
-            self._indexes[name] = PieceIndex(self._pieces[name])
-        return self._indexes[name]
+    def _take(self, piece: Piece, moves: Sequence[Move]) -> Iterable[torch.Tensor]:
+        """Parts of what this rank holds, in the dtype of the piece: tensors that are still to be cast have another."""
+        dtypes = [torch_dtype(each) for each in self._held.casts.get(piece, ())]
+        return (cast_through(part, dtypes) for part in parts_of(self._held.tensors[piece], moves))
 
 
 def _windows(file: DataFile) -> Iterator[list[Piece]]:

@@ -10,6 +10,7 @@ from operator import itemgetter
 import torch
 
 from shardwise.checkpoint.held import Held
+from shardwise.comm.memory import extent, span_elements
 from shardwise.errors import CheckpointError, in_words
 from shardwise.space import Piece
 
@@ -37,10 +38,8 @@ def check_targets(held: Held) -> None:
                     f"{piece} would be read into a tensor of shape {tuple(tensor.shape)} with strides "
                     f"{tensor.stride()}, whose elements share memory (expand()); give it memory of its own: clone()"
                 )
-            elif num_elements and _extent(tensor) == num_elements:
-                start = tensor.data_ptr()
-                stop = start + num_elements * tensor.element_size()
-                spans.setdefault(tensor.device, []).append((start, stop, piece))
+            elif num_elements and span_elements(tensor) == num_elements:
+                spans.setdefault(tensor.device, []).append((*extent(tensor), piece))
     problems += [
         f"{one[2]} and {other[2]} would be read into memory that they share; give each tensor memory of its own"
         for found in spans.values()
@@ -69,16 +68,9 @@ def _problem(piece: Piece, tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements of memory from the first element of a tensor to its last."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _shares_within(tensor: torch.Tensor) -> bool:
     """Whether two indices of a tensor are one place in memory."""
-    if _extent(tensor) < tensor.numel():
+    if span_elements(tensor) < tensor.numel():
         return True
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     end = 1

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
-from shardwise.checkpoint.assembly import AssembledReader
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.matching import apart
 from shardwise.checkpoint.read_plan import missing
@@ -94,9 +93,7 @@ def _differences(
     ]
     if lacking:
         return lacking, 0
-    reader: PieceReader | AssembledReader = PieceReader(store, contents)
-    if view is not None:
-        reader = AssembledReader(store, contents, view.checked)
+    reader = PieceReader(store, contents, None if view is None else view.slots_of)
     different: dict[str, None] = {}
     sizes = [(one.num_elements, itemsize_bytes(one.dtype)) for one, _ in pairs]
     for number, window in enumerate(windows(sizes, max_bytes=WINDOW_BYTES // 2)):

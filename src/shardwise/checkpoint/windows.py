@@ -1,27 +1,52 @@
-"""Windows: any parts of a checkpoint, one after the other and verified, in one process and in bounded memory."""
+"""Windows: any parts of a checkpoint, or of what a rewrite makes of it, in one process and in bounded memory.
 
-from collections.abc import Iterable, Iterator, Sequence
+They are read one after the other, and verified.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
 from shardwise.checkpoint.buffers import Buffer
-from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
 from shardwise.checkpoint.reading import BatchReader, batches_of
+from shardwise.checkpoint.slots import Slot, together
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.transfers import carry_out
+from shardwise.checkpoint.strided_copies import copy_strided
+from shardwise.checkpoint.transfers import cast_through
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError
+from shardwise.moving.parts import part_of
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
+from shardwise.rewrite import Checked
 from shardwise.space import Piece, check_cover
 
-__all__ = ["BATCH_BYTES", "WINDOW_BYTES", "PieceReader", "Stretch", "check_whole", "part_of_piece", "windows"]
+__all__ = [
+    "BATCH_BYTES",
+    "LARGE_WINDOW_BYTES",
+    "WINDOW_BYTES",
+    "PieceReader",
+    "Stretch",
+    "check_whole",
+    "is_cheap_to_cut",
+    "part_of_piece",
+    "unchanged_source",
+    "windows",
+]
 
 WINDOW_BYTES = 8 << 20
 """So much is in memory at a time, beside the batch that is being read."""
 
+LARGE_WINDOW_BYTES = 32 << 20
+"""So much is put together at a time where smaller parts would read blocks again and again."""
+
 BATCH_BYTES = 4 << 20
 """So much is read at a time: it is verified and copied while it is in the cache."""
+
+_MANY = 64
+"""Tiles side by side."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Copied as these, for torch cannot copy every dtype. By bytes of an element."""
@@ -73,53 +98,79 @@ def part_of_piece(piece: Piece, start: int, stop: int) -> Piece:
     return piece.within(first + start, first + stop)
 
 
-class PieceReader:
-    """Reads pieces of stored tensors into a buffer of its own, which each call takes over from the one before."""
+SlotsOf = Callable[[Piece, torch.Tensor], Iterable[Slot]]
+"""The stored pieces that make up a piece, and where in its memory each goes."""
 
-    def __init__(self, store: Store, contents: Contents, batch: Buffer | None = None) -> None:
-        """`batch` is memory that it shares with readers which read when it does not."""
+
+class PieceReader:
+    """Reads pieces of stored tensors, or of what a rewrite makes of them, into a buffer of its own.
+
+    Each call takes the buffer over from the one before. Every block of which a call needs something is read once,
+    verified, and copied to all the places in the pieces where its elements go.
+    """
+
+    def __init__(
+        self, store: Store, contents: Contents, slots_of: SlotsOf | None = None, *, batch: Buffer | None = None
+    ) -> None:
+        """slots_of: what stored pieces make up a piece, where a rewrite is between; None: pieces of stored tensors.
+
+        batch: memory that it shares with readers which read when it does not.
+        """
         self.contents = contents
         """What the checkpoint holds."""
         self.read_bytes = 0
         """Bytes of data files read so far."""
         self._store = store
-        self._buffer = Buffer(WINDOW_BYTES)
+        self._slots_of = slots_of
+        self._buffer = Buffer(WINDOW_BYTES if slots_of is None else LARGE_WINDOW_BYTES)
         self._batch = batch or Buffer(BATCH_BYTES)
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The elements of each piece, flat, in the dtype in which they are stored; they hold until the next call.
+        """The elements of each piece, flat, in its dtype; they hold until the next call.
 
-        The pieces name tensors as they are stored. Verified where the format has checksums; raises CheckpointError for
-        damage and for what cannot be read. What no file holds is left as it is: see `check_whole`.
+        Verified where the format has checksums; raises CheckpointError for damage and for what cannot be read. What no
+        file holds is left as it is: see `check_whole`.
         """
         parts = self._parts(pieces)
-        stored = [each for name in _names(pieces) for each in self.contents.tensors[name].pieces]
-        wanted = [Wanted(piece, piece.name) for piece in pieces]
+        slots = [slot for piece, part in zip(pieces, parts, strict=True) for slot in self._slots(piece, part)]
+        slots = slots if self._slots_of is None else together(slots)
+        wanted = [Wanted(slot.source, slot.source.name) for slot in slots]
+        stored = [each for name in dict.fromkeys(want.tensor for want in wanted) for each in self._stored(name)]
         block_bytes = self.contents.block_bytes
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
         reader = BatchReader(self._store, self.contents, stored, verify=True, buffer=self._batch)
         try:
             for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=BATCH_BYTES):
                 for span, elements in reader.read(batch).items():
-                    source = elements.view(_BITS[elements.element_size()])
                     for index, moves in plan.transfers(span, 0):
+                        slot = slots[index]
                         for move in moves:
-                            carry_out(move, source, parts[index])
+                            taken = part_of(elements, move.source, move.shape)
+                            for target, source in slot.copies(move, taken):
+                                _copy(target, source, slot.dtypes)
         finally:
             self.read_bytes += reader.read_bytes
             reader.close()
-        return [part.view(torch_dtype(piece.dtype)) for part, piece in zip(parts, pieces, strict=True)]
+        return parts
+
+    def _stored(self, name: str) -> Sequence[StoredPiece]:
+        return self.contents.tensors[name].pieces
+
+    def _slots(self, piece: Piece, part: torch.Tensor) -> Iterable[Slot]:
+        """The stored pieces that make up a piece, and where in its flat memory each goes."""
+        if self._slots_of is None:
+            return [Slot(piece, part, (piece.dtype,))]
+        return self._slots_of(piece, part if piece.run is not None else part.view(piece.shape))
 
     def _parts(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Room in the buffer for every piece."""
-        starts = [0]
-        for piece in pieces:
-            starts.append(starts[-1] + aligned(piece.num_elements * itemsize_bytes(piece.dtype)))
-        memory = self._buffer.room(starts[-1])
+        sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in pieces]
+        memory = self._buffer.room(sum(map(aligned, sizes)))
         parts = []
-        for start, piece in zip(starts[:-1], pieces, strict=True):
-            itemsize = itemsize_bytes(piece.dtype)
-            parts.append(memory[start : start + piece.num_elements * itemsize].view(_BITS[itemsize]))
+        start = 0
+        for piece, num_bytes in zip(pieces, sizes, strict=True):
+            parts.append(memory[start : start + num_bytes].view(torch_dtype(piece.dtype)))
+            start += aligned(num_bytes)
         return parts
 
 
@@ -135,5 +186,35 @@ def check_whole(contents: Contents, tensors: Iterable[StoredTensor]) -> None:
         raise CheckpointError(*findings, about=f"{contents.location} is incomplete")
 
 
-def _names(pieces: Sequence[Piece]) -> Iterable[str]:
-    return dict.fromkeys(piece.name for piece in pieces)
+def unchanged_source(checked: Checked, name: str) -> str | None:
+    """The source whose elements an output has, in the same shape and order, maybe in another dtype; or None."""
+    value = checked.values[name]
+    return next((each for each in checked.sources_of(name) if value.is_identity_of(each, checked.sources[each])), None)
+
+
+def is_cheap_to_cut(checked: Checked, name: str) -> bool:
+    """Whether an output can be read in parts, first elements first, without reading parts of its sources again.
+
+    So it is where elements come in the order that they have in the sources, and each stretch of a source is used once.
+    It is not where every part would have something of very many sources, which it takes long to find.
+    """
+    value = checked.values[name]
+    if len(value.views) > _MANY and any(view.shape[1:] != value.shape[1:] for view in value.views):
+        return False
+    reaches: dict[str, list[tuple[int, int]]] = {}
+    for view in value.views:
+        steps = [(stride, size) for stride, size in zip(view.strides, view.shape, strict=True) if size > 1]
+        if steps != sorted(steps, reverse=True):
+            return False
+        stop = view.base + 1 + sum((size - 1) * stride for stride, size in steps)
+        reaches.setdefault(view.source, []).append((view.base, stop))
+    return all(stop <= start for each in reaches.values() for (_, stop), (start, _) in pairwise(sorted(each)))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, dtypes: Sequence[str]) -> None:
+    """Copy through the dtypes; the last cast is the copy."""
+    if len(dtypes) == 1:
+        bits = _BITS[source.element_size()]
+        copy_strided(target.view(bits), source.view(bits))
+        return
+    copy_strided(target, cast_through(source, map(torch_dtype, dtypes[1:-1])))

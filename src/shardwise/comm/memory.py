@@ -4,13 +4,20 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["extent", "first_shared", "share_elements"]
+__all__ = ["extent", "first_shared", "share_elements", "span_elements"]
+
+
+def span_elements(tensor: torch.Tensor) -> int:
+    """Elements of memory from the first element of a tensor to its last; gaps count, and a tensor without has none."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The address of the first byte of a tensor that has elements, and the one after its last; gaps are within."""
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+    start = tensor.data_ptr()
+    return start, start + span_elements(tensor) * tensor.element_size()
 
 
 def share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:

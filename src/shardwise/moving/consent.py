@@ -1,9 +1,8 @@
 """Consent: ranks tell each other what they hold and want, plan alone, and compare before a byte moves."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
@@ -12,12 +11,11 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agree, compare
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
+from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
 from shardwise.plan.reshard import ReshardPlan, plan_reshard
 from shardwise.space import Piece
 
 __all__ = ["Consent", "consent"]
-
-_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +44,19 @@ def consent(
     refusal: why this rank cannot take part; then every rank raises it. word: a short text for all ranks.
     Raises PlanError or MismatchError, the same on every rank.
     """
-    texts = [_pack(sources), _pack(targets)]
+    texts = [pack_pieces(sources), pack_pieces(targets)]
     options = {"max_bytes": max_bytes, "cast": cast}
-    value = b"".join(map(xxhash.xxh3_128_digest, texts)) + json.dumps([options, word]).encode()
-    answers = agree(channel, refusal, purpose="digests of pieces to reshard", value=value)
-    asked = [json.loads(answer[2 * _DIGEST_BYTES :]) for answer in answers]
+    gathered = Gathering("pieces to reshard").gather(
+        channel, texts, refusal=refusal, value=json.dumps([options, word]).encode()
+    )
+    asked = [json.loads(answer) for answer in gathered.values]
     for rank, (theirs, _) in enumerate(asked):
         if theirs != asked[0][0]:
             raise MismatchError(
                 f"rank {rank} reshards with {theirs}, but rank 0 with {asked[0][0]}; make the same call on all ranks"
             )
-    digests = [answer[at : at + _DIGEST_BYTES] for at in (0, _DIGEST_BYTES) for answer in answers]
-    pieces = _gather(channel, digests, texts)
-    held, wanted = pieces[: channel.size], pieces[channel.size :]
+    pieces_of = {text: unpack_pieces(text) for each in gathered.texts for text in dict.fromkeys(each)}
+    held, wanted = ([pieces_of[text] for text in each] for each in gathered.texts)
     error: ShardwiseError | None = None
     plan = ReshardPlan(num_ranks=channel.size, max_bytes=max_bytes, routes=(), tensors=())
     try:
@@ -74,44 +72,6 @@ def consent(
     return Consent(
         plan=plan, sources=held[channel.rank], targets=wanted[channel.rank], words=[word for _, word in asked]
     )
-
-
-def _gather(channel: Channel, digests: Sequence[bytes], own: Sequence[bytes]) -> list[list[Piece]]:
-    """The pieces behind every digest: what each rank holds, in rank order, then what each wants.
-
-    A text that several give travels once, from the first of them; none travels where all hold and want the same.
-    """
-    known = {xxhash.xxh3_128_digest(text): text for text in own}
-    rank_of: dict[bytes, int] = {}
-    for at, digest in enumerate(digests):
-        rank_of[digest] = min(at % channel.size, rank_of.get(digest, channel.size))
-    pairs = zip(digests[: channel.size], digests[channel.size :], strict=True)
-    if any(set(pair) != rank_of.keys() for pair in pairs):
-        told = [known[digest].decode() for digest in rank_of if rank_of[digest] == channel.rank]
-        answers = channel.exchange(json.dumps(told).encode(), purpose="pieces to reshard")
-        texts = [iter(json.loads(answer)) for answer in answers]
-        known |= {digest: next(texts[rank]).encode() for digest, rank in rank_of.items()}
-    pieces = {digest: _unpack(known[digest]) for digest in rank_of}
-    return [pieces[digest] for digest in digests]
-
-
-def _pack(pieces: Iterable[Piece]) -> bytes:
-    """Pieces as text: a row per tensor, with its pieces."""
-    rows: dict[tuple[str, str, tuple[int, ...]], list[Any]] = {}
-    for piece in pieces:
-        box = None if piece.shape == piece.global_shape else (piece.offset, piece.shape)
-        rows.setdefault((piece.name, piece.dtype, piece.global_shape), []).append((box, piece.run))
-    return json.dumps([[*tensor, parts] for tensor, parts in rows.items()], separators=(",", ":")).encode()
-
-
-def _unpack(text: bytes) -> list[Piece]:
-    """The pieces, one tensor after the other."""
-    pieces = []
-    for name, dtype, global_shape, parts in json.loads(text):
-        for box, run in parts:
-            offset, shape = box or (None, None)
-            pieces.append(Piece(name=name, dtype=dtype, global_shape=global_shape, offset=offset, shape=shape, run=run))
-    return pieces
 
 
 def _check_casts(plan: ReshardPlan, device: torch.device) -> None:

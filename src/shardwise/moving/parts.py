@@ -1,13 +1,13 @@
 """Parts: what a move takes or fills of the tensor that holds a piece."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from shardwise.space import Part
+from shardwise.space import Move, Part
 
-__all__ = ["part_of", "put"]
+__all__ = ["copy_moves", "part_of", "parts_of", "put"]
 
 _COPIED = frozenset(
     {
@@ -40,6 +40,19 @@ def part_of(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Ten
     if tuple(tensor.shape) == part.block:
         return tensor[box]
     return tensor[part.start : part.start + math.prod(part.block)].view(part.block)[box]
+
+
+def parts_of(tensor: torch.Tensor, moves: Iterable[Move]) -> Iterator[torch.Tensor]:
+    """What each of some moves takes of the tensor that holds their source, as the values that its memory stands for."""
+    tensor = tensor.detach()
+    for move in moves:
+        yield part_of(tensor, move.source, move.shape).resolve_conj().resolve_neg()
+
+
+def copy_moves(moves: Iterable[Move], source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy from the tensor that holds the source to that which holds the target; the target's dtype holds."""
+    for move in moves:
+        put(part_of(target, move.target, move.shape), part_of(source, move.source, move.shape))
 
 
 def put(target: torch.Tensor, source: torch.Tensor) -> None:

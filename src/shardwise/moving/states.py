@@ -11,7 +11,7 @@ from shardwise.comm.dtypes import dtype_name, torch_dtype
 from shardwise.comm.memory import extent, first_shared, share_elements
 from shardwise.errors import PlanError
 from shardwise.moving.consent import consent
-from shardwise.moving.execution import Execution
+from shardwise.moving.execution import carry_out_plan
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 
@@ -69,7 +69,7 @@ def reshard(
             if isinstance(source, MutableMapping):
                 del source[piece]
 
-        Execution(
+        carry_out_plan(
             agreed.plan,
             used,
             sources=agreed.sources,
@@ -77,7 +77,7 @@ def reshard(
             take=source.__getitem__,
             room=room,
             let_go=let_go if free_sources else None,
-        ).run()
+        )
         return {piece: room(piece) for piece in target}  # those without elements are made only now
 
 

@@ -18,7 +18,7 @@ from shardwise.comm.default import given_or_default
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import MismatchError, PlanError
 from shardwise.moving.consent import Consent, consent
-from shardwise.moving.execution import Execution
+from shardwise.moving.execution import carry_out_plan
 from shardwise.moving.states import findings_of, stored_shape
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
@@ -137,7 +137,7 @@ class _Passage:
         """The targets."""
         held = dict(zip(self.sources, tensors, strict=True))
         wanted = {piece: self._empty(piece) for piece in self.targets}
-        Execution(
+        carry_out_plan(
             self.agreed.plan,
             self.channel,
             sources=self.agreed.sources,
@@ -145,7 +145,7 @@ class _Passage:
             take=held.__getitem__,
             room=wanted.__getitem__,
             purpose=self._purpose,
-        ).run()
+        )
         return tuple(wanted.values())
 
     def backward(self, gradients: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> tuple[torch.Tensor, ...]:
@@ -155,7 +155,7 @@ class _Passage:
             piece: self._empty(piece).zero_().view(shape) for piece, shape in zip(self.sources, shapes, strict=True)
         }
         with given_or_default(self.channel, f"the gradient of {self._purpose}"):
-            Execution(
+            carry_out_plan(
                 self.agreed.plan.reversed(),
                 self.channel,
                 sources=self.agreed.targets,
@@ -164,7 +164,7 @@ class _Passage:
                 room=wanted.__getitem__,
                 adds=True,
                 purpose=f"gradient of {self._purpose}",
-            ).run()
+            )
         return tuple(wanted.values())
 
     @property

@@ -13,7 +13,8 @@ from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, itemsize_bytes
 from shardwise.plan.reshard_batches import MIN_MAX_BYTES
 from shardwise.plan.routes import Place, ReshardPlan, Route, Share
 from shardwise.space import Box, Piece, PieceIndex, check_cover
-from shardwise.space.remainders import remainder
+from shardwise.space.moves import blocks_of, elements_in_both
+from shardwise.space.pieces import taken_in_order
 
 __all__ = ["DEFAULT_MAX_BYTES", "ReshardPlan", "Route", "Share", "plan_reshard"]
 
@@ -181,7 +182,7 @@ def _kind(held: Held, wanted: Held, *, cast: bool) -> _Kind:
         distinct.setdefault((piece.offset, piece.shape, piece.run), []).append(position)
     pieces = [held[positions[0]][1] for positions in distinct.values()]
     holders = [tuple((held[at][0], at) for at in positions) for positions in distinct.values()]
-    bounds = [_bounds(piece) for piece in pieces]
+    blocks = [blocks_of(piece) for piece in pieces]
     index = PieceIndex(pieces) if len(pieces) > _FEW else None
     is_disjoint = not check_cover(pieces) or _disjoint(pieces)
     meetings: list[_Meeting] = []
@@ -189,17 +190,18 @@ def _kind(held: Held, wanted: Held, *, cast: bool) -> _Kind:
     for target, (rank, piece) in enumerate(wanted):
         found = range(len(pieces)) if index is None else index.overlapping(piece)
         if is_disjoint:
-            own_bounds = _bounds(piece)
-            shared = [(at, _shared_elements(pieces[at], bounds[at], piece, own_bounds)) for at in found]
+            own_blocks = blocks_of(piece)
+            shared = [(at, elements_in_both(blocks[at], own_blocks)) for at in found]
             met: list[tuple[int, int, Box | None]] = [(at, number, None) for at, number in shared if number]
         else:
             own = [at for at in found if any(holder == rank for holder, _ in holders[at])]
             others = [at for at in found if at not in own]
             turn = target % len(others) if others else 0
-            taken, _ = _fill(piece, pieces, [*own, *others[turn:], *others[:turn]])
-            met = [(at, box.num_elements, box) for at, box in taken]
+            order = [*own, *others[turn:], *others[:turn]]
+            taken, _ = taken_in_order(piece, [pieces[at] for at in order])
+            met = [(order[at], box.num_elements, box) for at, box in taken]
         if sum(num_elements for _, num_elements, _ in met) < piece.num_elements:
-            lacking.append(_lacking(rank, piece, _fill(piece, pieces, found)[1]))
+            lacking.append(_lacking(rank, piece, taken_in_order(piece, [pieces[at] for at in found])[1]))
         itemsize = min(itemsize_bytes(piece.dtype), itemsize_bytes(pieces[0].dtype)) if pieces else 0
         for at, num_elements, box in met:
             local = tuple(each for each in holders[at] if each[0] == rank)[:1]
@@ -219,50 +221,6 @@ def _disjoint(pieces: Sequence[Piece]) -> bool:
     """Whether no two pieces have an element in common."""
     index = PieceIndex(pieces)
     return all(len(index.overlapping(piece)) <= 1 for piece in pieces)
-
-
-_Bounds = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-"""The first index of each box of a piece, and the index after its last."""
-
-
-def _bounds(piece: Piece) -> _Bounds:
-    return [(box.offset, box.stop) for box in piece.boxes()]
-
-
-def _shared_elements(a: Piece, a_bounds: _Bounds, b: Piece, b_bounds: _Bounds) -> int:
-    """How many elements two pieces share. In plain numbers: it is most of the work where no two tensors lie alike."""
-    if a.offset == b.offset and a.shape == b.shape:
-        run = a.elements.intersect(b.elements)
-        return 0 if run is None else run.num_elements
-    shared = 0
-    for a_start, a_stop in a_bounds:
-        for b_start, b_stop in b_bounds:
-            volume = 1
-            for low, high in zip(map(max, a_start, b_start), map(min, a_stop, b_stop), strict=True):
-                if high <= low:
-                    break
-                volume *= high - low
-            else:
-                shared += volume
-    return shared
-
-
-def _fill(target: Piece, pieces: Sequence[Piece], order: Sequence[int]) -> tuple[list[tuple[int, Box]], list[Box]]:
-    """Take every element from the first of the pieces, in this order, that has it: the boxes taken, and what is left.
-
-    A box that is taken lies within one box of either piece.
-    """
-    taken = []
-    left = list(target.boxes())
-    for at in order:
-        for box in pieces[at].boxes():
-            rest: list[Box] = []
-            for each in left:
-                if (shared := each.intersect(box)) is not None:
-                    taken.append((at, shared))
-                rest += remainder(each, box)
-            left = rest
-    return taken, left
 
 
 def _lacking(rank: int, piece: Piece, left: Sequence[Box]) -> str:

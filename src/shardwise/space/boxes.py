@@ -1,6 +1,7 @@
 """Boxes: n-d index regions, and the row-major order of their elements."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
@@ -51,6 +52,25 @@ class Box:
         low = tuple(map(max, self.offset, other.offset))
         shape = tuple(high - start for high, start in zip(map(min, self.stop, other.stop), low, strict=True))
         return None if min(shape, default=1) <= 0 else Box(low, shape)
+
+    def minus(self, taken: "Box") -> "Iterator[Box]":
+        """Return disjoint boxes of exactly the indices that `taken` does not have, at most two per dim.
+
+        >>> list(Box((0, 0), (4, 4)).minus(Box((1, 1), (9, 1))))  # doctest: +NORMALIZE_WHITESPACE
+        [Box(offset=(0, 0), shape=(1, 4)), Box(offset=(1, 0), shape=(3, 1)), Box(offset=(1, 2), shape=(3, 2))]
+        """
+        shared = self.intersect(taken)
+        if shared is None:
+            yield self
+            return
+        start, stop = list(self.offset), list(self.stop)
+        for dim, (low, high) in enumerate(zip(shared.offset, shared.stop, strict=True)):
+            # The dims before are narrowed to what both have.
+            for first, last in ((start[dim], low), (high, stop[dim])):
+                if first < last:
+                    offset, end = [*start[:dim], first, *start[dim + 1 :]], [*stop[:dim], last, *stop[dim + 1 :]]
+                    yield Box(tuple(offset), tuple(b - a for a, b in zip(offset, end, strict=True)))
+            start[dim], stop[dim] = low, high
 
     def contains(self, other: "Box") -> bool:
         """Whether `other` lies within the bounds of this box (the bounds count for an empty `other` too)."""

@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from shardwise.space.moves import check_one_tensor, moves, reach
+from shardwise.space.moves import check_one_tensor, reach, shared_elements
 from shardwise.space.pieces import Piece
 
 __all__ = ["PieceIndex"]
@@ -43,7 +43,7 @@ class PieceIndex:
         if self._pieces:
             check_one_tensor(self._pieces[0], piece)
         if len(self._pieces) <= _FEW:
-            return [position for position, each in enumerate(self._pieces) if _meet(each, piece)]
+            return [position for position, each in enumerate(self._pieces) if shared_elements(each, piece)]
         start, stop = reach(piece)
         first = bisect_right(self._furthest_stops, start)
         last = bisect_left(self._starts, stop)
@@ -54,15 +54,7 @@ class PieceIndex:
                 position = self._positions[at]
                 other = self._pieces[position]
                 other_flat = flat and self._stops[at] - self._starts[at] == other.num_elements
-                if other_flat or _meet(other, piece):
+                if other_flat or shared_elements(other, piece):
                     found.append(position)
         found.sort()
         return found
-
-
-def _meet(a: Piece, b: Piece) -> bool:
-    """Whether two pieces share an element."""
-    for a_start, a_size, b_start, b_size in zip(a.offset, a.shape, b.offset, b.shape, strict=True):
-        if max(a_start, b_start) >= min(a_start + a_size, b_start + b_size):
-            return False
-    return a.run is b.run is None or bool(moves(a, b))

@@ -1,14 +1,30 @@
 """Moves: what two pieces of one tensor share, as a few strided copies between their storages."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from operator import add, sub
 
 from shardwise.errors import PlanError
+from shardwise.space.boxes import row_major_strides
 from shardwise.space.pieces import Piece
-from shardwise.space.runs import boxes_of_run
+from shardwise.space.runs import Run, boxes_of_run
 
-__all__ = ["Block", "Move", "Part", "blocks_of", "check_one_tensor", "moves", "reach"]
+__all__ = [
+    "Block",
+    "Move",
+    "Part",
+    "blocks_of",
+    "check_one_tensor",
+    "elements_in_both",
+    "elements_together",
+    "moves",
+    "overlap",
+    "reach",
+    "shared_elements",
+    "stretch_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +75,7 @@ class Move:
 def moves(source: Piece, target: Piece) -> list[Move]:
     """Return copies that bring every element which two pieces share from one storage to the other, each once.
 
-    They are in the order of both storages. A box that both have is one move, where `overlap` has a pair per row: there
+    They are in the order of both storages. A box that both have is one move, where `overlap` has a pair per row. There
     are at most `(2 * ndim - 1) ** 2`, and only one when neither piece has a run, and when both are runs of one box or
     of the tensor itself.
     Raises `PlanError` for pieces of different tensors. The dtypes may differ.
@@ -83,6 +99,108 @@ def moves(source: Piece, target: Piece) -> list[Move]:
         if a[1] - a[0] == source.run.num_elements and b[1] - b[0] == target.run.num_elements:
             return _flat_move(a, b)
     return _block_moves(source, target)
+
+
+def shared_elements(a: Piece, b: Piece) -> int:
+    """How many elements two pieces of one tensor share. Raises `PlanError` for pieces of different tensors."""
+    check_one_tensor(a, b)
+    shared = 1
+    for a_start, a_size, b_start, b_size in zip(a.offset, a.shape, b.offset, b.shape, strict=True):
+        size = min(a_start + a_size, b_start + b_size) - max(a_start, b_start)
+        if size <= 0:
+            return 0
+        shared *= size
+    return shared if a.run is b.run is None else elements_in_both(blocks_of(a), blocks_of(b))
+
+
+def elements_in_both(blocks: Iterable["Block"], others: Sequence["Block"]) -> int:
+    """How many elements two pieces share, by their blocks. Who asks this of many pieces finds their blocks once."""
+    shared = 0
+    for _, shape, offset in blocks:
+        stop = tuple(map(add, offset, shape))
+        for _, other_shape, other_offset in others:
+            volume = 1
+            for size in map(sub, map(min, stop, map(add, other_offset, other_shape)), map(max, offset, other_offset)):
+                if size <= 0:
+                    break
+                volume *= size
+            else:
+                shared += volume
+    return shared
+
+
+def overlap(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
+    """Return the elements that two pieces of one tensor share, as runs of (the storage of `a`, the storage of `b`).
+
+    Each pair is one copy of equally many elements that lie together in both storages. Pairs are as long as possible and
+    in order in both. The work grows with the number of pairs, and not with the tensor.
+    Raises `PlanError` for pieces of different tensors. The dtypes may differ.
+    """
+    return _joined(moves(a, b))
+
+
+def elements_together(move: Move) -> int:
+    """How many elements of a move lie together in both storages."""
+    together = 1
+    for size, source, target in zip(
+        reversed(move.shape), reversed(move.source.block), reversed(move.target.block), strict=True
+    ):
+        together *= size
+        if not size == source == target:
+            break
+    return together
+
+
+def _joined(moves: Iterable[Move]) -> Iterator[tuple[Run, Run]]:
+    """The rows of moves that lie together on both sides. A row that ends where the next begins goes on with it."""
+    source = target = Run(0, 0)
+    for move in moves:
+        length = elements_together(move)
+        for in_source, in_target in _rows(move, length):
+            if (in_source, in_target) == (source.stop, target.stop):
+                source, target = Run(source.start, in_source + length), Run(target.start, in_target + length)
+                continue
+            if source.num_elements:
+                yield source, target
+            source, target = Run(in_source, in_source + length), Run(in_target, in_target + length)
+    if source.num_elements:
+        yield source, target
+
+
+def _rows(move: Move, length: int) -> Iterator[tuple[int, int]]:
+    """Where in both storages each row of so many elements begins."""
+    steps = []
+    left = move.num_elements // length
+    strides = row_major_strides(move.source.block), row_major_strides(move.target.block)
+    for size, source, target in zip(move.shape, *strides, strict=True):
+        if left == 1:
+            break
+        steps.append([(at * source, at * target) for at in range(size)])
+        left //= size
+    for step in product(*steps):
+        yield move.source.first + sum(each for each, _ in step), move.target.first + sum(each for _, each in step)
+
+
+def stretch_of(moves: Iterable[Move], start: int, stop: int) -> Iterator[Move]:
+    """Return the moves of the elements `start` up to `stop`, counted row-major through one move after the other.
+
+    A move that is cut becomes at most `2 * ndim - 1` moves. Elements keep their order.
+    """
+    passed = 0
+    for move in moves:
+        num_elements = move.num_elements
+        low, high = max(start - passed, 0), min(stop - passed, num_elements)
+        passed += num_elements
+        if high - low == num_elements:
+            yield move
+        elif low < high:
+            for box in boxes_of_run(move.shape, Run(low, high)):
+                source, target = _within(move.source, box.offset), _within(move.target, box.offset)
+                yield Move(box.shape, source, target)
+
+
+def _within(part: Part, offset: tuple[int, ...]) -> Part:
+    return replace(part, offset=tuple(map(add, part.offset, offset)))
 
 
 def check_one_tensor(a: Piece, b: Piece) -> None:

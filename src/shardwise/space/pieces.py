@@ -1,17 +1,15 @@
-"""Pieces: the pure description of what one holder has of one tensor, and how pieces meet."""
+"""Pieces: the pure description of what one holder has of one tensor, and whether pieces make it up."""
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import mul
 
 from shardwise.errors import PlanError
-from shardwise.space.boxes import Box, index_of_element, row_major_strides
+from shardwise.space.boxes import Box, index_of_element
 from shardwise.space.runs import Run, boxes_of_run_in_box
 
-__all__ = ["Piece", "check_cover", "overlap"]
+__all__ = ["Piece", "check_cover", "taken_in_order"]
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -119,28 +117,6 @@ class Piece:
         return f"{self.name}[{box}]" + ("" if self.run is None else f" run {self.run.start}:{self.run.stop}")
 
 
-def overlap(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
-    """Return the elements that two pieces of one tensor share, as runs of (the storage of `a`, the storage of `b`).
-
-    Each pair is one copy of equally many elements that lie together in both storages. Pairs are as long as possible and
-    in order in both. The work is proportional to the number of pairs, and constant when the boxes are equal or both
-    are one run of the tensor.
-    Raises `PlanError` for pieces of different tensors. The dtypes may differ.
-    """
-    if a.name != b.name or a.global_shape != b.global_shape:
-        raise PlanError(
-            f"pieces of one tensor can overlap, but these are of {a.name} with shape {a.global_shape} "
-            f"and {b.name} with shape {b.global_shape}"
-        )
-    same_box = a.offset == b.offset and a.shape == b.shape
-    a_first, b_first = (0, 0) if same_box else (_first_element(a), _first_element(b))
-    if a_first is None or b_first is None:
-        return _shared_stretches(a, b)
-    mine, theirs = a.elements.shift(a_first), b.elements.shift(b_first)
-    shared = mine.intersect(theirs)
-    return iter(() if shared is None else ((shared.shift(-mine.start), shared.shift(-theirs.start)),))
-
-
 def _first_element(piece: Piece) -> int | None:
     """Return the tensor's element with which the piece's box starts; None unless the box is one run of the tensor."""
     dim = 0
@@ -154,45 +130,19 @@ def _first_element(piece: Piece) -> int | None:
     return first
 
 
-def _shared_stretches(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
-    """Walk the rows of the shared box that lie together in both boxes: those that both runs touch."""
-    shared = a.box.intersect(b.box)
-    if shared is None:
-        return
-    # Dims after `dim` are full in both boxes, so that one row along `dim` lies together in both.
-    dim = shared.ndim - 1
-    while dim > 0 and shared.shape[dim] == a.shape[dim] == b.shape[dim]:
-        dim -= 1
-    length = math.prod(shared.shape[dim:])
-    start_in_a = _row_starts(shared, a.box, dim)
-    start_in_b = _row_starts(shared, b.box, dim)
-    rows = range(math.prod(shared.shape[:dim]))
-    first, last = 0, len(rows)
-    for piece, start_in in ((a, start_in_a), (b, start_in_b)):
-        if piece.run is not None:
-            first = max(first, bisect_right(rows, piece.run.start - length, key=start_in))
-            last = min(last, bisect_left(rows, piece.run.stop, key=start_in))
-    a_run, b_run = a.elements, b.elements
-    for row in rows[first:last]:
-        in_a, in_b = start_in_a(row), start_in_b(row)
-        low = max(0, a_run.start - in_a, b_run.start - in_b)
-        high = min(length, a_run.stop - in_a, b_run.stop - in_b)
-        if low < high:
-            in_a, in_b = in_a - a_run.start, in_b - b_run.start
-            yield Run(in_a + low, in_a + high), Run(in_b + low, in_b + high)
+def taken_in_order(target: Piece, pieces: Iterable[Piece]) -> tuple[list[tuple[int, Box]], list[Box]]:
+    """Take every element of `target` from the first of the pieces that has it.
 
-
-def _row_starts(shared: Box, box: Box, dim: int) -> Callable[[int], int]:
-    """Return the function from a row along `dim` of `shared` to the element of `box` with which that row starts."""
-    strides = row_major_strides(box.shape)
-    origin = sum(map(mul, shared.relative_to(box.offset).offset, strides))
-    outer = shared.shape[:dim]
-    if dim == 0:
-        return lambda row: origin
-    if math.prod(outer[:-1]) == 1:
-        stride = strides[dim - 1]
-        return lambda row: origin + row * stride
-    return lambda row: origin + sum(map(mul, index_of_element(outer, row), strides))
+    Returns the boxes that were taken, each with the position of its piece, and the boxes that no piece has. A box that
+    is taken is within one box of either piece. The names of the pieces do not matter.
+    """
+    taken: list[tuple[int, Box]] = []
+    left = list(target.boxes())
+    for at, piece in enumerate(pieces):
+        for box in piece.boxes():
+            taken += [(at, shared) for each in left if (shared := each.intersect(box)) is not None]
+            left = [rest for each in left for rest in each.minus(box)]
+    return taken, left
 
 
 def check_cover(pieces: Iterable[Piece]) -> list[str]:
