@@ -22,9 +22,9 @@ from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.transfers import cast_through
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.errors import PlanError
 from shardwise.plan import Plan
 from shardwise.rewrite import Fragment, TensorMeta
 from shardwise.rewrite.casts import keeps_values
@@ -57,18 +57,8 @@ _WIDEST_BYTES = 16
 
 def agree_on_rewrite(channel: Channel, check: Callable[[], T]) -> T:
     """What `check` gives, on every rank the same; its RewriteError comes with all problems on every rank."""
-    refusal: ShardwiseError | None = None
-    checked: T | None = None
-    try:
-        checked = check()
-    except ShardwiseError as error:
-        refusal = error
-    try:
-        agree(channel, refusal, purpose="verdict on a rewrite")
-    except ShardwiseError as error:  # mostly all ranks have the same one, whose problems do not travel
-        raise (refusal if refusal is not None and str(refusal) == str(error) else error) from None
-    assert checked is not None
-    return checked
+    with agreed(channel, purpose="verdict on a rewrite"):
+        return check()
 
 
 def metas_of_contents(contents: Contents) -> dict[str, TensorMeta]:

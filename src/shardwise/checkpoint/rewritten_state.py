@@ -81,7 +81,7 @@ class StateRewriting:
                 tensors[whole] = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
         new_texts, values_of = self._gathering.gather(
             channel, [pack_pieces(list(tensors)), json.dumps(_values(found.checked.agree, held)).encode()]
-        ).texts
+        )
         values = {name: value for each in dict.fromkeys(values_of) for name, value in json.loads(each).items()}
         if findings := differences(found.checked.agree, values):
             raise CheckpointError(*findings, about="the state does not fit the rewrite")

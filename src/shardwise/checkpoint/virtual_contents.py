@@ -35,7 +35,7 @@ from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import PieceReader
 from shardwise.comm import Channel
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.errors import CheckpointError
 from shardwise.plan.model_settings import origin_of
 from shardwise.plan.state_names import MASTER, is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
@@ -116,7 +116,7 @@ class VirtualContents:
                 if cast is not None:
                     late.append(cast)
         text = pack_pieces(own)
-        texts = Gathering("stored pieces of the target").gather(channel, [text]).texts[0]
+        texts = Gathering("stored pieces of the target").gather(channel, [text])[0]
         pieces_of = unpack_alike(texts, text, own)
         sources = [[Wanted(piece, piece.name) for piece in pieces_of[each]] for each in texts]
         names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
@@ -195,18 +195,12 @@ class _Live:
     @classmethod
     def of(cls, channel: Channel, state: State) -> "_Live":
         """All ranks call it together; raises the same error on all."""
-        refusal: ShardwiseError | None = None
-        pieces: list[Piece] = []
-        facts: tuple[Mapping[str, str], bool, int | None] = ({}, False, None)
-        try:
+        with Gathering("tensors of the target of a rewrite").agreed(channel) as gathered:
             held = hold(state, what="the target")
             pieces = list(held.tensors)
             facts = held.aliases, bool(held.settings.get("optimizers")), ranks_along_tp(held.settings)
-        except ShardwiseError as error:
-            refusal = error
-        text = pack_pieces(pieces)
-        gathering = Gathering("tensors of the target of a rewrite")
-        gathered = gathering.gather(channel, [text, json.dumps(facts).encode()], refusal=refusal)
+            text = pack_pieces(pieces)
+            gathered.own = [text, json.dumps(facts).encode()]
         pieces_of = unpack_alike(gathered.texts[0], text, pieces)
         known = [json.loads(each) for each in dict.fromkeys(gathered.texts[1])]
         degrees = {num_ranks for _, _, num_ranks in known}

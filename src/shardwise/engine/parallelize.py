@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.agreement import agree, compare, digest_of_values
+from shardwise.comm.agreement import agreed, compare, digest_of_values
 from shardwise.comm.dtensors import is_dtensor
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
@@ -232,13 +232,8 @@ def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
 
 
 def _agree_on_initialisation(model: nn.Module, seed: int, channel: Channel) -> Initialisation:
-    refusal: ShardwiseError | None = None
-    try:
-        initialisation = Initialisation(model, seed)
-    except ShardwiseError as error:
-        refusal = error
-    agree(channel, refusal, purpose="verdict on the initialisation")
-    return initialisation
+    with agreed(channel, purpose="verdict on the initialisation"):
+        return Initialisation(model, seed)
 
 
 def _inspect(
@@ -248,11 +243,7 @@ def _inspect(
 
     Returns also the portions of parameters that were cut before, and the seed of all ranks.
     """
-    refusal: ShardwiseError | None = None
-    inventory: Inventory | None = None
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    portions: Mapping[str, Portion] = {}
-    try:
+    with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
         plan.mesh.check_world(channel.size)
         if seed is not None and type(seed) is not int:
             raise PlanError(f"seed: {seed!r} is not a whole number; None takes the one of torch.manual_seed")
@@ -266,14 +257,10 @@ def _inspect(
             check_elementwise(optimizers, channel.device)
         elif _num_owners(plan) > 1:
             check_apart(optimizers, channel.device)
-    except ShardwiseError as error:
-        refusal = error
-    given = json.dumps([seed, torch.initial_seed()]).encode()
-    answers = agree(channel, refusal, purpose="verdict on the model and the optimizer", value=given)
-    seeds = [json.loads(each) for each in answers]
+        agreement.value = json.dumps([seed, torch.initial_seed()]).encode()
+    seeds = [json.loads(each) for each in agreement.values]
     if len({own for own, _ in seeds}) > 1:
         raise MismatchError(f"ranks were given the seeds {[own for own, _ in seeds]}; give all of them the same")
-    assert inventory is not None
     compare(
         channel,
         plan.text().splitlines(),

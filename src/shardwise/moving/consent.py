@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree, compare
+from shardwise.comm.agreement import agreed, compare
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.plan.reshard import ReshardPlan, plan_reshard
@@ -49,7 +49,11 @@ def consent(
     texts = [_pack(sources), _pack(targets)]
     options = {"max_bytes": max_bytes, "cast": cast}
     value = b"".join(map(xxhash.xxh3_128_digest, texts)) + json.dumps([options, word]).encode()
-    answers = agree(channel, refusal, purpose="digests of pieces to reshard", value=value)
+    with agreed(channel, purpose="digests of pieces to reshard") as agreement:
+        if refusal is not None:
+            raise refusal
+        agreement.value = value
+    answers = agreement.values
     asked = [json.loads(answer[2 * _DIGEST_BYTES :]) for answer in answers]
     for rank, (theirs, _) in enumerate(asked):
         if theirs != asked[0][0]:
@@ -59,16 +63,12 @@ def consent(
     digests = [answer[at : at + _DIGEST_BYTES] for at in (0, _DIGEST_BYTES) for answer in answers]
     pieces = _gather(channel, digests, texts)
     held, wanted = pieces[: channel.size], pieces[channel.size :]
-    error: ShardwiseError | None = None
-    plan = ReshardPlan(num_ranks=channel.size, max_bytes=max_bytes, routes=(), tensors=())
-    try:
+    with agreed(channel, purpose="verdicts on a reshard") as agreement:
         plan = plan_reshard(held, wanted, max_bytes=max_bytes, cast=cast)
         _check_casts(plan, channel.device)
-    except ShardwiseError as found:
-        error = found
-    text = plan.text()
-    digests = agree(channel, error, purpose="verdicts on a reshard", value=xxhash.xxh3_128_digest(text.encode()))
-    if len(set(digests)) > 1:
+        text = plan.text()
+        agreement.value = xxhash.xxh3_128_digest(text.encode())
+    if len(set(agreement.values)) > 1:
         hint = "Run the same version of shardwise on all ranks"
         compare(channel, text.splitlines(), subject="plans of a reshard", hint=hint)
     return Consent(
