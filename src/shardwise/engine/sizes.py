@@ -83,7 +83,7 @@ class Sizes:
         actions = [(kind, at) for _ in range(k) for kind, order in (("F", stages), ("B", stages[::-1])) for at in order]
         schedule = None if self._runner is None else self._runner.schedule
         if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
-            actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.rank]]
+            actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.stages.rank]]
         found = count_gathers(
             forward,
             actions,
