@@ -60,6 +60,90 @@ def uses_of_torch_distributed(text: str) -> list[int]:
     return lines
 
 
+def module_graph(source: Path) -> dict[str, set[str]]:
+    """What every module names in an import, those of functions and of `if TYPE_CHECKING` too.
+
+    `from shardwise.space import Box` counts as an import of the package, which loads what it gives. That a package is
+    loaded before each module in it does not count: then every package that names its own modules would be a circle.
+    """
+    modules: dict[str, Path] = {}
+    for file in source.rglob("*.py"):
+        *folders, name = file.relative_to(source).with_suffix("").parts
+        modules[".".join(folders if name == "__init__" else [*folders, name])] = file
+    graph: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        named: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    named |= {alias.name for alias in names}
+                case ast.ImportFrom(level=level, module=package, names=names):
+                    folder = module.split(".") if file.stem == "__init__" else module.split(".")[:-1]
+                    above = folder[: len(folder) + 1 - level] if level else []
+                    origin = ".".join([*above, *filter(None, [package])])
+                    inner = {f"{origin}.{alias.name}" for alias in names}
+                    named |= inner if inner <= modules.keys() else {origin, *inner}
+        graph[module] = (named & modules.keys()) - {module}
+    return graph
+
+
+def import_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, over others too: the strongly connected parts of more than one (Tarjan)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    circles = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        path.append(module)
+        for other in sorted(graph[module]):
+            if other not in number:
+                visit(other)
+            if other in path:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == number[module]:
+            part = path[path.index(module) :]
+            del path[path.index(module) :]
+            if len(part) > 1:
+                circles.append(sorted(part))
+
+    for module in sorted(graph):
+        if module not in number:
+            visit(module)
+    return circles
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = module_graph(SOURCE)
+    assert "shardwise.plan.routes" in graph["shardwise.plan.reshard"]
+    assert import_circles(graph) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import room.second",
+        "from room.second import B",
+        "from room import second",
+        "from . import second",
+        "from .second import B",
+        "if TYPE_CHECKING:\n    from room.second import B",
+        "def late():\n    from room.second import B",
+    ],
+)
+def test_each_way_to_import_is_seen(tmp_path: Path, line: str) -> None:
+    room = tmp_path / "room"
+    room.mkdir()
+    (room / "__init__.py").write_text("from room.first import A\n")
+    (room / "first.py").write_text(f"{line}\n")
+    (room / "second.py").write_text("import room.third\n")
+    (room / "third.py").write_text("from room.first import A\n")
+    assert import_circles(module_graph(tmp_path)) == [["room.first", "room.second", "room.third"]]
+    (room / "third.py").write_text("import torch\n")
+    assert import_circles(module_graph(tmp_path)) == []
+
+
 def run_python(script: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a fresh interpreter that finds the source tree first."""
     start = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n"

@@ -78,11 +78,11 @@ def measure_clipping(engine: sw.Engine, drawn: list[Batch]) -> Clipping:
         clocks.append(Clock())
         with _clocked(engine, clocks[-1]):
             engine.step(batch)
-    local = [unit for unit in runner.units if runner.is_local(unit.stage)]
+    local = [unit for unit in runner.stages.units if runner.stages.is_local(unit.stage)]
     return Clipping(
-        rank=runner.rank,
+        rank=runner.stages.rank,
         num_local=len(local),
-        num_foreign=len(runner.units) - len(local),
+        num_foreign=len(runner.stages.units) - len(local),
         num_lookups=(runner.inference.num_lookups - lookups) // (len(drawn) * num_microbatches),
         num_tried=runner.inference.num_tried,
         cpu_s=_medians([clock.cpu_s for clock in clocks], num_microbatches),
@@ -98,8 +98,8 @@ def _medians(updates: Sequence[Mapping[str, float]], num_microbatches: int) -> d
 def _clocked(engine: sw.Engine, clock: Clock) -> Iterator[None]:
     runner = runner_of(engine)
     with ExitStack() as patches:
-        for unit in runner.units:
-            if runner.is_local(unit.stage):
+        for unit in runner.stages.units:
+            if runner.stages.is_local(unit.stage):
                 patches.enter_context(patch.object(unit, "forward", clock.on("own", unit.forward)))
             else:
                 outer = clock.on("foreign", vars(unit.module)["forward"])

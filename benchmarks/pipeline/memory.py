@@ -23,13 +23,13 @@ FOREIGN, SENDING = "a module of another stage", "sending"
 def measure_memory(cell: Cell, side: Ours, batch: Batch, whole: nn.Module) -> Memory:
     """Under 1F1B. `whole`: the model, uncut."""
     runner = side.runner
-    stage = runner.rank
+    stage = runner.stages.rank
     with _marked(runner), _profiled() as seen:
         spans = side.do(batch).spans
     foreign, num_bytes = _allocated(seen)
     assert runner.schedule is not None
     return Memory(
-        rank=runner.rank,
+        rank=runner.stages.rank,
         resident_bytes=resident_bytes(side.engine.model),
         stage_bytes=sum(
             parameter_bytes(whole.get_submodule(name))
@@ -68,8 +68,8 @@ def _profiled() -> Iterator[profile]:
 @contextmanager
 def _marked(runner: PipelineRunner) -> Iterator[None]:
     with ExitStack() as patches:
-        for unit in runner.units:
-            if not runner.is_local(unit.stage):
+        for unit in runner.stages.units:
+            if not runner.stages.is_local(unit.stage):
                 outer = _mark(FOREIGN, vars(unit.module)["forward"])
                 patches.enter_context(patch.dict(vars(unit.module), {"forward": outer}))
         patches.enter_context(patch.object(Flow, "_depart", _mark(SENDING, Flow._depart)))

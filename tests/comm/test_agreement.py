@@ -1,6 +1,6 @@
 """Ranks compare before they act: what differs between them is named, in the same words on every rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +9,19 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.agreement import agree, compare, digest_of_values
-from shardwise.errors import BatchError, MismatchError, ModelError, PlanError
+from shardwise.comm import alone
+from shardwise.comm.agreement import agreed, compare, digest_of_values
+from shardwise.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    MismatchError,
+    ModelError,
+    PeerError,
+    PlanError,
+    RewriteError,
+    ShardwiseError,
+)
 from tests.engine.refusals import PLAN, refusal, same_error_everywhere, two_layers
 
 
@@ -136,27 +147,112 @@ def test_other_settings_of_the_optimizer_are_named(optimizer: Any) -> None:
 
 
 def test_values_are_given_in_rank_order_when_nobody_refuses() -> None:
-    def run(channel: sw.Channel) -> list[bytes]:
-        return agree(channel, None, purpose="names", value=b"-" + bytes([channel.rank]))
+    def run(channel: sw.Channel) -> Sequence[bytes]:
+        with agreed(channel, purpose="names") as agreement:
+            agreement.value = b"-" + bytes([channel.rank])
+        return agreement.values
 
     assert sw.simulate(3, run) == [[b"-\x00", b"-\x01", b"-\x02"]] * 3
 
 
-def test_a_verdict_keeps_the_kind_of_the_first_refusal_and_its_words() -> None:
-    def run(channel: sw.Channel) -> None:
-        mine = {1: BatchError("no \u00e9 rows\nat all"), 2: ModelError("no model")}
-        agree(channel, mine.get(channel.rank), purpose="verdict")
+def refused(errors: Mapping[int, ShardwiseError], num_ranks: int = 3) -> ShardwiseError:
+    """What all ranks raise when some have these errors."""
 
-    error = same_error_everywhere(3, run)
-    assert isinstance(error, BatchError)
+    def run(channel: sw.Channel) -> None:
+        with agreed(channel, purpose="verdict"):
+            if channel.rank in errors:
+                raise errors[channel.rank]
+
+    error = same_error_everywhere(num_ranks, run)
+    assert isinstance(error, ShardwiseError)
+    return error
+
+
+def test_a_verdict_keeps_the_kind_of_the_first_refusal_and_its_words() -> None:
+    error = refused({1: BatchError("no \u00e9 rows\nat all"), 2: ModelError("no model")})
+    assert type(error) is BatchError
     assert str(error) == "rank 1: no \u00e9 rows\nat all\nrank 2: no model"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PlanError("one", "two"),
+        lambda: ConfigError("only one"),
+        lambda: CheckpointError(*(f"problem {at}" for at in range(50)), about="the save"),
+        lambda: RewriteError("line 1\n  a -> b\n  ^", "line 2", about="rules.txt"),
+    ],
+)
+def test_all_problems_and_notes_travel(make: Callable[[], Any]) -> None:
+    def noted() -> Any:
+        error = make()
+        error.add_note("a note")
+        return error
+
+    error = refused({rank: noted() for rank in range(3)})
+    assert type(error) is type(make())
+    assert str(error) == str(make())
+    assert error.problems == make().problems  # type: ignore[attr-defined]
+    assert error.__notes__ == ["a note"]
+
+
+def test_problems_and_notes_name_the_rank_where_not_all_refuse() -> None:
+    refusing = PlanError("one", "two")
+    refusing.add_note("a note")
+    error = refused({1: refusing, 2: ModelError("no model")})
+    assert isinstance(error, PlanError)
+    assert str(error) == f"rank 1: {PlanError('one', 'two')}\nrank 2: no model"
+    assert error.problems == ("rank 1: one", "rank 1: two", "rank 2: no model")
+    assert error.__notes__ == ["rank 1: a note"]
+
+
+def test_the_error_of_the_only_rank_that_decides_does_not_name_it() -> None:
+    def run(channel: sw.Channel) -> None:
+        with agreed(channel, purpose="verdict", only=0):
+            if channel.rank == 0:
+                raise PlanError("one", "two")
+
+    error = same_error_everywhere(2, run)
+    assert isinstance(error, PlanError)
+    assert str(error) == str(PlanError("one", "two"))
+    assert error.problems == ("one", "two")
+
+
+def test_a_kind_that_no_user_knows_becomes_the_kind_that_it_is() -> None:
+    class NarrowError(CheckpointError):
+        pass
+
+    assert type(refused({0: NarrowError("narrow")})) is CheckpointError
+
+
+def test_other_errors_are_not_told() -> None:
+    class OwnError(Exception):
+        pass
+
+    recorded = sw.Recorded(alone())
+    with pytest.raises(OwnError), agreed(recorded, purpose="verdict"):
+        raise OwnError
+    assert recorded.calls == []
+
+
+def test_other_errors_stop_the_peers_of_a_rank_that_says_what_it_does() -> None:
+    def run(channel: sw.Channel) -> str:
+        with pytest.raises((ZeroDivisionError, PeerError)) as caught, agreed(channel, purpose="v", doing="a division"):
+            _ = 1 // channel.rank
+        return str(caught.value)
+
+    assert "rank 0 stopped: ZeroDivisionError in a division: " in sw.simulate(2, run)[1]
 
 
 def test_the_rank_that_refused_shows_its_own_error_as_the_cause() -> None:
     def run(channel: sw.Channel) -> BaseException | None:
-        mine = ModelError("mine") if channel.rank == 1 else None
+        def refuse() -> None:
+            with agreed(channel, purpose="verdict"):
+                if channel.rank == 1:
+                    raise ModelError("mine")
+
         with pytest.raises(ModelError) as caught:
-            agree(channel, mine, purpose="verdict")
+            refuse()
         return caught.value.__cause__
 
     causes = sw.simulate(2, run)

@@ -30,7 +30,9 @@ def same_error_everywhere(world_size: int, fn: Callable[[sw.Channel], object]) -
 
     sw.simulate(world_size, run)
     assert len(errors) == world_size
+    told = [(getattr(error, "problems", ()), getattr(error, "__notes__", [])) for error in errors]
     assert len({(type(error), str(error)) for error in errors}) == 1
+    assert all(each == told[0] for each in told)
     return errors[0]
 
 

@@ -32,7 +32,7 @@ from shardwise.checkpoint.states import State
 from shardwise.checkpoint.streaming import stream_whole
 from shardwise.checkpoint.writing import Filling
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.comm.default import channel_of
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.rewrite import Rewrite
@@ -150,10 +150,14 @@ class AsyncSaver:
             task.collect()
         try:
             # Whoever met the cause tells it; those that only heard of it are asked where nobody did.
-            cause = None if task.is_echo else task.refusal
-            mine = b"echo" if task.is_echo else b""
-            if any(agree(channel, cause, purpose="verdict on a save in the background", value=mine)):
-                agree(channel, task.refusal, purpose="echoes of a save in the background")
+            with agreed(channel, purpose="verdict on a save in the background") as agreement:
+                if task.refusal is not None and not task.is_echo:
+                    raise task.refusal
+                agreement.value = b"echo" if task.is_echo else b""
+            if any(agreement.values):
+                with agreed(channel, purpose="echoes of a save in the background"):
+                    if task.refusal is not None:
+                        raise task.refusal
         except CheckpointError:
             task.discard()  # what was written after another rank had failed and cleaned up
             raise

@@ -153,20 +153,13 @@ class _Supply:
 
 def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receivers, *, optimizer: bool) -> _Supply:
     """What all ranks hold, and what is to be given; raises the same error on all ranks."""
-    refusal: ShardwiseError | None = None
-    held = Held(tensors={})
-    order: list[str] = []
-    try:
+    with Gathering("pieces, ties and names of full tensors").agreed(channel) as gathered:
         _check(channel, rewrite, to, optimizer=optimizer)
         held = _without_state(hold(state)) if not optimizer else hold(state)
-        order = _order(state)
-    except ShardwiseError as error:
-        refusal = error
-    request = f"rewrite={None if rewrite is None else str(rewrite)!r}, to={to!r}, optimizer={optimizer!r}"
-    texts = [request.encode(), pack_pieces(list(held.tensors)), json.dumps([held.aliases, order]).encode()]
-    requests, pieces, facts = (
-        Gathering("pieces, ties and names of full tensors").gather(channel, texts, refusal=refusal).texts
-    )
+        request = f"rewrite={None if rewrite is None else str(rewrite)!r}, to={to!r}, optimizer={optimizer!r}"
+        facts_here = json.dumps([held.aliases, _order(state)]).encode()
+        gathered.own = [request.encode(), pack_pieces(list(held.tensors)), facts_here]
+    requests, pieces, facts = gathered.texts
     if different := [rank for rank, each in enumerate(requests) if each != requests[0]]:
         raise MismatchError(
             f"rank {different[0]} asks for full tensors with {requests[different[0]].decode()}, but rank 0 with "

@@ -31,9 +31,9 @@ from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.targets import check_targets
 from shardwise.checkpoint.twins import compare_twins
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.comm.default import channel_of, given_or_default
-from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
@@ -170,7 +170,6 @@ def load(
 
 def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> None:
     """Raise CheckpointError for options that cannot be, and MismatchError, on all ranks, where ranks give different."""
-    refusal: ShardwiseError | None = None
     flags: dict[str, object] = {"strict": options.strict, "cast": options.cast, "shared": options.shared}
     problems = [f"{name} is {value!r}; give True or False" for name, value in flags.items() if type(value) is not bool]
     if type(options.verify) is not bool and options.verify != "first":
@@ -178,11 +177,13 @@ def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> 
     if step is not None and type(step) is not int:
         problems.append(f"step is {step!r}, a {type(step).__name__}; give a whole number or None")
     problems += wrong_rewrite(options.rewrite)
-    if problems:
-        refusal = CheckpointError(*problems)
     flags["rewrite"] = None if options.rewrite is None else str(options.rewrite)
     given = f"step={step!r}, verify={options.verify!r}, " + ", ".join(f"{name}={flags[name]!r}" for name in flags)
-    texts = agree(channel, refusal, purpose="options of a load", value=given.encode())
+    with agreed(channel, purpose="options of a load") as agreement:
+        if problems:
+            raise CheckpointError(*problems)
+        agreement.value = given.encode()
+    texts = agreement.values
     if different := [rank for rank, text in enumerate(texts) if text != texts[0]]:
         raise MismatchError(
             f"rank {different[0]} loads with {texts[different[0]].decode()}, but rank 0 with {texts[0].decode()}; make "
@@ -286,19 +287,13 @@ def _settle(
     channel: Channel, state: State, contents: Contents, view: RewriteView | None, options: _Options
 ) -> tuple[_Target, list[list[Piece]], Match]:
     """What every rank wants, without what is missing, and where it comes from; raises the same error on all ranks."""
-    refusal: ShardwiseError | None = None
-    target = _Target(Held(tensors={}), None)
     contents = contents if view is None else view.contents
-    try:
+    with Gathering("pieces, ties and findings of the target").agreed(channel) as gathered:
         target = _target(state, contents)
         check_targets(target.held)
-    except ShardwiseError as error:
-        refusal = error
-    own = [piece for piece in target.held.tensors if piece.num_elements or piece.whole]
-    facts = json.dumps([target.aliases, target.accounted]).encode()
-    misfits = json.dumps(target.findings).encode()
-    gathering = Gathering("pieces, ties and findings of the target")
-    gathered = gathering.gather(channel, [pack_pieces(own), facts, misfits], refusal=refusal)
+        own = [piece for piece in target.held.tensors if piece.num_elements or piece.whole]
+        facts = json.dumps([target.aliases, target.accounted]).encode()
+        gathered.own = [pack_pieces(own), facts, json.dumps(target.findings).encode()]
     texts, facts_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     wanted = [pieces_of[text] for text in texts]

@@ -10,10 +10,9 @@ Every rank finds the same outputs, or all raise the same error.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
 
 import torch
 
@@ -40,9 +39,9 @@ from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.transfers import cast_through
 from shardwise.checkpoint.twins import compare_in_turns
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.errors import CheckpointError, RewriteError, ShardwiseError
+from shardwise.errors import CheckpointError, RewriteError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.state_names import is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
@@ -60,28 +59,10 @@ __all__ = [
     "without_place",
 ]
 
-T = TypeVar("T")
-
 _CHUNK_BYTES = 16 << 20
 """So much is cast at a time, were its elements as wide as any."""
 
 _WIDEST_BYTES = 16
-
-
-def _agreed(channel: Channel, check: Callable[[], T]) -> T:
-    """What `check` gives, on every rank the same; its RewriteError comes with all problems on every rank."""
-    refusal: ShardwiseError | None = None
-    checked: T | None = None
-    try:
-        checked = check()
-    except ShardwiseError as error:
-        refusal = error
-    try:
-        agree(channel, refusal, purpose="verdict on a rewrite")
-    except ShardwiseError as error:  # mostly all ranks have the same one, whose problems do not travel
-        raise (refusal if refusal is not None and str(refusal) == str(error) else error) from None
-    assert checked is not None
-    return checked
 
 
 # States that are saved
@@ -136,9 +117,7 @@ class StateRewriting:
                 tensors[whole] = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
         numbers = {name for group in checked.agree for name in group}
         mine = {piece.name: value_of(tensor) for piece, tensor in held.tensors.items() if piece.name in numbers}
-        new_texts, values_of = self._gathering.gather(
-            channel, [pack_pieces(list(tensors)), json.dumps(mine).encode()]
-        ).texts
+        new_texts, values_of = self._gathering.gather(channel, [pack_pieces(list(tensors)), json.dumps(mine).encode()])
         values = {name: value for each in dict.fromkeys(values_of) for name, value in json.loads(each).items()}
         if findings := differences(checked.agree, values):
             raise CheckpointError(*findings, about="the state does not fit the rewrite")
@@ -164,7 +143,8 @@ class StateRewriting:
             }
             metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), num_ranks=num_ranks)
             sources = {name: metas[name] for name in dict.fromkeys([*order, *metas]) if name in metas}
-            checked = _agreed(channel, lambda: self._checked(sources, aliases))
+            with agreed(channel, purpose="verdict on a rewrite"):
+                checked = self._checked(sources, aliases)
             mine = pieces_of[texts[channel.rank]]
             self._key, self._found = key, (checked, outputs_with(checked, mine))
         return self._found
@@ -200,7 +180,8 @@ def view_for_load(channel: Channel, contents: Contents, state: State, rewrite: R
         }
     known = {name: meta for name, meta in live.metas.items() if says_state or not is_state_name(name)}
     wanted = live.wanted(sources)
-    return _agreed(channel, lambda: RewriteView.of(contents, rewrite, sources=sources, wanted=wanted, recorded=known))
+    with agreed(channel, purpose="verdict on a rewrite"):
+        return RewriteView.of(contents, rewrite, sources=sources, wanted=wanted, recorded=known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,18 +196,12 @@ class _Live:
     @classmethod
     def of(cls, channel: Channel, state: State) -> "_Live":
         """All ranks call it together; raises the same error on all."""
-        refusal: ShardwiseError | None = None
-        pieces: list[Piece] = []
-        facts: tuple[Mapping[str, str], bool, int | None] = ({}, False, None)
-        try:
+        with Gathering("tensors of the target of a rewrite").agreed(channel) as gathered:
             held = hold(state, what="the target")
             pieces = list(held.tensors)
             facts = held.aliases, bool(held.settings.get("optimizers")), ranks_along_tp(held.settings)
-        except ShardwiseError as error:
-            refusal = error
-        text = pack_pieces(pieces)
-        gathering = Gathering("tensors of the target of a rewrite")
-        gathered = gathering.gather(channel, [text, json.dumps(facts).encode()], refusal=refusal)
+            text = pack_pieces(pieces)
+            gathered.own = [text, json.dumps(facts).encode()]
         pieces_of = unpack_alike(gathered.texts[0], text, pieces)
         known = [json.loads(each) for each in dict.fromkeys(gathered.texts[1])]
         degrees = {num_ranks for _, _, num_ranks in known}
@@ -307,7 +282,7 @@ def locate(
             if cast is not None:
                 late.append(cast)
     text = pack_pieces(own)
-    texts = Gathering("stored pieces of the target").gather(channel, [text]).texts[0]
+    texts = Gathering("stored pieces of the target").gather(channel, [text])[0]
     pieces_of = unpack_alike(texts, text, own)
     sources = [[Wanted(piece, piece.name) for piece in pieces_of[each]] for each in texts]
     names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,9 @@ from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.stores import Reader, Store
 from shardwise.checkpoint.transfers import is_plain, plain_bytes
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.parts import copy_moves, parts_of
 from shardwise.space import Piece, Run, moves
@@ -143,15 +144,11 @@ def _read_for_itself(
     is_late: bool,
 ) -> None:
     """Read, verify and use batches that nobody else needs; raises the same error on all ranks if one could not."""
-    refusal: ShardwiseError | None = None
-    try:
+    with agreed(channel, purpose="verdict on blocks that each rank read for itself"), _naming_damage(is_late=is_late):
         for batch in batches:
             read = reader.read(batch)
             if handover is not None:
                 handover.take(read)
-    except CheckpointError as error:
-        refusal = _refusal(error, is_late=is_late)
-    agree(channel, refusal, purpose="verdict on blocks that each rank read for itself")
 
 
 class _Buffers:
@@ -188,25 +185,25 @@ def _agreed(
     channel: Channel, reader: BatchReader, batch: Sequence[Span], buffer: torch.Tensor, *, is_late: bool
 ) -> tuple[dict[Span, torch.Tensor], list[list[Span]]]:
     """What this rank has read, and which spans each rank has; raises the same error on all ranks if one could not."""
-    refusal: ShardwiseError | None = None
-    read: dict[Span, torch.Tensor] = {}
-    try:
+    with agreed(channel, purpose="verdict on blocks that were read") as agreement, _naming_damage(is_late=is_late):
         read = reader.read(batch, buffer)
+        spans = [(each.ordinal, each.first_block, each.last_block) for each in batch]
+        agreement.value = json.dumps(spans, separators=(",", ":")).encode()
+    return read, [[Span(*each) for each in json.loads(answer)] for answer in agreement.values]
+
+
+@contextmanager
+def _naming_damage(*, is_late: bool) -> Iterator[None]:
+    """Errors inside say what they mean for the target."""
+    try:
+        yield
     except CheckpointError as error:
-        refusal = _refusal(error, is_late=is_late)
-    spans = json.dumps([(each.ordinal, each.first_block, each.last_block) for each in batch], separators=(",", ":"))
-    answers = agree(channel, refusal, purpose="verdict on blocks that were read", value=spans.encode())
-    return read, [[Span(*each) for each in json.loads(answer)] for answer in answers]
-
-
-def _refusal(error: CheckpointError, *, is_late: bool) -> CheckpointError:
-    """The error with what it means for the target."""
-    after = (
-        "the target is partly overwritten by now: load a good checkpoint before using it, or give up"
-        if is_late
-        else "nothing of the target was changed"
-    )
-    return CheckpointError(*error.problems, after)
+        after = (
+            "the target is partly overwritten by now: load a good checkpoint before using it, or give up"
+            if is_late
+            else "nothing of the target was changed"
+        )
+        raise CheckpointError(*error.problems, after) from error
 
 
 class _Handover:
@@ -289,27 +286,26 @@ def read_exactly(
     Raises the same CheckpointError on all ranks.
     """
     readers: dict[str, Reader] = {}
-    refusal: ShardwiseError | None = None
     read_bytes = 0
     name = ""
-    try:
-        for ordinal, source, index, target in exact_ranges(stored, wanted):
-            piece, name = stored[ordinal], stored[ordinal].file
-            if name not in readers:
-                readers[name] = store.open(name)
-            dtype = torch_dtype(piece.piece.dtype)
-            start = piece.start + source.start * dtype.itemsize
-            _read_run(readers[name], start, dtype, tensors[index], wanted[index].piece, target)
-            read_bytes += source.num_elements * dtype.itemsize
-    except (OSError, EOFError) as error:
-        refusal = CheckpointError(
-            f"{store.location}/{name} cannot be read: {reason(error)}; the target may be partly overwritten by now: "
-            "load a good checkpoint before using it, or give up"
-        )
-    finally:
-        for reader in readers.values():
-            reader.close()
-    agree(channel, refusal, purpose="verdict on what was read")
+    with agreed(channel, purpose="verdict on what was read"):
+        try:
+            for ordinal, source, index, target in exact_ranges(stored, wanted):
+                piece, name = stored[ordinal], stored[ordinal].file
+                if name not in readers:
+                    readers[name] = store.open(name)
+                dtype = torch_dtype(piece.piece.dtype)
+                start = piece.start + source.start * dtype.itemsize
+                _read_run(readers[name], start, dtype, tensors[index], wanted[index].piece, target)
+                read_bytes += source.num_elements * dtype.itemsize
+        except (OSError, EOFError) as error:
+            raise CheckpointError(
+                f"{store.location}/{name} cannot be read: {reason(error)}; the target may be partly overwritten by "
+                "now: load a good checkpoint before using it, or give up"
+            ) from error
+        finally:
+            for reader in readers.values():
+                reader.close()
     return Traffic(read_bytes=read_bytes, received_bytes=0, in_place=False)
 
 

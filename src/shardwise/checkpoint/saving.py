@@ -30,10 +30,10 @@ from shardwise.checkpoint.streaming import stream_whole
 from shardwise.checkpoint.transfers import row_major_bytes
 from shardwise.checkpoint.writing import Filling, Sink
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.comm.default import channel_of, given_or_default
 from shardwise.comm.dtypes import torch_dtype
-from shardwise.errors import CheckpointError, MismatchError, PlanError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError, PlanError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
 from shardwise.plan import Plan
 from shardwise.plan.merged_settings import merge_settings
@@ -148,44 +148,50 @@ def _save(
     prepared = prepare(channel, path, state, arguments)
     store = prepared.store
     arrangement, attempt = prepared.arrangement, prepared.attempt
-    written = Written([])
-    refusal: ShardwiseError | None = None
+    try:
+        with agreed(channel, purpose="verdict on the files of a save") as files:
+            files.value = _write_file(channel, prepared).pack()
+        while True:
+            with agreed(channel, purpose=_COMMIT) as committed:
+                if channel.rank == 0:
+                    parts = [
+                        Written.unpack(report, arrangement.file(rank), prepared.description.block_bytes)
+                        for rank, report in enumerate(files.values)
+                    ]
+                    commit(store, attempt, arrangement, parts, prepared.description, again=_Again(channel))
+            if committed.values[0] != _WAITING:
+                break
+    except CheckpointError:  # all ranks refuse; after a lost peer nobody knows whether it was committed
+        discard(store, attempt, channel.rank)
+        raise
+    return prepared.report(channel.rank)
+
+
+def _write_file(channel: Channel, prepared: Prepared) -> Written:
+    """Write what this rank has to write; under the layout "whole" also send what others write."""
+    store, attempt, arrangement = prepared.store, prepared.attempt, prepared.arrangement
     name = attempt.folder + attempt.data_file(channel.rank)
     file = arrangement.file(channel.rank)
-    streamed = False
+    written = Written([])
+    others_wait = arrangement.file_layout == "whole"
     try:
         if file.pieces:
             with storing(store, name, "written"), store.write(name, num_bytes=file.num_bytes) as writer:
                 filling = Filling(file, writer, block_bytes=prepared.description.block_bytes)
-                if arrangement.file_layout == "whole":
-                    streamed = True
+                if others_wait:
+                    others_wait = False
                     stream_whole(channel, arrangement, prepared.held, filling)
                 else:
                     write_pieces(file.pieces, prepared.held, filling)
                 filling.flush()
             written = Written(filling.checksums)
-    except CheckpointError as error:
-        refusal = error
-    if arrangement.file_layout == "whole" and not streamed:
-        stream_whole(channel, arrangement, prepared.held, None)
-    try:
-        reports = agree(channel, refusal, purpose="verdict on the files of a save", value=written.pack())
-        if channel.rank == 0:
-            parts = [
-                Written.unpack(report, arrangement.file(rank), prepared.description.block_bytes)
-                for rank, report in enumerate(reports)
-            ]
-            again = _Again(channel)
-            try:
-                commit(store, attempt, arrangement, parts, prepared.description, again=again)
-            except ShardwiseError as error:
-                refusal = error
-        while agree(channel, refusal, purpose=_COMMIT)[0] == _WAITING:
-            pass
-    except CheckpointError:  # all ranks refuse; after a lost peer nobody knows whether it was committed
-        discard(store, attempt, channel.rank)
+    except CheckpointError:
+        if others_wait:  # also where this rank cannot write its own file
+            stream_whole(channel, arrangement, prepared.held, None)
         raise
-    return prepared.report(channel.rank)
+    if others_wait:
+        stream_whole(channel, arrangement, prepared.held, None)
+    return written
 
 
 class _Again:
@@ -201,7 +207,8 @@ class _Again:
             self._deadline = time.monotonic() + VISIBLE_SECONDS
         if time.monotonic() > self._deadline:
             return False
-        agree(self._channel, None, purpose=_COMMIT, value=_WAITING)
+        with agreed(self._channel, purpose=_COMMIT) as agreement:
+            agreement.value = _WAITING
         time.sleep(_PAUSE_SECONDS)
         return True
 
@@ -239,22 +246,16 @@ def prepare(
     channel: Channel, path: Address, state: State, arguments: Arguments, memory: Memory | None = None
 ) -> Prepared:
     """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse."""
-    refusal: ShardwiseError | None = None
     memory = memory if memory is not None else Memory()
-    place = b""
-    texts = [b"", b"", b""]
-    try:
+    with memory.gathering.agreed(channel) as gathered:
         arguments = arguments.checked()
         store = store_of(path)
         held = hold(state, known=memory.known_dtensors)
         ties_and_settings = json.dumps([held.aliases, held.settings]).encode()
-        texts = [arguments.text(), pack_pieces(list(held.tensors)), ties_and_settings]
+        gathered.own = [arguments.text(), pack_pieces(list(held.tensors)), ties_and_settings]
         if channel.rank == 0:
             attempt = begin(store)
-            place = json.dumps([attempt.number, attempt.id]).encode()
-    except ShardwiseError as error:
-        refusal = error
-    gathered = memory.gathering.gather(channel, texts, refusal=refusal, value=place)
+            gathered.value = json.dumps([attempt.number, attempt.id]).encode()
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
         raise MismatchError(

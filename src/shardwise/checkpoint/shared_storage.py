@@ -10,8 +10,8 @@ from shardwise.checkpoint.commit import Attempt, begin, storing
 from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
-from shardwise.errors import CheckpointError, ShardwiseError, few_of
+from shardwise.comm.agreement import agreed
+from shardwise.errors import CheckpointError, few_of
 
 __all__ = ["check_shared_storage"]
 
@@ -28,21 +28,16 @@ def check_shared_storage(path: Address, channel: Channel, *, timeout_seconds: fl
     Rank 0 leaves a small file in the folder of the next save and removes it again. Ranks look for it as long as a slow
     network file system may take to show it: a minute, and `timeout_seconds` at most. All ranks call this together.
     """
-    refusal: ShardwiseError | None = None
-    told = b""
     attempt: Attempt | None = None
-    try:
+    with agreed(channel, purpose="a probe of the storage of saves") as agreement:
         store = store_of(path)
         if channel.rank == 0:
             attempt = begin(store)
             with storing(store, attempt.folder + attempt.probe_file, "created"):
                 store.create(attempt.folder + attempt.probe_file, attempt.id.encode())
-            told = json.dumps([attempt.number, attempt.id]).encode()
-    except ShardwiseError as error:
-        refusal = error
+            agreement.value = json.dumps([attempt.number, attempt.id]).encode()
     # Nobody looks before it is there: a file system remembers for a while what it did not find.
-    told = agree(channel, refusal, purpose="a probe of the storage of saves", value=told)[0]
-    number, name = json.loads(told)
+    number, name = json.loads(agreement.values[0])
     written = Attempt(number=number, id=name)
     try:
         found = _look(store, written, channel, patience_seconds=min(timeout_seconds, _PATIENCE_SECONDS))

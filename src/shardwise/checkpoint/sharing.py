@@ -13,8 +13,8 @@ __all__ = ["gather_findings", "merge_ties"]
 
 def gather_findings(channel: Channel, findings: Sequence[str], *, purpose: str) -> list[str]:
     """The findings of all ranks, each once, the same on every rank."""
-    gathered = Gathering(purpose).gather(channel, [json.dumps(list(findings)).encode()])
-    return list(dict.fromkeys(each for text in dict.fromkeys(gathered.texts[0]) for each in json.loads(text)))
+    (texts,) = Gathering(purpose).gather(channel, [json.dumps(list(findings)).encode()])
+    return list(dict.fromkeys(each for text in dict.fromkeys(texts) for each in json.loads(text)))
 
 
 def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:

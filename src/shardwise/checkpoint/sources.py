@@ -14,7 +14,7 @@ from shardwise.checkpoint.manifest import MANIFEST, pack_tables, unpack_tables
 from shardwise.checkpoint.saves import folder_of, load_contents, metadata_files, select
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.errors import CheckpointError, ShardwiseError
 
 __all__ = ["ATTEMPTS", "Source", "agree_on_source", "read_contents", "was_removed", "with_contents"]
@@ -99,12 +99,8 @@ def agree_on_source(channel: Channel, path: Address, *, step: int | None, shared
     shared: rank 0 reads the metadata for all, and every rank sees the files. Otherwise every rank looks; those that
     find the checkpoint are its readers. Raises the same CheckpointError on all ranks when none does.
     """
-    refusal: ShardwiseError | None = None
-    try:
+    with agreed(channel, purpose="address of the checkpoint"):
         store = store_of(path)
-    except ShardwiseError as error:
-        refusal = error
-    agree(channel, refusal, purpose="address of the checkpoint")
     contents, readers = _agree_on_contents(channel, store, step=step, shared=shared)
     return Source(store=store, contents=contents, readers=readers)
 
@@ -113,21 +109,23 @@ def _agree_on_contents(
     channel: Channel, store: Store, *, step: int | None, shared: bool
 ) -> tuple[Contents, frozenset[int]]:
     contents: Contents | None = None
-    refusal: ShardwiseError | None = None
-    if not shared or channel.rank == 0:
-        try:
-            contents = read_contents(store, step=step)
-        except ShardwiseError as error:
-            refusal = error
     if channel.size == 1 or shared:
-        text = b"" if contents is None or channel.size == 1 else _pack(contents)
-        answers = agree(channel, refusal, purpose="contents of the checkpoint", value=text)
-        return contents if contents is not None else _unpack(answers[0]), frozenset(range(channel.size))
+        with agreed(channel, purpose="contents of the checkpoint") as agreement:
+            if channel.rank == 0:
+                contents = read_contents(store, step=step)
+                agreement.value = _pack(contents) if channel.size > 1 else b""
+        return contents if contents is not None else _unpack(agreement.values[0]), frozenset(range(channel.size))
+    refusal: ShardwiseError | None = None
+    try:
+        contents = read_contents(store, step=step)
+    except ShardwiseError as error:  # this rank goes on where another one sees the checkpoint
+        refusal = error
     mine = "" if contents is None else f"{_digest(contents)} {contents.location}"
     answers = channel.exchange(mine.encode(), purpose="which ranks see the checkpoint")
     seen = {rank: each.decode().split(" ", 1) for rank, each in enumerate(answers) if each}
-    if not seen:
-        agree(channel, refusal, purpose="verdict on the checkpoint")
+    if not seen and refusal is not None:
+        with agreed(channel, purpose="verdict on the checkpoint"):
+            raise refusal
     first, (digest, place) = next(iter(seen.items()))
     for rank, (other, elsewhere) in seen.items():
         if other != digest:

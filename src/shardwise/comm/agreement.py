@@ -1,27 +1,78 @@
 """Ranks compare before they act: equal descriptions, and one verdict."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import xxhash
 
 from shardwise import errors
 from shardwise.comm.channel import Channel
-from shardwise.errors import MismatchError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError, PlanError, RewriteError, ShardwiseError
 
 
-def agree(channel: Channel, error: ShardwiseError | None, *, purpose: str, value: bytes = b"") -> list[bytes]:
-    """Give every rank's `value`, in rank order; raise the same error on every rank when one must refuse."""
-    mine = b"+" + value if error is None else b"-" + json.dumps([type(error).__name__, str(error)]).encode()
+@dataclass(slots=True)
+class Agreement:
+    """What this rank gives to the others with its consent, and what all ranks have given once they have agreed."""
+
+    value: bytes = b""
+    """This rank's, set inside `agreed`."""
+    values: Sequence[bytes] = ()
+    """All ranks', in rank order, there after `agreed`."""
+
+
+@contextmanager
+def agreed(channel: Channel, *, purpose: str, doing: str | None = None, only: int | None = None) -> Iterator[Agreement]:
+    """Decide inside; where one rank raises a ShardwiseError, every rank raises the same one, with all its problems.
+
+    Costs one exchange. Other errors leave at once, without it. The peers wait then until somebody aborts the channel:
+    this does, where it is given what the rank is `doing`; else a caller does.
+    only: the rank that decides for all, so that its error need not name it.
+    """
+    agreement = Agreement()
+    refusal: ShardwiseError | None = None
+    try:
+        yield agreement
+    except ShardwiseError as error:
+        refusal = error
+    except BaseException as error:
+        if doing is not None:
+            channel.abort(f"{type(error).__name__} in {doing}: {error}")
+        raise
+    mine = b"+" + agreement.value if refusal is None else b"-" + _packed(refusal)
     answers = channel.exchange(mine, purpose=purpose)
     refusals = {rank: json.loads(each[1:]) for rank, each in enumerate(answers) if each[:1] == b"-"}
-    if not refusals:
-        return [each[1:] for each in answers]
-    kind, text = next(iter(refusals.values()))
-    if len(refusals) < channel.size or len({each for _, each in refusals.values()}) > 1:
-        text = "\n".join(f"rank {rank}: {each}" for rank, (_, each) in refusals.items())
-    raise getattr(errors, kind)(text) from error
+    if refusals:
+        raise _joined(refusals, names_ranks=only is None and len(refusals) < channel.size) from refusal
+    agreement.values = [each[1:] for each in answers]
+
+
+def _packed(error: ShardwiseError) -> bytes:
+    kind = next(each.__name__ for each in type(error).__mro__ if vars(errors).get(each.__name__) is each)
+    problems, notes = getattr(error, "problems", ()), getattr(error, "__notes__", ())
+    return json.dumps([kind, str(error), problems, notes]).encode()
+
+
+def _joined(refusals: Mapping[int, tuple[str, str, list[str], list[str]]], *, names_ranks: bool) -> ShardwiseError:
+    """One error for all that ranks refuse with. Where not all say the same, each line says which rank does."""
+    names_ranks = names_ranks or len({text for _, text, _, _ in refusals.values()}) > 1
+    lines: dict[str, None] = {}  # keys of dicts keep each text once, in the order of the ranks
+    problems: dict[str, None] = {}
+    notes: dict[str, None] = {}
+    for rank, (_, text, own_problems, own_notes) in refusals.items():
+        label = f"rank {rank}: " if names_ranks else ""
+        lines[label + text] = None
+        problems |= dict.fromkeys(label + each for each in own_problems or [text])
+        notes |= dict.fromkeys(label + each for each in own_notes)
+    kind = next(kind for kind, _, _, _ in refusals.values())
+    error: ShardwiseError = getattr(errors, kind)("\n".join(lines))
+    if isinstance(error, PlanError | CheckpointError | RewriteError):
+        error.problems = tuple(problems)
+    for note in notes:
+        error.add_note(note)
+    return error
 
 
 def compare(channel: Channel, lines: Sequence[str], *, subject: str, hint: str) -> None:

@@ -9,13 +9,13 @@ import select
 import socket
 import termios
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
 from shardwise.comm.frames import FORMAT, HEADER_BYTES, MAX_PAYLOAD_BYTES, Header, Kind, frame
 from shardwise.comm.shared_memory import Segment, map_segment
-from shardwise.comm.verdicts import Status
+from shardwise.comm.verdicts import Status, Verdict
 
 READ_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 8
@@ -305,3 +305,28 @@ def flush_until(deadline: float, links: Collection[Link]) -> None:
         if is_empty or left <= 0:
             return
         poll.poll(left * 1000)
+
+
+def stuck(awaited: int, links: Mapping[int, Link], *, own_rank: int, timeout_seconds: float) -> Verdict:
+    """The verdict on the rank at the end of the chain of waiting ranks that begins with `awaited`."""
+    culprit = awaited
+    chain = []
+    passed = {own_rank}
+    while (status := links[culprit].status) is not None:
+        passed.add(culprit)
+        following = [rank for rank in status.awaited if rank not in passed]
+        if not following:
+            break
+        chain.append(f"rank {culprit} waits for rank {following[0]} in {status.operation} for {status.purpose!r}")
+        culprit = following[0]
+    seen = "; ".join([_last_seen(links[culprit]), *chain])
+    return Verdict(fact=f"rank {culprit} made no progress for {timeout_seconds:g} s ({seen})", culprit=culprit)
+
+
+def _last_seen(link: Link) -> str:
+    if link.status is not None:
+        awaited = ", ".join(map(str, link.status.awaited))
+        return f"it waits for rank {awaited} in {link.status.operation} for {link.status.purpose!r}"
+    if link.last_digest is None:
+        return "it has made no call yet"
+    return f"last seen in {link.texts[link.last_digest]}, {time.monotonic() - link.last_heard:.0f} s ago"

@@ -1,7 +1,7 @@
 """The channel between GPUs: NCCL moves the tensors, the connections of the CPU channel compare, exchange and fail."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from shardwise.comm.calls import (
 )
 from shardwise.comm.channel import Channel, Work
 from shardwise.errors import PeerError, PlanError
-
-if TYPE_CHECKING:
-    from shardwise.comm.processes import ProcessChannel
 
 
 class _Native(Protocol):
@@ -62,6 +59,22 @@ class _NcclWork:
         self._kept = ()
 
 
+class _Control(Channel, Protocol):
+    """The channel of the same ranks on the CPU (a `ProcessChannel`)."""
+
+    members: tuple[int, ...]
+    """Their world ranks."""
+
+    def subset(self, ranks: Sequence[int]) -> "_Control":
+        """`over`, by its own type."""
+
+    def compare(self, signature: Signature) -> Work:
+        """Compare a collective with what the other ranks call."""
+
+    def compare_message(self, signature: Signature, peer: int) -> Work:
+        """Compare a message with what the other side calls."""
+
+
 class NcclChannel:
     """The channel of the ranks of `control` for tensors on `device`.
 
@@ -72,7 +85,7 @@ class NcclChannel:
 
     progresses_alone = True
 
-    def __init__(self, control: "ProcessChannel", device: torch.device) -> None:
+    def __init__(self, control: _Control, device: torch.device) -> None:
         self.rank = control.rank
         self.size = control.size
         self.device = device

@@ -18,11 +18,11 @@ import torch
 from shardwise.comm.calls import Signature
 from shardwise.comm.flusher import Flusher
 from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, Header, Kind, frame
-from shardwise.comm.links import Link, Payload, flush_until
+from shardwise.comm.links import Link, Payload, flush_until, stuck
 from shardwise.comm.messages import INLINE_BYTES, Chunk, Inbound, Outbound, Stamp
 from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
 from shardwise.comm.transfers import Intake, Transfer
-from shardwise.comm.verdicts import Status, Verdict, different, garbled, gone, stuck
+from shardwise.comm.verdicts import Status, Verdict, different, garbled, gone
 from shardwise.errors import CallMismatchError, PeerError, in_words
 
 _NUMBERS = 1 << 32

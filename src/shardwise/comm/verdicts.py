@@ -1,13 +1,8 @@
 """Why a channel has ended, in words, and how ranks tell each other."""
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from shardwise.comm.links import Link
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,28 +62,3 @@ def different(texts: Mapping[int, str]) -> Verdict:
     lines = [f"  - rank {rank}: {texts[rank]}" for rank in sorted(texts)]
     heading = "calls that meet differ; make the same calls in the same order on every rank:"
     return Verdict(fact="\n".join([heading, *lines]), culprit=None)
-
-
-def stuck(awaited: int, links: Mapping[int, "Link"], *, own_rank: int, timeout_seconds: float) -> Verdict:
-    """The verdict on the rank at the end of the chain of waiting ranks that begins with `awaited`."""
-    culprit = awaited
-    chain = []
-    passed = {own_rank}
-    while (status := links[culprit].status) is not None:
-        passed.add(culprit)
-        following = [rank for rank in status.awaited if rank not in passed]
-        if not following:
-            break
-        chain.append(f"rank {culprit} waits for rank {following[0]} in {status.operation} for {status.purpose!r}")
-        culprit = following[0]
-    seen = "; ".join([_last_seen(links[culprit]), *chain])
-    return Verdict(fact=f"rank {culprit} made no progress for {timeout_seconds:g} s ({seen})", culprit=culprit)
-
-
-def _last_seen(link: "Link") -> str:
-    if link.status is not None:
-        awaited = ", ".join(map(str, link.status.awaited))
-        return f"it waits for rank {awaited} in {link.status.operation} for {link.status.purpose!r}"
-    if link.last_digest is None:
-        return "it has made no call yet"
-    return f"last seen in {link.texts[link.last_digest]}, {time.monotonic() - link.last_heard:.0f} s ago"

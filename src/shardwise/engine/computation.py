@@ -63,7 +63,7 @@ class Computation:
         """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
         if self.runner is None or not self._passes.moves_in_step or weighting.is_even:
             return
-        if self.runner.num_chunks > 1 or self._passes.gathers:
+        if self.runner.stages.num_chunks > 1 or self._passes.gathers:
             raise BatchError(
                 "data ranks compute different microbatches, because some have weight 0 on some ranks only (the weights "
                 f"are {[list(each) for each in weighting.by_rank]}); under pp with stage 3, or with several stages per "

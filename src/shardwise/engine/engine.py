@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
 from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.computation import Computation
@@ -50,10 +50,10 @@ from shardwise.engine.stopping import stopping_peers
 from shardwise.engine.tensor.deciding import TensorDecision
 from shardwise.engine.tensor.replicated import sum_over_ranks
 from shardwise.engine.tensor.tracing import SummedGradients
-from shardwise.engine.weights import Weighting, agree_on_weights, check_writes, describe_batch, weigh
+from shardwise.engine.weights import Weighting, check_writes, describe_batch, merge_weights, pack_weights, weigh
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.engine.zero.grad_reduce import GradReduce
-from shardwise.errors import ModelError, OptimizerError, ShardwiseError
+from shardwise.errors import ModelError, OptimizerError
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.model_settings import settings_of_model
 from shardwise.space import Piece
@@ -242,19 +242,13 @@ class Engine:
 
         Raises, the same on all ranks, ModelError for a model that is no longer this engine's, and OptimizerError.
         """
-        state: dict[Piece, torch.Tensor] = {}
-        settings: dict[str, Any] = {}
-        refusal: ShardwiseError | None = None
-        with self._stopping_peers("a relayout"):
-            try:
-                self._check_model()
-                state, settings = self.state(), self.settings()
-            except ShardwiseError as error:
-                refusal = error
-        agree(self._channels.world, refusal, purpose="verdict on the engine before a relayout")
+        world = self._channels.world
+        with agreed(world, purpose="verdict on the engine before a relayout", doing="a relayout"):
+            self._check_model()
+            state, settings = self.state(), self.settings()
         return HandOver(
             model=self.model,
-            channel=self._channels.world,
+            channel=world,
             names=self._names,
             state=state,
             settings=settings,
@@ -315,32 +309,19 @@ class Engine:
     def _open(self, batch: Batch, num_microbatches: int | None, *, purpose: str) -> tuple[Sequence[Batch], Weighting]:
         """Split and weigh the batch; every rank raises the same error when one cannot."""
         parts: Sequence[Batch] = []
-        weights: list[float] = []
-        lines: list[str] = []
-        refusal: ShardwiseError | None = None
-        with self._stopping_peers("splitting a batch"):
-            try:
-                self._check_model()
-                wanted = num_microbatches
-                if wanted is None:
-                    wanted = min(self.plan.merge.microbatches, count_rows(batch))
-                if wanted or num_microbatches is not None:
-                    parts = split_batch(batch, wanted, self._channels.everyone.device)
-                weights = weigh(parts, self._loss_weight)
-                if self.plan.mesh.pp * self.plan.mesh.tp > 1:
-                    lines = describe_batch(batch)
-            except ShardwiseError as error:
-                refusal = error
         self.counters.exchanges += 1
-        weighting, written = agree_on_weights(
-            self._channels.world,
-            weights,
-            refusal,
-            purpose=purpose,
-            same_count=num_microbatches is not None,
-            data_ranks=self._ranks.data_ranks,
-            batch_lines=lines,
-            written=self._buffers.written,
+        with agreed(self._channels.world, purpose=purpose, doing="splitting a batch") as agreement:
+            self._check_model()
+            wanted = num_microbatches
+            if wanted is None:
+                wanted = min(self.plan.merge.microbatches, count_rows(batch))
+            if wanted or num_microbatches is not None:
+                parts = split_batch(batch, wanted, self._channels.everyone.device)
+            weights = weigh(parts, self._loss_weight)
+            lines = describe_batch(batch) if self.plan.mesh.pp * self.plan.mesh.tp > 1 else []
+            agreement.value = pack_weights(weights, batch_lines=lines, written=self._buffers.written)
+        weighting, written = merge_weights(
+            agreement.values, same_count=num_microbatches is not None, data_ranks=self._ranks.data_ranks
         )
         if written:
             check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)

@@ -1,14 +1,20 @@
-"""From a model and a plan to an engine: check everything, agree, then change the model."""
+"""From a model and a plan to an engine, in three phases: inspect, agree, build.
+
+[1] inspect   each rank looks at what it was given, and changes nothing
+[2] agree     ranks compare, and decide together; where one refuses all do, and no tensor was changed
+[3] build     tensors first (portions, stages, flat buffers), then forwards and hooks around them
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.agreement import agree, compare, digest_of_values
+from shardwise.comm.agreement import agreed, compare, digest_of_values
 from shardwise.comm.dtensors import is_dtensor
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
@@ -21,7 +27,7 @@ from shardwise.engine.hand_over import ModelNames
 from shardwise.engine.initialisation import Initialisation
 from shardwise.engine.inventory import Inventory, describe_model, take_inventory
 from shardwise.engine.model_buffers import ModelBuffers
-from shardwise.engine.optimizer_state import know
+from shardwise.engine.optimizer_state import KnownOptimizer, know
 from shardwise.engine.optimizers import OptimizerSource, build, check_coverage, describe_settings, swap
 from shardwise.engine.pipeline.gradient_kinds import GradientKinds
 from shardwise.engine.pipeline.placing import agree_on_placement
@@ -33,15 +39,18 @@ from shardwise.engine.precision import computes_in_float16, let_inputs_follow, w
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.sizes import Sizes
 from shardwise.engine.tensor.cutting import NO_CUTS, agree_on_tensor_plan, keep_portions
+from shardwise.engine.tensor.deciding import TensorDecision
 from shardwise.engine.tensor.proof import Proof
 from shardwise.engine.tensor.running import TensorParallel
 from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
 from shardwise.engine.values import ValueSource, fill, give_room
 from shardwise.engine.wrapping import unwrap
-from shardwise.engine.zero.build import install, make_params, plan_layout, units_of
+from shardwise.engine.zero.build import install, plan_layout, units_of
+from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
-from shardwise.plan import Plan
+from shardwise.plan import Placement, Plan
+from shardwise.plan.units import Units
 from shardwise.space import Portion
 
 
@@ -100,50 +109,154 @@ def parallelize_with(
     values: ValueSource | None = None,
 ) -> Engine:
     """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device."""
-    inventory, optimizers, given, agreed_seed = _inspect(model, plan, source, channel, seed)
+    with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
+        inspected = _inspect(model, plan, source, channel, seed)
+        agreement.value = json.dumps([seed, torch.initial_seed()]).encode()
+    seed = _seed_of_all([json.loads(each) for each in agreement.values])
+    terms = _agree(model, plan, inspected, loss, channel, seed, sample, values)
+    return _build(model, plan, inspected, terms, loss, loss_weight, channel)
+
+
+# [1] inspect: what this rank was given, without a word to the others, and without a change -----------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Inspected:
+    inventory: Inventory
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    given: Mapping[str, Portion]
+    """The portions of parameters that came as DTensors."""
+
+
+def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Channel, seed: int | None) -> _Inspected:
+    """Look at the model and the optimizer. Raises what is wrong with them on this rank."""
+    plan.mesh.check_world(channel.size)
+    if seed is not None and type(seed) is not int:
+        raise PlanError(f"seed: {seed!r} is not a whole number; None takes the one of torch.manual_seed")
+    inventory = take_inventory(model, plan.precision)
+    given = portions_of_dtensors(inventory, plan, channel.rank)
+    optimizers = build(source, list(model.parameters()))
+    check_coverage(optimizers, inventory)
+    if plan.mesh.tp > 1:
+        check_elementwise(optimizers, channel.device, instead="Leave mesh.tp at 1")
+    elif _num_owners(plan) > 1 and plan.sharding.partition == "slice":
+        check_elementwise(optimizers, channel.device)
+    elif _num_owners(plan) > 1:
+        check_apart(optimizers, channel.device)
+    return _Inspected(inventory=inventory, optimizers=optimizers, given=given)
+
+
+# [2] agree: all ranks were given the same, and decide the same -------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Terms:
+    seed: int
+    placement: Placement
+    units: Units
+    decision: TensorDecision
+    values: ValueSource | None
+    """Where what waits on the meta device gets its values; None where nothing waits."""
+
+
+def _agree(
+    model: nn.Module,
+    plan: Plan,
+    inspected: _Inspected,
+    loss: LossOfModel,
+    channel: Channel,
+    seed: int,
+    sample: Batch | None,
+    values: ValueSource | None,
+) -> _Terms:
+    """Compare with the other ranks, and decide with them. Raises the same error on all."""
+    inventory = inspected.inventory
+    compare(
+        channel,
+        plan.text().splitlines(),
+        subject="plans",
+        hint="Give every rank the same plan.",
+    )
+    compare(
+        channel,
+        [*describe_model(inventory), *describe_settings(inspected.optimizers, inventory)],
+        subject="models or optimizers",
+        hint="Build the same model and optimizer on every rank.",
+    )
+    compare(
+        channel,
+        _digests(inventory),
+        subject="values",
+        hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
+    )
+    if channel.rank == 0 and computes_in_float16(inventory.specs):
+        warn_of_underflow("the model trains in float16")
+    # What an earlier plan has put around modules comes off first: the model may run on the sample here.
     PipelineRunner.take_off(model)
     unwrap(model)
     placement = agree_on_placement(model, plan, loss, sample, channel)
     units = units_of(model, inventory, plan, placement)
-    decision = agree_on_tensor_plan(model, plan, channel, given=given, loss=loss, sample=sample)
-    waiting = inventory.waiting()
-    if waiting and values is None:
-        values = _agree_on_initialisation(model, agreed_seed, channel)
-    whole = inventory.specs
+    decision = agree_on_tensor_plan(model, plan, channel, given=inspected.given, loss=loss, sample=sample)
+    if values is None and inventory.waiting():
+        with agreed(channel, purpose="verdict on the initialisation"):
+            values = Initialisation(model, seed)
+    return _Terms(seed=seed, placement=placement, units=units, decision=decision, values=values)
+
+
+def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:
+    """From each rank's own seed and that of torch: the seed that all were given, else torch's on rank 0."""
+    if len({own for own, _ in seeds}) > 1:
+        raise MismatchError(f"ranks were given the seeds {[own for own, _ in seeds]}; give all of them the same")
+    own, of_torch = seeds[0]
+    return of_torch if own is None else own
+
+
+# [3] build: change the model, first its tensors, then its forwards -----------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tensors:
+    """What this rank keeps of the model, and where it is."""
+
+    inventory: Inventory
+    """Of all parameters."""
+    held: Inventory
+    """Of those with which this rank computes."""
+    owned: Inventory
+    """Of those whose gradients end on its stage."""
+    stages: StageParameters
+    layout: Layout
+    buffers: FlatParams
+    ties: StageTies
+    model_buffers: ModelBuffers
+    optimizers: tuple[KnownOptimizer, ...]
+
+
+def _build(
+    model: nn.Module,
+    plan: Plan,
+    inspected: _Inspected,
+    terms: _Terms,
+    loss: LossOfModel,
+    loss_weight: LossWeight | None,
+    channel: Channel,
+) -> Engine:
+    placement, decision = terms.placement, terms.decision
     channels = EngineChannels.of(plan, channel)
-    inventory = inventory.cut({**decision.plan.portions(channels.tensor.rank), **given})
-    stages = assign_parameters(model, inventory, placement)
-    random = KeyedRandom(model, channel.device, agreed_seed)
-    model_buffers = ModelBuffers(model)
-    inventory.tie()
-    sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
-    is_partial = sliced or plan.mesh.tp > 1
-    whole_keys = [find_whole_keys(each, channel.device) if is_partial else frozenset() for each in optimizers]
-    keep_portions(inventory)
-    kept_buffers = drop_foreign(model, inventory, stages, channels.pipeline.rank)
-    inventory = give_room(inventory, stages.held_by(channels.pipeline.rank), kept_buffers, channel.device)
-    move_to(model, channel.device)
-    held = inventory.restricted(stages.held_by(channels.pipeline.rank))
-    owned = inventory.restricted(stages.owned_by(channels.pipeline.rank))
-    layout = plan_layout(owned, stages, plan, units, owners=channels.owners, replicas=channels.replicas)
-    known = know(optimizers, inventory, whole_keys)
     counters = Counters()
-    buffers = make_params(layout, owned, channels.owners, keep_shapes=not sliced, waiting=waiting)
-    ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
-    swap(optimizers, inventory, buffers.owned)
-    if values is not None:
-        here = {name for name, each in model.named_buffers() if not each.is_meta}
-        mine = [name for name in waiting if name in held.parameters or name in here]
-        fill(values, mine, held=held, model=model, buffers=buffers, ties=ties)
-    model_buffers.settle(channels.pipeline)
+    random = KeyedRandom(model, channel.device, terms.seed)
+    tensors = _keep_own(model, plan, inspected, terms, channels, counters)
+    inventory, held, owned = tensors.inventory, tensors.held, tensors.owned
+    # Wrappers lie around each other in the order of these calls: tensor parallelism, then what gathers its portions,
+    # then the proof, which watches both. The runner comes last: all of that is the forward of a placed module to it.
     let_inputs_follow(model, plan.precision)
     TensorParallel(model, decision.plan, channels.tensor)
     gradients, passes = install(
         model,
-        layout,
+        tensors.layout,
         owned,
         plan,
-        buffers,
+        tensors.buffers,
         owners=channels.owners,
         replicas=channels.replicas,
         counters=counters,
@@ -157,29 +270,24 @@ def parallelize_with(
         is_followed=lambda: passes.is_followed,
         is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
     )
-    summed = SummedGradients(
-        held.parameters,
-        cut=[spec.name for spec in held.specs if spec.portion is not None],
-        summed=decision.plan.summed,
-        named=decision.plan.named,
-    )
+    cut = [spec.name for spec in held.specs if spec.portion is not None]
+    summed = SummedGradients(held.parameters, cut=cut, summed=decision.plan.summed, named=decision.plan.named)
     runner = None
     if placement.num_stages > 1:
+        tied = _tied_wholes(inventory, tensors.stages)
         runner = PipelineRunner(
             model=model,
             placement=placement,
             pipeline=plan.pipeline,
             channel=channels.pipeline,
             random=random,
-            ties=ties,
-            chains=chains_of(inventory.specs, stages),
-            kinds=GradientKinds(summed, _tied_wholes(inventory, stages), channels.pipeline)
-            if decision.plan.styles
-            else None,
+            ties=tensors.ties,
+            chains=chains_of(inventory.specs, tensors.stages),
+            kinds=GradientKinds(summed, tied, channels.pipeline) if decision.plan.styles else None,
         )
         passes.number_by(partial(_microbatch_of, runner))
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
-    if given:  # their modules may have hooks of their own, which sum gradients over ranks, say
+    if inspected.given:  # their modules may have hooks of their own, which sum gradients over ranks, say
         watchers.append(lambda _: gradients.collectors.stay_last())
     return Engine(
         model=model,
@@ -188,7 +296,7 @@ def parallelize_with(
         names=ModelNames(
             trainable={spec.name: torch_dtype(spec.master) for spec in inventory.specs if spec.trainable},
             ties=inventory.ties(),
-            specs=whole,
+            specs=inspected.inventory.specs,
         ),
         computation=Computation(
             model=model,
@@ -205,18 +313,18 @@ def parallelize_with(
         ),
         loss_weight=loss_weight,
         channels=channels,
-        buffers=buffers,
+        buffers=tensors.buffers,
         gradients=gradients,
-        ties=ties,
-        model_buffers=model_buffers,
-        optimizers=known,
+        ties=tensors.ties,
+        model_buffers=tensors.model_buffers,
+        optimizers=tensors.optimizers,
         counters=counters,
-        sizes=Sizes(plan, layout, owner=channels.owners.rank, ties=ties, passes=passes, runner=runner),
+        sizes=Sizes(plan, tensors.layout, owner=channels.owners.rank, ties=tensors.ties, passes=passes, runner=runner),
         summed=summed,
         plain_calls=PlainCalls(
             model,
-            optimizers,
-            cut=[held.parameters[spec.name] for spec in held.specs if spec.portion is not None],
+            inspected.optimizers,
+            cut=[held.parameters[name] for name in cut],
             owns_all=channels.owners.size * placement.num_stages == 1
             and all(spec.portion is None for spec in inventory.specs),
         ),
@@ -224,76 +332,58 @@ def parallelize_with(
     )
 
 
+def _keep_own(
+    model: nn.Module,
+    plan: Plan,
+    inspected: _Inspected,
+    terms: _Terms,
+    channels: EngineChannels,
+    counters: Counters,
+) -> _Tensors:
+    """Leave the model with what this rank has of it, in flat buffers, and the optimizers with the owned masters."""
+    device, coordinate = channels.world.device, channels.pipeline.rank
+    waiting = inspected.inventory.waiting()
+    inventory = inspected.inventory.cut({**terms.decision.plan.portions(channels.tensor.rank), **inspected.given})
+    stages = assign_parameters(model, inventory, terms.placement)
+    model_buffers = ModelBuffers(model)  # all of them: ranks number buffers alike, also those that they drop
+    inventory.tie()
+    sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
+    is_partial = sliced or plan.mesh.tp > 1
+    whole_keys = [find_whole_keys(each, device) if is_partial else frozenset() for each in inspected.optimizers]
+    # Parameters are cut and dropped before the rest moves to the device, which may not have room for the whole model.
+    keep_portions(inventory)
+    kept_buffers = drop_foreign(model, inventory, stages, coordinate)
+    inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device)
+    move_to(model, device)
+    held = inventory.restricted(stages.held_by(coordinate))
+    owned = inventory.restricted(stages.owned_by(coordinate))
+    layout = plan_layout(owned, stages, plan, terms.units, owners=channels.owners, replicas=channels.replicas)
+    optimizers = know(inspected.optimizers, inventory, whole_keys)  # while they still have all parameters
+    buffers = make_params(layout, owned, channels.owners, keep_shapes=not sliced, waiting=waiting)
+    ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
+    swap(inspected.optimizers, inventory, buffers.owned)
+    if terms.values is not None:
+        here = {name for name, each in model.named_buffers() if not each.is_meta}
+        mine = [name for name in waiting if name in held.parameters or name in here]
+        fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
+    model_buffers.settle(channels.pipeline)  # it remembers values, so all are here by now
+    return _Tensors(
+        inventory=inventory,
+        held=held,
+        owned=owned,
+        stages=stages,
+        layout=layout,
+        buffers=buffers,
+        ties=ties,
+        model_buffers=model_buffers,
+        optimizers=optimizers,
+    )
+
+
 def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
     """Trained parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
     specs = [spec for spec in inventory.specs if spec.trainable and spec.portion is None]
     return [spec.name for spec in specs if len(stages.users(spec.name)) > 1]
-
-
-def _agree_on_initialisation(model: nn.Module, seed: int, channel: Channel) -> Initialisation:
-    refusal: ShardwiseError | None = None
-    try:
-        initialisation = Initialisation(model, seed)
-    except ShardwiseError as error:
-        refusal = error
-    agree(channel, refusal, purpose="verdict on the initialisation")
-    return initialisation
-
-
-def _inspect(
-    model: nn.Module, plan: Plan, source: OptimizerSource, channel: Channel, seed: int | None
-) -> tuple[Inventory, tuple[torch.optim.Optimizer, ...], Mapping[str, Portion], int]:
-    """Look at the model and the optimizer, and compare with the other ranks; raises the same error on all.
-
-    Returns also the portions of parameters that were cut before, and the seed of all ranks.
-    """
-    refusal: ShardwiseError | None = None
-    inventory: Inventory | None = None
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    portions: Mapping[str, Portion] = {}
-    try:
-        plan.mesh.check_world(channel.size)
-        if seed is not None and type(seed) is not int:
-            raise PlanError(f"seed: {seed!r} is not a whole number; None takes the one of torch.manual_seed")
-        inventory = take_inventory(model, plan.precision)
-        portions = portions_of_dtensors(inventory, plan, channel.rank)
-        optimizers = build(source, list(model.parameters()))
-        check_coverage(optimizers, inventory)
-        if plan.mesh.tp > 1:
-            check_elementwise(optimizers, channel.device, instead="Leave mesh.tp at 1")
-        elif _num_owners(plan) > 1 and plan.sharding.partition == "slice":
-            check_elementwise(optimizers, channel.device)
-        elif _num_owners(plan) > 1:
-            check_apart(optimizers, channel.device)
-    except ShardwiseError as error:
-        refusal = error
-    given = json.dumps([seed, torch.initial_seed()]).encode()
-    answers = agree(channel, refusal, purpose="verdict on the model and the optimizer", value=given)
-    seeds = [json.loads(each) for each in answers]
-    if len({own for own, _ in seeds}) > 1:
-        raise MismatchError(f"ranks were given the seeds {[own for own, _ in seeds]}; give all of them the same")
-    assert inventory is not None
-    compare(
-        channel,
-        plan.text().splitlines(),
-        subject="plans",
-        hint="Give every rank the same plan.",
-    )
-    compare(
-        channel,
-        [*describe_model(inventory), *describe_settings(optimizers, inventory)],
-        subject="models or optimizers",
-        hint="Build the same model and optimizer on every rank.",
-    )
-    compare(
-        channel,
-        _digests(inventory),
-        subject="values",
-        hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
-    )
-    if channel.rank == 0 and computes_in_float16(inventory.specs):
-        warn_of_underflow("the model trains in float16")
-    return inventory, optimizers, portions, seeds[0][1] if seed is None else seed
 
 
 def _microbatch_of(runner: PipelineRunner) -> int:

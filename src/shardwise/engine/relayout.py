@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.comm.dtensors import is_dtensor
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.engine import Engine
@@ -110,18 +110,17 @@ def _buffers(model: nn.Module) -> Pieces:
 def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[str, Any]:
     """The settings that ranks know together. Raises, on all ranks, where it cannot go on."""
     given = [name for name, parameter in handed.model.named_parameters() if is_dtensor(parameter)]
-    refusal: ShardwiseError | None = None
-    if given:
-        refusal = ModelError(
-            f"{len(given)} parameters are DTensors, among them {given[0]!r}, whose modules expect them as they lie; "
-            "build the model without them, with sw.Tensor(rules=...), or go on from a checkpoint: sw.save, and "
-            "sw.load under the other plan"
-        )
-    if not isinstance(plan, Plan):
-        refusal = PlanError(f"relayout was given a {type(plan).__name__} as the plan; give sw.Plan(mesh=sw.Mesh(..))")
-    own = json.dumps(handed.settings).encode()
-    answers = agree(channel, refusal, purpose="settings of a relayout", value=own)
-    return merge_settings([json.loads(each) for each in answers])
+    with agreed(channel, purpose="settings of a relayout") as agreement:
+        if not isinstance(plan, Plan):
+            raise PlanError(f"relayout was given a {type(plan).__name__} as the plan; give sw.Plan(mesh=sw.Mesh(..))")
+        if given:
+            raise ModelError(
+                f"{len(given)} parameters are DTensors, among them {given[0]!r}, whose modules expect them as they "
+                "lie; build the model without them, with sw.Tensor(rules=...), or go on from a checkpoint: sw.save, "
+                "and sw.load under the other plan"
+            )
+        agreement.value = json.dumps(handed.settings).encode()
+    return merge_settings([json.loads(each) for each in agreement.values])
 
 
 def _stored(channel: Channel, handed: HandOver) -> dict[str, Piece]:
@@ -139,16 +138,10 @@ def _restoration(
     channel: Channel, new: Engine, stored: Mapping[str, Piece], settings: Mapping[str, Any]
 ) -> EngineRestoration:
     """What the new engine takes over. Where one rank cannot, all raise the same."""
-    restoration: EngineRestoration | None = None
-    refusal: ShardwiseError | None = None
-    try:
+    with agreed(channel, purpose="verdict on a relayout"):
         restoration = new.restore(stored, settings)
         if restoration.findings:
-            refusal = CheckpointError("the new plan cannot take over the state: " + "; ".join(restoration.findings))
-    except ShardwiseError as error:
-        refusal = error
-    agree(channel, refusal, purpose="verdict on a relayout")
-    assert restoration is not None, "this rank has not refused"
+            raise CheckpointError("the new plan cannot take over the state: " + "; ".join(restoration.findings))
     return restoration
 
 

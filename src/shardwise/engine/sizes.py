@@ -65,7 +65,7 @@ class Sizes:
             schedule = None if self._runner is None else self._runner.schedule
             actions = None
             if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
-                actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.rank]]
+                actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.stages.rank]]
             gathers = self._passes.gathers_in(k, actions)
             owned = sharded_traffic(
                 layout.ownership, self._owner, precision, num_microbatches=k, gathers=gathers, late=layout.late

@@ -9,11 +9,11 @@ from itertools import zip_longest
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree, digest_of_values
+from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.dtypes import dtype_name
 from shardwise.engine.batches import Batch, LossWeight, count_rows
 from shardwise.engine.zero.uneven_microbatches import Joint
-from shardwise.errors import BatchError, MismatchError, ShardwiseError
+from shardwise.errors import BatchError, MismatchError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,26 +88,24 @@ def describe_batch(batch: Batch) -> list[str]:
     ]
 
 
-def agree_on_weights(
-    channel: Channel,
-    weights: Sequence[float],
-    refusal: ShardwiseError | None,
-    *,
-    purpose: str,
-    same_count: bool,
-    data_ranks: Sequence[int],
-    batch_lines: Sequence[str] = (),
-    written: Collection[str] = (),
-) -> tuple[Weighting, list[str]]:
-    """Exchange the weights of all data ranks; raise the same error on all when they cannot be used.
+def pack_weights(weights: Sequence[float], *, batch_lines: Sequence[str] = (), written: Collection[str] = ()) -> bytes:
+    """What each rank tells the others before a step.
 
-    Returns also the parameters that were `written` to on any rank.
-
-    data_ranks: of which data rank each rank of the channel is; ranks of one data rank are stages of one pipeline.
-    batch_lines: a description of the batch, which such ranks have to have alike.
+    batch_lines: a description of the batch, which all ranks of a pipeline have to have alike. written: the parameters
+    that were written to on this rank.
     """
-    mine = json.dumps([list(weights), list(batch_lines), sorted(written)]).encode()
-    given = [json.loads(each) for each in agree(channel, refusal, purpose=purpose, value=mine)]
+    return json.dumps([list(weights), list(batch_lines), sorted(written)]).encode()
+
+
+def merge_weights(
+    packed: Sequence[bytes], *, same_count: bool, data_ranks: Sequence[int]
+) -> tuple[Weighting, list[str]]:
+    """The weights of all data ranks, and the parameters that were written to on any rank.
+
+    packed: of every rank. data_ranks: of which data rank each is; ranks of one data rank are stages of one pipeline.
+    Raises the same error on all ranks when the weights cannot be used.
+    """
+    given = [json.loads(each) for each in packed]
     firsts = {data_rank: rank for rank, data_rank in reversed(list(enumerate(data_ranks)))}
     _refuse_different_batches([lines for _, lines, _ in given], [firsts[each] for each in data_ranks])
     weighting = Weighting(by_rank=tuple(tuple(given[firsts[data_rank]][0]) for data_rank in sorted(firsts)))

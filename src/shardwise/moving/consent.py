@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree, compare
+from shardwise.comm.agreement import agreed, compare
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
@@ -46,9 +46,10 @@ def consent(
     """
     texts = [pack_pieces(sources), pack_pieces(targets)]
     options = {"max_bytes": max_bytes, "cast": cast}
-    gathered = Gathering("pieces to reshard").gather(
-        channel, texts, refusal=refusal, value=json.dumps([options, word]).encode()
-    )
+    with Gathering("pieces to reshard").agreed(channel) as gathered:
+        if refusal is not None:
+            raise refusal
+        gathered.own, gathered.value = texts, json.dumps([options, word]).encode()
     asked = [json.loads(answer) for answer in gathered.values]
     for rank, (theirs, _) in enumerate(asked):
         if theirs != asked[0][0]:
@@ -57,16 +58,12 @@ def consent(
             )
     pieces_of = {text: unpack_pieces(text) for each in gathered.texts for text in dict.fromkeys(each)}
     held, wanted = ([pieces_of[text] for text in each] for each in gathered.texts)
-    error: ShardwiseError | None = None
-    plan = ReshardPlan(num_ranks=channel.size, max_bytes=max_bytes, routes=(), tensors=())
-    try:
+    with agreed(channel, purpose="verdicts on a reshard") as agreement:
         plan = plan_reshard(held, wanted, max_bytes=max_bytes, cast=cast)
         _check_casts(plan, channel.device)
-    except ShardwiseError as found:
-        error = found
-    text = plan.text()
-    digests = agree(channel, error, purpose="verdicts on a reshard", value=xxhash.xxh3_128_digest(text.encode()))
-    if len(set(digests)) > 1:
+        text = plan.text()
+        agreement.value = xxhash.xxh3_128_digest(text.encode())
+    if len(set(agreement.values)) > 1:
         hint = "Run the same version of shardwise on all ranks"
         compare(channel, text.splitlines(), subject="plans of a reshard", hint=hint)
     return Consent(

@@ -1,15 +1,15 @@
 """Piece texts: what every rank has to know of the others, sent once where ranks say the same."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
-from shardwise.errors import ShardwiseError
+from shardwise.comm.agreement import agreed
 from shardwise.space import Piece
 
 __all__ = ["Gathering", "pack_pieces", "unpack_alike", "unpack_pieces"]
@@ -17,13 +17,16 @@ __all__ = ["Gathering", "pack_pieces", "unpack_alike", "unpack_pieces"]
 _DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gathered:
-    """What all ranks have given."""
+    """What this rank gives, and once all ranks have agreed what all have given."""
 
-    texts: list[list[bytes]]
+    own: Sequence[bytes] = ()
+    """The texts of this rank, as many on each."""
+    value: bytes = b""
+    texts: list[list[bytes]] = field(default_factory=list)
     """For every text that a rank gave: those of all ranks, in rank order."""
-    values: list[bytes]
+    values: list[bytes] = field(default_factory=list)
     """The values of all ranks, in rank order."""
 
 
@@ -37,15 +40,25 @@ class Gathering:
         self._purpose = purpose
         self._known: dict[bytes, bytes] = {}
 
-    def gather(
-        self, channel: Channel, texts: Sequence[bytes], *, refusal: ShardwiseError | None = None, value: bytes = b""
-    ) -> Gathered:
-        """Every rank's texts (as many on each) and value. Where a rank gives a refusal, every rank raises it."""
-        own = {xxhash.xxh3_128_digest(text): text for text in texts}
-        mine = [xxhash.xxh3_128_digest(text) for text in texts]
-        answers = agree(channel, refusal, purpose=f"digests of {self._purpose}", value=b"".join(mine) + value)
+    def gather(self, channel: Channel, texts: Sequence[bytes]) -> list[list[bytes]]:
+        """For every text: those of all ranks, in rank order."""
+        with self.agreed(channel) as gathered:
+            gathered.own = texts
+        return gathered.texts
+
+    @contextmanager
+    def agreed(self, channel: Channel) -> Iterator[Gathered]:
+        """As `agreement.agreed`: inside, each rank sets its own texts and value, or raises what all raise then."""
+        gathered = Gathered()
+        with agreed(channel, purpose=f"digests of {self._purpose}") as agreement:
+            yield gathered
+            own = {xxhash.xxh3_128_digest(text): text for text in gathered.own}
+            mine = [xxhash.xxh3_128_digest(text) for text in gathered.own]
+            agreement.value = b"".join(mine) + gathered.value
         width = len(mine) * _DIGEST_BYTES
-        digests = [[answer[at : at + _DIGEST_BYTES] for at in range(0, width, _DIGEST_BYTES)] for answer in answers]
+        digests = [
+            [answer[at : at + _DIGEST_BYTES] for at in range(0, width, _DIGEST_BYTES)] for answer in agreement.values
+        ]
         first_of: dict[bytes, int] = {}
         for rank, each in enumerate(digests):
             for digest in each:
@@ -60,8 +73,8 @@ class Gathering:
             known |= {digest: next(sent[first_of[digest]]).encode() for digest in unknown}
         known |= own
         self._known = {digest: known[digest] for digest in first_of}
-        columns = [[self._known[each[at]] for each in digests] for at in range(len(texts))]
-        return Gathered(columns, [answer[width:] for answer in answers])
+        gathered.texts = [[self._known[each[at]] for each in digests] for at in range(len(mine))]
+        gathered.values = [answer[width:] for answer in agreement.values]
 
 
 def pack_pieces(pieces: Sequence[Piece]) -> bytes:

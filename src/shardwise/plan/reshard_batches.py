@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.plan.routes import ReshardPlan, Route
 
-__all__ = ["MIN_MAX_BYTES", "Lot", "batches_of", "lot_findings", "stretch_bytes"]
+__all__ = ["MIN_MAX_BYTES", "Lot", "batches_of", "stretch_bytes"]
 
 _WAYS = 4
 """In and out, for each of two batches."""
@@ -73,39 +73,6 @@ def batches_of(plan: ReshardPlan, *, in_order: bool = False) -> Iterator[list[Lo
             batch.append(Lot(tensor, part, num_parts, share))
     if batch:
         yield batch
-
-
-def lot_findings(plan: ReshardPlan) -> list[str]:
-    """What keeps the batches from having every element of every share once, in order; empty when nothing does."""
-    if plan.max_bytes < MIN_MAX_BYTES:
-        return [f"max_bytes is {plan.max_bytes}; messages need at least {MIN_MAX_BYTES} bytes"]
-    findings: dict[str, None] = {}
-    for in_order in (False, True):
-        lots: list[list[Lot]] = [[] for _ in plan.tensors]
-        for batch in batches_of(plan, in_order=in_order):
-            for lot in batch:
-                lots[lot.tensor].append(lot)
-        seen: set[tuple[object, ...]] = set()
-        for each, (_, at) in zip(lots, plan.tensors, strict=True):
-            key = (at, *((lot.share, lot.part, lot.num_parts) for lot in each))
-            if key not in seen:  # tensors of one route go in the same parts
-                seen.add(key)
-                findings |= dict.fromkeys(_gaps(plan.routes[at], each, f"route {at}"))
-    return list(findings)
-
-
-def _gaps(route: Route, lots: Sequence[Lot], what: str) -> Iterator[str]:
-    passed = [0] * len(route.shares)
-    for lot in lots:
-        for at in range(len(passed)) if lot.share is None else [lot.share]:
-            share = route.shares[at]
-            start, stop = lot.stretch(share.num_elements)
-            if start != passed[at]:
-                yield f"{what}: after element {passed[at]} of {share}, batches have elements {start} to {stop}"
-            passed[at] = stop
-    for share, num_elements in zip(route.shares, passed, strict=True):
-        if num_elements != share.num_elements:
-            yield f"{what}: batches have {num_elements} elements of {share}"
 
 
 def _items(route: Route, limit: int, *, in_order: bool) -> list[_Item]:

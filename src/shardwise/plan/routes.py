@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from shardwise.errors import PlanError
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import Box, Move, Piece, check_cover, moves
+from shardwise.space import Box, Move, Piece, moves
 
 __all__ = ["Place", "ReshardPlan", "Route", "Share"]
 
@@ -109,26 +108,6 @@ class ReshardPlan:
         """The way back, in which elements that several targets got meet again. Dtypes are the same on both sides."""
         return replace(self, routes=tuple(route.reversed() for route in self.routes))
 
-    def check(self) -> list[str]:
-        """What keeps shares and batches from giving every wanted element exactly once; empty when nothing does."""
-        from shardwise.plan.reshard_batches import lot_findings  # which are made of plans
-
-        findings = []
-        for at, route in enumerate(self.routes):
-            parts: list[list[Box]] = [[] for _ in route.wanted]
-            for share in route.shares:
-                parts[share.target] += _boxes_of(route, share)
-                num_elements = sum(move.num_elements for move in route.moves(share))
-                if num_elements != share.num_elements:
-                    findings.append(f"route {at}: {share} moves {num_elements} elements")
-            for (rank, piece), boxes in zip(route.wanted, parts, strict=True):
-                findings += [
-                    f"route {at}: of {piece} at rank {rank}, {finding}"
-                    for box in piece.boxes()
-                    for finding in check_cover(_relative(box, boxes))
-                ]
-        return findings + lot_findings(self)
-
     def text(self) -> str:
         """A heading, the routes, and a line per tensor. `parse` reads it.
 
@@ -154,24 +133,6 @@ class ReshardPlan:
         return cls(
             num_ranks=num_ranks, max_bytes=max_bytes, routes=tuple(reading.routes), tensors=tuple(reading.tensors)
         )
-
-
-def _boxes_of(route: Route, share: Share) -> list[Box]:
-    """Where in the tensor the elements of a share are."""
-    if share.box is not None:
-        return [share.box]
-    sources, targets = route.held[share.source].piece.boxes(), route.wanted[share.target].piece.boxes()
-    return [shared for one in sources for other in targets if (shared := one.intersect(other)) is not None]
-
-
-def _relative(box: Box, parts: list[Box]) -> Iterator[Piece]:
-    """What the parts have of a box, as pieces of a tensor that is just this box; what has no elements as well."""
-    yield Piece(name="it", dtype="", global_shape=box.shape, shape=box.shape, run=(0, 0))
-    for part in parts:
-        shared = part.intersect(box)
-        if shared is not None:
-            within = shared.relative_to(box.offset)
-            yield Piece(name="it", dtype="", global_shape=box.shape, offset=within.offset, shape=within.shape)
 
 
 def _in_box(box: Box | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Self
 from shardwise.checkpoint import AsyncSaver, SaveReport, State, prune, save, store_of
 from shardwise.checkpoint.shared_storage import check_shared_storage
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.errors import CheckpointError
 from shardwise.train.config import RunConfig
 from shardwise.train.loop import Position
@@ -109,26 +109,21 @@ class RunKeeper:
 
     def _lay_tokenizer_beside(self) -> None:
         """Let the folder of the saves have the tokenizer; raises the same error on all ranks."""
-        refusal: CheckpointError | None = None
-        if self._channel.rank == 0:
-            try:
-                store = store_of(self._config.saves)
-                store.delete(_TOKENIZER)  # of an earlier run
-                store.create(_TOKENIZER, (self._config.folder / self._config.data.tokenizer).read_bytes())
-            except OSError as error:
-                why = error.strerror or error
-                refusal = CheckpointError(f"{self._config.saves}/{_TOKENIZER} cannot be written: {why}")
-        agree(self._channel, refusal, purpose="verdict on the tokenizer beside the saves")
+        with agreed(self._channel, purpose="verdict on the tokenizer beside the saves"):
+            if self._channel.rank == 0:
+                try:
+                    store = store_of(self._config.saves)
+                    store.delete(_TOKENIZER)  # of an earlier run
+                    store.create(_TOKENIZER, (self._config.folder / self._config.data.tokenizer).read_bytes())
+                except OSError as error:
+                    why = error.strerror or error
+                    raise CheckpointError(f"{self._config.saves}/{_TOKENIZER} cannot be written: {why}") from error
 
     def _committed(self, report: SaveReport | None) -> None:
         """Remove what is older than the newest saves, now that one more is committed."""
         if report is None:
             return
-        refusal: CheckpointError | None = None
-        if self._channel.rank == 0:
-            try:
+        with agreed(self._channel, purpose="verdict on removing old saves"):
+            if self._channel.rank == 0:
                 prune(self._config.saves, keep=self._config.checkpoint.keep)
-            except CheckpointError as error:
-                refusal = error
-        agree(self._channel, refusal, purpose="verdict on removing old saves")
         self._on_commit(report)

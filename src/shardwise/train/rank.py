@@ -1,8 +1,7 @@
 """One rank's part of a training run, from the configuration to the last line."""
 
 import textwrap
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +10,8 @@ from rich.text import Text
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine, parallelize
-from shardwise.errors import ShardwiseError
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
 from shardwise.train.audience import Audience
 from shardwise.train.build import build_loss, build_model, optimizer_factory
@@ -29,7 +27,6 @@ from shardwise.train.sampling import rank_samples
 from shardwise.train.stopping import Stopped, StopSignals
 from shardwise.train.tracing import Tracer, leave
 
-Built = TypeVar("Built")
 _SHOWN_TOKENS, _SAMPLE_TOKENS = 64, 160
 
 
@@ -49,7 +46,8 @@ def run(
     """
     signals = signals if signals is not None else StopSignals()
     start = find_start(config, resume, channel)
-    model, corpus, held_out = _on_all(channel, "building the run", lambda: _built(config))
+    with agreed(channel, purpose="building the run"):
+        model, corpus, held_out = _built(config)
     sizes = sizes_of(model)
     place = _place(config, channel.rank)
     engine = _parallelized(model, config, corpus, place, channel)
@@ -99,18 +97,6 @@ def _built(config: RunConfig) -> tuple[nn.Module, Corpus, npt.NDArray[np.int64]]
     corpus = read_corpus(config.data, config.folder)
     held_out = evaluation_rows(corpus, config.train.global_batch * config.train.evaluate_batches)
     return build_model(config), corpus, held_out
-
-
-def _on_all(channel: Channel, purpose: str, build: Callable[[], Built]) -> Built:
-    """What `build` gives; where it refuses on one rank, the same error on every rank."""
-    refusal: ShardwiseError | None = None
-    built: list[Built] = []
-    try:
-        built.append(build())
-    except ShardwiseError as error:
-        refusal = error
-    agree(channel, refusal, purpose=purpose)
-    return built[0]
 
 
 def _place(config: RunConfig, rank: int) -> Place:

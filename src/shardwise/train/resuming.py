@@ -11,6 +11,7 @@ from shardwise.checkpoint import load, store_of
 from shardwise.checkpoint import open as look_into
 from shardwise.checkpoint.saves import Listing, list_saves, read_head
 from shardwise.comm import Channel
+from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.plan.optimizer_settings import take_over
@@ -47,16 +48,10 @@ def find_start(config: RunConfig, resume: str | None, channel: Channel) -> Start
     resume: None for a fresh start, "auto" for the newest save of the run, if there is one, else a path or address.
     Raises ConfigError for a fresh start where saves are, and for a path without any; CheckpointError for damage.
     """
-    found: dict[str, Any] = {}
-    if channel.rank == 0:
-        try:
-            found = {"start": asdict(_looked_up(config, resume))}
-        except (ConfigError, CheckpointError) as error:
-            found = {"refused": isinstance(error, ConfigError), "why": str(error)}
-    found = json.loads(channel.exchange(json.dumps(found).encode(), purpose="where the run begins")[0])
-    if "why" in found:
-        raise (ConfigError if found["refused"] else CheckpointError)(found["why"])
-    return Start(**found["start"])
+    with agreed(channel, purpose="where the run begins", only=0) as agreement:
+        if channel.rank == 0:
+            agreement.value = json.dumps(asdict(_looked_up(config, resume))).encode()
+    return Start(**json.loads(agreement.values[0]))
 
 
 def settings_of(engine: Engine) -> Settings:

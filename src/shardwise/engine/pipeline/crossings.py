@@ -9,12 +9,9 @@ stage take turns as in the forward, backwards, and a stage that is entered twice
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from shardwise.engine.pipeline.flows import Flow
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,11 +56,24 @@ class StageGraph:
         self.loss = None
 
 
+class Messenger(Protocol):
+    """Who carries gradients between stages (a `Flow`)."""
+
+    def return_gradient(self, crossing: Crossing, gradient: torch.Tensor | None) -> None:
+        """Post the gradient of a value that arrived here."""
+
+    def return_nothing(self, *, since: int) -> None:
+        """Post that values that arrived since that crossing have no gradient."""
+
+    def take_gradient(self, crossing: Crossing) -> torch.Tensor | None:
+        """Wait for the gradient of a value that left from here."""
+
+
 class Departure(torch.autograd.Function):
     """The end of the graph where a value leaves."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, flow: "Flow", crossing: Crossing) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, flow: Messenger, crossing: Crossing) -> torch.Tensor:
         """Give the root that stands for the value in the backward of its stage."""
         ctx.flow, ctx.crossing = flow, crossing
         return value.new_zeros((), dtype=torch.float32)
@@ -83,7 +93,7 @@ class Arrival(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, arrived: list[torch.Tensor], flow: "Flow", crossing: Crossing
+        ctx: Any, anchor: torch.Tensor, arrived: list[torch.Tensor], flow: Messenger, crossing: Crossing
     ) -> torch.Tensor:
         """Give the value that arrived, in a list because autograd makes views of tensors that go in and out.
 

@@ -5,9 +5,10 @@ outputs there are, which of them are inputs or views of inputs, which inputs wer
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,15 +16,13 @@ from torch import nn
 from shardwise.engine.pipeline.calls import Call, Unit
 from shardwise.engine.pipeline.flows import Flow
 from shardwise.engine.pipeline.in_place import account_for_writes, check_writes, note_doubts
-from shardwise.engine.pipeline.inference import Entry, Inputs, Writes, describe
+from shardwise.engine.pipeline.inference import Entry, Inference, Inputs, Writes, describe
 from shardwise.engine.pipeline.nested import filled, is_plain, put_into, tensors_in, told_in, transform
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.values import Family, Memory, Spec, StageTensor, Value
+from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.zero.sharded_params import functions_of_metadata
 from shardwise.errors import ModelError
-
-if TYPE_CHECKING:
-    from shardwise.engine.pipeline.runner import PipelineRunner
 
 _OF_ANOTHER_STAGE = (
     "{name!r} computes with a parameter or a buffer of a module on another stage, which it was given or keeps in an "
@@ -62,39 +61,6 @@ def _refusing_foreign(model: nn.Module, call: str) -> Iterator[None]:
             each.__class__ = nn.Parameter
 
 
-def execute(
-    runner: "PipelineRunner",
-    flow: Flow,
-    call: Call,
-    stage: int | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """The result of the call, with values of `stage` in it; None: the latest stage among the inputs."""
-    inputs = Inputs(call, args, kwargs, flow.adopted, flow.opaque)
-    for module in inputs.modules:
-        if runner.stage_of(module) not in (None, stage):
-            inputs.lend(module)
-    staged = {at: each for at, each in enumerate(inputs.tensors) if isinstance(each, StageTensor)}
-    if stage is None:
-        stage = max(each.value.stage for each in staged.values())
-    for each in staged.values():
-        _refuse_custom_function(each)
-    flow.enter(call.name, stage, inputs.numbers)
-    moved = {at: flow.to_stage(each, stage) for at, each in staged.items()}
-    entry, here = _outcome(runner, flow, call, stage, inputs, moved)
-    if call.draws:
-        _draw_alike(runner, flow, call, inputs, is_local=here is not None)
-    account_for_writes(runner, flow, call, inputs, entry, moved)
-    wrapped = _wrap(flow, call, stage, inputs, entry, moved, None if here is None else here.made)
-    if here is not None:
-        is_compared = id(entry) in runner.inference.alike and _all_known(entry, moved)
-        if not is_compared and note_doubts(call, entry, here.used, here.made, moved, wrapped):
-            runner.inference.alike[id(entry)] = entry
-        _note_opaque(flow, inputs, here.result)
-    return _deliver(call, inputs, entry, None if here is None else here.result, wrapped)
-
-
 class _Here(NamedTuple):
     """A call that was executed on this rank."""
 
@@ -104,32 +70,116 @@ class _Here(NamedTuple):
     made: list[torch.Tensor]
 
 
-def _outcome(
-    runner: "PipelineRunner", flow: Flow, call: Call, stage: int, inputs: Inputs, moved: Mapping[int, Value]
-) -> tuple[Entry, _Here | None]:
-    """What a call gives, and more where it is executed."""
-    signature, entry = runner.inference.look_up(call, inputs)
-    if not runner.is_local(stage):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Executor:
+    """Executes calls on their stages, and infers elsewhere what they give."""
+
+    inference: Inference
+    random: KeyedRandom
+    aside: Callable[[], AbstractContextManager[None]]
+    """Nothing stands between torch and what runs inside."""
+
+    def execute(
+        self,
+        flow: Flow,
+        call: Call,
+        stage: int | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The result of the call, with values of `stage` in it; None: the latest stage among the inputs."""
+        inputs = Inputs(call, args, kwargs, flow.adopted, flow.opaque)
+        for module in inputs.modules:
+            if flow.stages.modules.get(module) not in (None, stage):
+                inputs.lend(module)
+        staged = {at: each for at, each in enumerate(inputs.tensors) if isinstance(each, StageTensor)}
+        if stage is None:
+            stage = max(each.value.stage for each in staged.values())
+        for each in staged.values():
+            _refuse_custom_function(each)
+        flow.enter(call.name, stage, inputs.numbers)
+        moved = {at: flow.to_stage(each, stage) for at, each in staged.items()}
+        entry, here = self._outcome(flow, call, stage, inputs, moved)
+        if call.draws:
+            self._draw_alike(flow, call, inputs, is_local=here is not None)
+        account_for_writes(flow, call, inputs, entry, moved)
+        wrapped = _wrap(flow, call, stage, inputs, entry, moved, None if here is None else here.made)
+        if here is not None:
+            is_compared = id(entry) in self.inference.alike and _all_known(entry, moved)
+            if not is_compared and note_doubts(call, entry, here.used, here.made, moved, wrapped):
+                self.inference.alike[id(entry)] = entry
+            _note_opaque(flow, inputs, here.result)
+        return _deliver(call, inputs, entry, None if here is None else here.result, wrapped)
+
+    def _outcome(
+        self, flow: Flow, call: Call, stage: int, inputs: Inputs, moved: Mapping[int, Value]
+    ) -> tuple[Entry, _Here | None]:
+        """What a call gives, and more where it is executed."""
+        signature, entry = self.inference.look_up(call, inputs)
+        if not flow.stages.is_local(stage):
+            if entry is None:
+                entry = flow.tell(stage, _nothing)
+                self.inference.learn(signature, entry)
+            elif entry.tells:
+                entry = entry.telling(flow.tell(stage, _nothing))
+            return entry, None
+        used = _tensors_here(inputs, moved)
+        versions = [each._version for each in used]
+        result = self._run(flow, call, stage, inputs, used, is_described=entry is not None)
         if entry is None:
-            entry = flow.tell(stage, _nothing)
-            runner.inference.learn(signature, entry)
+            written = [at for at, each in enumerate(used) if each._version != versions[at]]
+            made_known = describe(
+                result, used, inputs.objects, written=written, writes_kept=True, has_known_shapes=False
+            )
+            entry = flow.tell(stage, lambda: made_known)
+            self.inference.learn(signature, made_known)
         elif entry.tells:
-            entry = entry.telling(flow.tell(stage, _nothing))
-        return entry, None
-    used = _tensors_here(inputs, moved)
-    versions = [each._version for each in used]
-    result = _run(runner, flow, call, stage, inputs, used, is_described=entry is not None)
-    if entry is None:
-        written = [at for at, each in enumerate(used) if each._version != versions[at]]
-        made_known = describe(result, used, inputs.objects, written=written, writes_kept=True, has_known_shapes=False)
-        entry = flow.tell(stage, lambda: made_known)
-        runner.inference.learn(signature, made_known)
-    elif entry.tells:
-        flow.tell(stage, lambda: told_in(result))
-    made = tensors_in(result)
-    _check(call, entry, made, flow, is_example=not _all_known(entry, moved))
-    check_writes(call, entry, used, versions)
-    return entry, _Here(result, used, made)
+            flow.tell(stage, lambda: told_in(result))
+        made = tensors_in(result)
+        _check(call, entry, made, flow, is_example=not _all_known(entry, moved))
+        check_writes(call, entry, used, versions)
+        return entry, _Here(result, used, made)
+
+    def _run(
+        self,
+        flow: Flow,
+        call: Call,
+        stage: int,
+        inputs: Inputs,
+        tensors: Sequence[torch.Tensor],
+        *,
+        is_described: bool,
+    ) -> Any:
+        """The result of a call that is executed here."""
+        args, kwargs = inputs.filled(tensors, inputs.objects)
+        writes = Writes(call, args, kwargs, inputs.objects)
+        try:
+            # Where it could be tried, it was seen that it needs nothing of other stages.
+            refusing = nullcontext() if is_described else _refusing_foreign(flow.stages.model, call.name)
+            with self.aside(), inputs.lending(tensors), refusing:
+                answer, records = call.run(args, kwargs)
+                return answer, records, writes.found()
+        except Exception as error:
+            error.add_note(
+                f"shardwise: in {call.name!r} on stage {stage} (rank {flow.stages.rank} of the pipeline), microbatch "
+                f"{flow.number}"
+            )
+            raise
+
+    def _draw_alike(self, flow: Flow, call: Call, inputs: Inputs, *, is_local: bool) -> None:
+        """Draw what the owner draws: what comes next in the program goes on from the same numbers on all ranks."""
+        if self.random.stream_ends_with_call():
+            return
+        specs = [flow.shape_known(each) if isinstance(each, StageTensor) else None for each in inputs.tensors]
+        if is_local:
+            return
+        zeros = [
+            each if spec is None else torch.zeros(spec.shape, dtype=spec.dtype, device=flow.device)
+            for each, spec in zip(inputs.tensors, specs, strict=True)
+        ]
+        args, kwargs = inputs.filled(zeros, inputs.objects)
+        with torch.no_grad():
+            call.run(args, kwargs)
 
 
 def _note_opaque(flow: Flow, inputs: Inputs, result: Any) -> None:
@@ -144,54 +194,11 @@ def _note_opaque(flow: Flow, inputs: Inputs, result: Any) -> None:
     transform(result[0], note)
 
 
-def _run(
-    runner: "PipelineRunner",
-    flow: Flow,
-    call: Call,
-    stage: int,
-    inputs: Inputs,
-    tensors: Sequence[torch.Tensor],
-    *,
-    is_described: bool,
-) -> Any:
-    """The result of a call that is executed here."""
-    args, kwargs = inputs.filled(tensors, inputs.objects)
-    writes = Writes(call, args, kwargs, inputs.objects)
-    try:
-        # Where it could be tried, it was seen that it needs nothing of other stages.
-        refusing = nullcontext() if is_described else _refusing_foreign(runner.model, call.name)
-        with runner.glue.aside(), inputs.lending(tensors), refusing:
-            answer, records = call.run(args, kwargs)
-            return answer, records, writes.found()
-    except Exception as error:
-        error.add_note(
-            f"shardwise: in {call.name!r} on stage {stage} (rank {runner.rank} of the pipeline), microbatch "
-            f"{flow.number}"
-        )
-        raise
-
-
 def _tensors_here(inputs: Inputs, moved: Mapping[int, Value]) -> list[torch.Tensor]:
     """The tensors that a call takes where it is executed."""
     tensors = [moved[at].local if at in moved else each for at, each in enumerate(inputs.tensors)]
     assert all(each is not None for each in tensors)
     return tensors  # type: ignore[return-value]
-
-
-def _draw_alike(runner: "PipelineRunner", flow: Flow, call: Call, inputs: Inputs, *, is_local: bool) -> None:
-    """Draw what the owner draws: what comes next in the program goes on from the same numbers on all ranks."""
-    if runner.random.stream_ends_with_call():
-        return
-    specs = [flow.shape_known(each) if isinstance(each, StageTensor) else None for each in inputs.tensors]
-    if is_local:
-        return
-    zeros = [
-        each if spec is None else torch.zeros(spec.shape, dtype=spec.dtype, device=runner.device)
-        for each, spec in zip(inputs.tensors, specs, strict=True)
-    ]
-    args, kwargs = inputs.filled(zeros, inputs.objects)
-    with torch.no_grad():
-        call.run(args, kwargs)
 
 
 def _nothing() -> Any:

@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,22 +16,38 @@ from torch import nn
 from shardwise.engine.pipeline.announcements import packed, unpacked
 from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, Link, StageGraph
 from shardwise.engine.pipeline.gradient_kinds import BackwardTrace, code_of, gradient_of
-from shardwise.engine.pipeline.post import SAME_FORWARD, Key, Kind, Message
+from shardwise.engine.pipeline.local_stages import Stages
+from shardwise.engine.pipeline.post import SAME_FORWARD, Key, Kind, Message, Post
+from shardwise.engine.pipeline.recorded_spans import SpanRecorder
 from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.values import Memory, Spec, StageTensor, Value
 from shardwise.engine.randomness import Stream
 from shardwise.errors import MismatchError, ModelError
 
-if TYPE_CHECKING:
-    from shardwise.engine.pipeline.glue import Glue
-    from shardwise.engine.pipeline.runner import PipelineRunner
+Purpose = Literal["step", "evaluation", "prediction"]
 
 
 class Flow:
     """The forward of one microbatch, and what its backward needs."""
 
-    def __init__(self, runner: "PipelineRunner", number: int, stream: Stream | None) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        post: Post,
+        recorder: SpanRecorder,
+        on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        *,
+        purpose: Purpose,
+        number: int,
+        stream: Stream | None,
+    ) -> None:
+        """on_call: see `values.Program`."""
+        self.stages = stages
+        self.device = stages.device
+        """Where real tensors are."""
+        self.on_call = on_call
+        self.purpose: Purpose = purpose
         self.number = number
         self.stream = stream
         self.transfers: list[tuple[int, int]] = []
@@ -50,10 +66,10 @@ class Flow:
         """Whether ranks waited in this forward for what only the owner of a stage knew."""
         self.trace: BackwardTrace | None = None
         """Of the graphs whose backward runs; None where nobody wants to know what gradients are along `tp`."""
-        self._runner = runner
-        self._post = runner.post
+        self._post = post
+        self._recorder = recorder
         self._begun = -1
-        self._entered = [-1] * runner.num_ranks
+        self._entered = [-1] * stages.num_ranks
         self._arrivals: list[Crossing] = []
         """Of the graphs whose backward runs."""
         self._num_alike: Counter[int] = Counter()
@@ -66,17 +82,7 @@ class Flow:
         """Parameters and plain tensors that stand for values of a stage in this forward, by id."""
         self._shaded: set[int] = set()
         """Memories of plain tensors that values of a stage were written to."""
-        self._buffers = {id(buffer): (buffer, stage, name) for buffer, stage, name in runner.placed_buffers()}
-
-    @property
-    def device(self) -> torch.device:
-        """Where real tensors are."""
-        return self._runner.device
-
-    @property
-    def glue(self) -> "Glue":
-        """What runs between placed modules."""
-        return self._runner.glue
+        self._buffers = {id(buffer): (buffer, stage, name) for buffer, stage, name in stages.placed_buffers()}
 
     # The program ----------------------------------------------------------------------------------------------------
 
@@ -87,8 +93,8 @@ class Flow:
         """
         if not self.is_forward:
             return
-        rank = self._runner.rank_of(stage)
-        if rank == self._runner.rank and stage > self._begun:
+        rank = self.stages.rank_of(stage)
+        if rank == self.stages.rank and stage > self._begun:
             self.park()
         self.last = name
         self.progress = zlib.crc32(f"{name}@{stage}{numbers}".encode(), self.progress)
@@ -127,7 +133,7 @@ class Flow:
             return held[1]
         if (place := self._place_of(leaf)) is not None:
             stage, name = place
-            local, lineage = leaf if self._runner.is_local(stage) else None, zlib.crc32(name.encode())
+            local, lineage = leaf if self.stages.is_local(stage) else None, zlib.crc32(name.encode())
             return self.hold(leaf, Value(stage, Spec.of(leaf), local, name, lineage=lineage, is_kept=True))
         if self._is_shaded(leaf):
             raise ModelError(
@@ -194,13 +200,13 @@ class Flow:
             source=value.stage,
             target=stage,
             # Also under no_grad: a later use may be outside of it, and takes the same copy.
-            needs_gradient=value.spec.requires_grad and self._runner.is_training,
+            needs_gradient=value.spec.requires_grad and self.purpose == "step",
         )
         self.transfers.append((value.stage, stage))
         local = None
-        if self._runner.is_local(value.stage):
+        if self.stages.is_local(value.stage):
             self._depart(value, crossing)
-        if self._runner.is_local(stage):
+        if self.stages.is_local(stage):
             local = self._arrive(value, crossing)
         copy = Value(
             stage,
@@ -227,11 +233,11 @@ class Flow:
         for target, source in pairwise(chain.stages):
             crossing = Crossing(number=len(self.transfers), source=source, target=target, needs_gradient=True)
             self.transfers.append((source, target))
-            if self._runner.is_local(source):
+            if self.stages.is_local(source):
                 with torch.enable_grad():
                     root = Departure.apply(ties.parameter(chain.name), self, crossing)  # type: ignore[no-untyped-call]
                 self.graph(source).roots.append(root)
-            if self._runner.is_local(target):
+            if self.stages.is_local(target):
                 self.graph(target).links.append(Link(name=chain.name, crossing=crossing))
 
     def lineage_of(self, name: str, inputs: Sequence[int]) -> int:
@@ -259,7 +265,7 @@ class Flow:
                 root = Departure.apply(value.local, self, crossing)  # type: ignore[no-untyped-call]
             self.graph(value.stage).roots.append(root)
         self._post.send(
-            self._runner.rank_of(crossing.target),
+            self.stages.rank_of(crossing.target),
             Key(Kind.VALUE, self.number, crossing.number),
             value.local,
             stages=(crossing.source, crossing.target),
@@ -291,7 +297,7 @@ class Flow:
     def _place_of(self, leaf: torch.Tensor) -> tuple[int, str] | None:
         """Stage and name of a parameter, or of a buffer of a placed module."""
         if isinstance(leaf, nn.Parameter):
-            return self._runner.place_of(leaf)
+            return self.stages.place_of(leaf)
         held = self._buffers.get(id(leaf))
         return None if held is None else held[1:]
 
@@ -303,13 +309,13 @@ class Flow:
         Where activations are recomputed, the others do not listen: each recomputes for itself.
         """
         if not self.is_forward:
-            if self._runner.is_local(stage):
+            if self.stages.is_local(stage):
                 return news()
             raise ModelError(
                 f"what {self.last!r} gave on stage {stage} has to be announced while activations are recomputed in "
                 "backward: an activation checkpoint spans several stages; checkpoint each placed module by itself"
             )
-        if not self._runner.is_local(stage):
+        if not self.stages.is_local(stage):
             return unpacked(self._announce(stage, None))
         told = news()
         self._announce(stage, packed(told))
@@ -337,16 +343,16 @@ class Flow:
             assert message.content is not None
             return message.content
         key = Key(Kind.NEWS, self.number, number)
-        for rank in range(self._runner.num_ranks):
-            if rank != self._runner.rank:
+        for rank in range(self.stages.num_ranks):
+            if rank != self.stages.rank:
                 self._post.send(rank, key, content, stages=(stage, stage), progress=self.progress, maker=self.last)
         return content
 
     def _take(self, kind: Kind, number: int, source: int, target: int) -> Message:
         """Wait for a message from the rank of a stage."""
         key = Key(kind, self.number, number)
-        with self._runner.noting("wait", self.number, target):
-            return self._post.take(self._runner.rank_of(source), key, stages=(source, target))
+        with self._recorder.noting("wait", self.number, target):
+            return self._post.take(self.stages.rank_of(source), key, stages=(source, target))
 
     def _compare(self, message: Message, difference: str, *, fits: bool = True) -> None:
         """Raise MismatchError unless the sender's program had made the same calls."""
@@ -363,7 +369,7 @@ class Flow:
         crossing.has_returned = True
         kind = None if self.trace is None or gradient is None else self.trace.going_back(crossing)
         self._post.send(
-            self._runner.rank_of(crossing.source),
+            self.stages.rank_of(crossing.source),
             Key(Kind.GRADIENT, self.number, crossing.number),
             gradient,
             stages=(crossing.target, crossing.source),

@@ -6,23 +6,26 @@ have, are executed by all. What asks for elements is refused on every rank, so t
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwise.engine.batches import Batch
 from shardwise.engine.pipeline.calls import Operation
-from shardwise.engine.pipeline.execution import execute
+from shardwise.engine.pipeline.execution import Executor
+from shardwise.engine.pipeline.flows import Flow
+from shardwise.engine.pipeline.inference import Inference
+from shardwise.engine.pipeline.local_stages import Stages
 from shardwise.engine.pipeline.sites import outermost_method, user_site
 from shardwise.engine.pipeline.values import Spec, StageTensor, Value
+from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
 
-if TYPE_CHECKING:
-    from shardwise.engine.pipeline.runner import PipelineRunner
-
+LossOf = Callable[[Batch], torch.Tensor]
 _Tensor = torch.Tensor
 
 
@@ -84,11 +87,41 @@ _WORDS = {
 class Glue(TorchFunctionMode):
     """Sees every torch function that is called between placed modules."""
 
-    def __init__(self, runner: "PipelineRunner") -> None:
+    def __init__(self, stages: Stages, inference: Inference, random: KeyedRandom) -> None:
         super().__init__()
-        self._runner = runner
+        self.flow: Flow | None = None
+        """The microbatch that this rank works on."""
         self.is_inside = False
         """A placed module runs on this rank: its tensors are plain ones."""
+        self.executor = Executor(inference=inference, random=random, aside=self.aside)
+        self._stages = stages
+
+    @contextmanager
+    def current(self, flow: Flow) -> Iterator[None]:
+        """This rank works on a microbatch, and draws from its stream."""
+        outer, self.flow = self.flow, flow
+        try:
+            with flow.stream or nullcontext():  # in backward too: activations may be recomputed
+                yield
+        finally:
+            self.flow = outer
+
+    def run(self, compute: LossOf, part: Batch) -> torch.Tensor:
+        """What the user's program computes of a microbatch, the model's forward in it."""
+        with self:
+            result = compute(part)
+        self._refuse_kept_values()
+        return result
+
+    def _refuse_kept_values(self) -> None:
+        """Values of a stage must not outlive their forward as buffers of modules that all ranks have."""
+        for name, module, key in self._stages.buffers_of_all:
+            if isinstance(buffer := module._buffers.get(key), StageTensor):
+                value = buffer.value
+                raise ModelError(
+                    f"the forward put what {value.maker!r} made on stage {value.stage} into the buffer {key!r} of "
+                    f"{name}, which runs on all ranks; place that module on a stage"
+                )
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -120,7 +153,7 @@ class Glue(TorchFunctionMode):
 
     def on_call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call gives: a plain result, or values of the stage that it is executed on."""
-        flow = self._runner.flow
+        flow = self.flow
         if flow is None or self.is_inside:
             if _holds_stage_tensor(args) or _holds_stage_tensor(kwargs):
                 self._refuse_inside(func)
@@ -136,7 +169,7 @@ class Glue(TorchFunctionMode):
             func = _Tensor.requires_grad_ if func == _SET_REQUIRES_GRAD else func
         if func in _READS or func in _GRAPH:
             self._refuse_read(func, args, kwargs)
-        return execute(self._runner, flow, Operation(func, draws=func in _RANDOM), None, args, kwargs)
+        return self.executor.execute(flow, Operation(func, draws=func in _RANDOM), None, args, kwargs)
 
     def _describe(
         self, func: Callable[..., Any], tensor: StageTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -161,7 +194,7 @@ class Glue(TorchFunctionMode):
         return func(spec.flagged(made), *args, **kwargs)
 
     def _concerns(self, nested: Any) -> bool:
-        flow = self._runner.flow
+        flow = self.flow
         assert flow is not None
         for each in nested.values() if type(nested) is dict else nested:
             if isinstance(each, _Tensor):
@@ -172,7 +205,7 @@ class Glue(TorchFunctionMode):
         return False
 
     def _refuse_read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        flow = self._runner.flow
+        flow = self.flow
         assert flow is not None
         value = next(
             each.value for each in map(flow.adopted, _tensors((args, kwargs))) if isinstance(each, StageTensor)
@@ -193,9 +226,9 @@ class Glue(TorchFunctionMode):
 
     def _advice_on_reads(self) -> str:
         """What to do instead, where the innermost code that is the user's stands."""
-        if advice := advice_on_loops(self._runner.model):
+        if advice := advice_on_loops(self._stages.model):
             return advice
-        if self._runner.is_predicting and not outermost_method(self._runner.model):
+        if self.flow is not None and self.flow.purpose == "prediction" and not outermost_method(self._stages.model):
             return "Return the tensor: engine.predict gives it to every rank, and what it holds can decide there"
         return (
             "Do it inside a module that is placed on a stage, or with torch operations that give tensors "
@@ -204,7 +237,7 @@ class Glue(TorchFunctionMode):
 
     def _refuse_inside(self, func: Callable[..., Any]) -> None:
         name = getattr(func, "__name__", str(func))
-        if self._runner.flow is None:
+        if self.flow is None:
             raise ModelError(
                 f"{user_site()}: {name} on a value of a stage after its forward has ended; compute it in the model or "
                 "in the loss function"

@@ -1,7 +1,6 @@
 """Writes in place: to values of a stage, to their copies and views, and to what all ranks have."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,20 +12,15 @@ from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.values import Spec, StageTensor, Value
 from shardwise.errors import ModelError
 
-if TYPE_CHECKING:
-    from shardwise.engine.pipeline.runner import PipelineRunner
 
-
-def account_for_writes(
-    runner: "PipelineRunner", flow: Flow, call: Call, inputs: Inputs, entry: Entry, moved: dict[int, Value]
-) -> None:
+def account_for_writes(flow: Flow, call: Call, inputs: Inputs, entry: Entry, moved: dict[int, Value]) -> None:
     """Account for inputs that were written to in place, and for what a module keeps."""
     if entry.writes_kept and isinstance(call, Unit):
         flow.touch(f"{call.name}.")
     for at, spec in entry.written:
         tensor = inputs.tensors[at]
         if not isinstance(tensor, StageTensor):
-            _write_to_plain(runner, flow, call, tensor, spec, moved)
+            _write_to_plain(flow, call, tensor, spec, moved)
             continue
         value = moved[at]
         if value.memory.doubt:
@@ -65,11 +59,9 @@ def _refuse_views_left_behind(call: Call, value: Value, moved: Mapping[int, Valu
             )
 
 
-def _write_to_plain(
-    runner: "PipelineRunner", flow: Flow, call: Call, tensor: torch.Tensor, spec: Spec, moved: dict[int, Value]
-) -> None:
+def _write_to_plain(flow: Flow, call: Call, tensor: torch.Tensor, spec: Spec, moved: dict[int, Value]) -> None:
     """A tensor that all ranks have was written to on one: from now on it stands for a value of that stage."""
-    if runner.is_buffer_of_all(tensor):
+    if flow.stages.is_buffer_of_all(tensor):
         raise ModelError(
             f"{user_site()}: {call.name} writes values of a stage to a buffer of a module that runs on all ranks; "
             "place that module on a stage"

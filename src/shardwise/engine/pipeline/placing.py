@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreed
 from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
 from shardwise.engine.pipeline.outline import count_work, outline_of
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.errors import PlanError
 from shardwise.plan import Placement, Plan
 from shardwise.plan.stages import place
 
@@ -29,9 +29,8 @@ def agree_on_placement(
     """
     if plan.mesh.pp * plan.pipeline.num_chunks == 1:
         return WHOLE
-    refusal: ShardwiseError | None = None
-    measured: Any = [None, None]
-    try:
+    with agreed(channel, purpose="work of modules") as counted:
+        measured: Any = [None, None]
         if plan.pipeline.stages is None:
             if sample is None and plan.pipeline.balance != "parameters":
                 raise PlanError(
@@ -40,17 +39,10 @@ def agree_on_placement(
                 )
             if sample is not None and channel.rank == 0:
                 measured = _measure(model, plan, loss, sample)
-    except ShardwiseError as error:
-        refusal = error
-    answers = agree(channel, refusal, purpose="work of modules", value=json.dumps(measured).encode())
-    work, order = json.loads(answers[0])  # times differ from rank to rank
-    placement = WHOLE
-    try:
-        placement = place(outline_of(model), plan.pipeline, num_ranks=plan.mesh.pp, work=work, order=order)
-    except ShardwiseError as error:
-        refusal = error
-    agree(channel, refusal, purpose="verdict on the placement")
-    return placement
+        counted.value = json.dumps(measured).encode()
+    work, order = json.loads(counted.values[0])  # times differ from rank to rank
+    with agreed(channel, purpose="verdict on the placement"):
+        return place(outline_of(model), plan.pipeline, num_ranks=plan.mesh.pp, work=work, order=order)
 
 
 def _measure(

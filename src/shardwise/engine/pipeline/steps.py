@@ -1,23 +1,39 @@
 """One training step of one rank: its forwards and backwards, in whatever order they are asked for."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.engine.batches import Batch
 from shardwise.engine.pipeline.flows import Flow
+from shardwise.engine.pipeline.glue import Glue, LossOf
+from shardwise.engine.pipeline.gradient_kinds import GradientKinds
+from shardwise.engine.pipeline.local_stages import Stages
+from shardwise.engine.pipeline.recorded_spans import SpanRecorder
+from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.turns import Turn
 from shardwise.engine.pipeline.values import StageTensor
-from shardwise.engine.randomness import Stream
+from shardwise.engine.randomness import KeyedRandom, Stream
 from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
 
-if TYPE_CHECKING:
-    from shardwise.engine.pipeline.runner import PipelineRunner
 
-LossOf = Callable[[Batch], torch.Tensor]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Equipment:
+    """What all steps of a rank work with."""
+
+    stages: Stages
+    glue: Glue
+    random: KeyedRandom
+    ties: StageTies
+    chains: Sequence[Chain]
+    kinds: GradientKinds | None
+    """Wants to know what gradients are along `tp`."""
+    recorder: SpanRecorder
+    begin_flow: Callable[[int, Stream | None], Flow]
+    """From the number and the stream of a microbatch."""
 
 
 class TrainingStep:
@@ -25,7 +41,7 @@ class TrainingStep:
 
     def __init__(
         self,
-        runner: "PipelineRunner",
+        equipment: Equipment,
         parts: Sequence[Batch],
         factors: Sequence[float],
         loss_of: LossOf,
@@ -33,9 +49,11 @@ class TrainingStep:
         rounds: UnevenMicrobatches,
     ) -> None:
         self.flows: dict[int, Flow] = {}
-        self.losses = [torch.zeros((), device=runner.device) for _ in parts]
+        self.losses = [torch.zeros((), device=equipment.stages.device) for _ in parts]
         """Of each microbatch, where this rank has it, else zero."""
-        self._runner = runner
+        self.peak_in_flight = 0
+        """Most microbatches whose activations this rank held at a time."""
+        self._equipment = equipment
         self._parts = parts
         self._factors = factors
         self._loss_of = loss_of
@@ -46,12 +64,12 @@ class TrainingStep:
 
     def forward(self, number: int, stage: int) -> None:
         """The forward of a microbatch up to the end of its work on a stage."""
-        with self._runner.noting("F", number, stage):
+        with self._equipment.recorder.noting("F", number, stage):
             if number not in self.flows:
                 self._start(number)
             flow = self.flows[number]
             flow.begin(stage)
-            with self._runner.current(flow):
+            with self._equipment.glue.current(flow):
                 if number in self._turns:
                     self._turns[number].advance()
                 else:
@@ -59,7 +77,7 @@ class TrainingStep:
 
     def backward(self, number: int, stage: int) -> None:
         """The backward of a microbatch on a stage."""
-        runner, flow = self._runner, self.flows[number]
+        equipment, flow = self._equipment, self.flows[number]
         graphs = flow.take_graphs(stage)
         # Where a rank's stages are one graph, the first backward of the microbatch is that of all of them.
         covers_all, has_passed = flow.steps_back, flow.steps_back and not graphs
@@ -67,24 +85,24 @@ class TrainingStep:
             self._rounds.begin(number)
         roots = [root for graph in graphs for root in graph.roots]
         roots += [graph.loss for graph in graphs if graph.loss is not None]
-        if roots and runner.kinds is not None:
-            flow.trace = runner.kinds.trace(graphs)
-        with runner.noting("B", number, stage), runner.current(flow):
+        if roots and equipment.kinds is not None:
+            flow.trace = equipment.kinds.trace(graphs)
+        with equipment.recorder.noting("B", number, stage), equipment.glue.current(flow):
             if roots:
                 try:
-                    with runner.random.in_backward_of(roots):
+                    with equipment.random.in_backward_of(roots):
                         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
                 except Exception as error:
                     error.add_note(
                         f"shardwise: in the backward of microbatch {number} of {len(self._parts)} on stage {stage} "
-                        f"(rank {runner.rank} of the pipeline)"
+                        f"(rank {equipment.stages.rank} of the pipeline)"
                     )
                     raise
             flow.return_nothing()
             for link in [link for graph in graphs for link in graph.links]:
-                flow.return_gradient(link.crossing, runner.ties.hand_down(link.name))
-            if flow.trace is not None and runner.kinds is not None:
-                runner.kinds.learn(flow.trace)
+                flow.return_gradient(link.crossing, equipment.ties.hand_down(link.name))
+            if flow.trace is not None and equipment.kinds is not None:
+                equipment.kinds.learn(flow.trace)
                 flow.trace = None
             if not has_passed:
                 self._rounds.done(None if covers_all else stage)
@@ -102,24 +120,23 @@ class TrainingStep:
             flow.close()
 
     def _start(self, number: int) -> None:
-        runner = self._runner
         in_flight = sum(bool(each.graphs) for each in self.flows.values()) + 1
-        runner.peak_in_flight = max(runner.peak_in_flight, in_flight)
-        self.flows[number] = flow = Flow(runner, number, self._streams[number])
-        if runner.num_chunks > 1:
-            self._turns[number] = turn = Turn(partial(self._run_apart, number), runner.device)
+        self.peak_in_flight = max(self.peak_in_flight, in_flight)
+        self.flows[number] = flow = self._equipment.begin_flow(number, self._streams[number])
+        if self._equipment.stages.num_chunks > 1:
+            self._turns[number] = turn = Turn(partial(self._run_apart, number), flow.device)
             flow.park = turn.park
 
     def _run_apart(self, number: int) -> None:
         """The forward in a thread of its own."""
-        with self._runner.random.in_this_thread():
+        with self._equipment.random.in_this_thread():
             self._run(number)
 
     def _run(self, number: int) -> None:
         """The user's forward, from its beginning to its loss."""
-        runner, flow, factor = self._runner, self.flows[number], self._factors[number]
+        equipment, flow, factor = self._equipment, self.flows[number], self._factors[number]
         try:
-            loss = runner.run_glue(self._loss_of, self._parts[number])
+            loss = equipment.glue.run(self._loss_of, self._parts[number])
             if not isinstance(loss, StageTensor) or not loss.requires_grad:
                 raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
             scaled = loss if factor == 1.0 else loss * factor
@@ -129,9 +146,17 @@ class TrainingStep:
                 f"shardwise: in the forward of microbatch {number} of {len(self._parts)}, after {flow.last!r}"
             )
             raise
-        if len(self._parts) == 1 and runner.num_chunks == 1:
-            for chain in runner.chains:
-                flow.link(runner.ties, chain)
-        if runner.is_local(scaled.value.stage):
+        if len(self._parts) == 1 and equipment.stages.num_chunks == 1:
+            for chain in equipment.chains:
+                flow.link(equipment.ties, chain)
+        if equipment.stages.is_local(scaled.value.stage):
             flow.graph(scaled.value.stage).loss = scaled.value.local
-            self.losses[number] = runner.detached(loss)
+            self.losses[number] = detached(loss, equipment.stages)
+
+
+def detached(loss: torch.Tensor, stages: Stages) -> torch.Tensor:
+    """The loss where this rank has it, else zero."""
+    if not isinstance(loss, StageTensor):
+        return loss.detach() if stages.rank == 0 else torch.zeros((), device=stages.device)
+    local = loss.value.local
+    return torch.zeros((), device=stages.device) if local is None else local.detach()

@@ -6,12 +6,10 @@ StageTensor   what the user's forward holds; one per Python object
   family      the copies of this value on other stages; the newest hands it on to the next
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from shardwise.engine.pipeline.flows import Flow
 
 
 class Spec(NamedTuple):
@@ -154,15 +152,29 @@ class Family:
         self.last = copy
 
 
+class Program(Protocol):
+    """The forward that a value belongs to (a `Flow`), as far as the value needs it."""
+
+    device: torch.device
+    on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    """Gives what a torch function makes of values."""
+
+    def refuse_compiled_code(self, function: Any) -> Any:
+        """Raise ModelError."""
+
+    def shape_known(self, tensor: "StageTensor") -> Spec:
+        """The description of a value with its real shape."""
+
+
 class StageTensor(torch.Tensor):
     """A value of one stage in the hands of the user's forward. Every operation on it goes through its flow."""
 
     value: Value
     family: Family
-    flow: "Flow"
+    flow: Program
 
     @staticmethod
-    def __new__(cls, flow: "Flow", value: Value, family: Family | None = None) -> "StageTensor":
+    def __new__(cls, flow: Program, value: Value, family: Family | None = None) -> "StageTensor":
         """A tensor without elements that stands for `value`; `family` where it has copies already."""
         spec = value.spec
         made: StageTensor = torch.Tensor._make_wrapper_subclass(
@@ -188,7 +200,7 @@ class StageTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Outside of a forward (in a recomputation, say), where no mode stands before it."""
-        return _flow_in((args, kwargs)).glue.on_call(func, args, kwargs or {})
+        return _flow_in((args, kwargs)).on_call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -198,7 +210,7 @@ class StageTensor(torch.Tensor):
         return _flow_in((args, kwargs)).refuse_compiled_code(func)
 
 
-def _flow_in(nested: Any) -> "Flow":
+def _flow_in(nested: Any) -> Program:
     for each in nested.values() if isinstance(nested, dict) else nested:
         if type(each) is StageTensor:
             return each.flow

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree, compare
+from shardwise.comm.agreement import agreed, compare
 from shardwise.comm.dtensors import is_dtensor
 from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.tensor.deciding import TensorDecision, decide
 from shardwise.engine.tensor.movements import taken
 from shardwise.engine.tensor.outline import tensor_outline
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.errors import PlanError
 from shardwise.plan import Plan
 from shardwise.plan.tensor import TensorPlan
 from shardwise.plan.tensor_matching import match_rules
@@ -41,9 +41,8 @@ def agree_on_tensor_plan(
     if plan.mesh.tp == 1:
         _check_names(model, plan, channel)
         return TensorDecision(plan=NO_CUTS)
-    refusal: ShardwiseError | None = None
     decision = TensorDecision(plan=NO_CUTS)
-    try:
+    with agreed(channel, purpose="verdict on tensor parallelism"):
         rules = plan.tensor.rules
         if rules is not None and given:
             raise PlanError(
@@ -57,9 +56,6 @@ def agree_on_tensor_plan(
             )
         if rules is not None:
             decision = decide(model, plan, loss=loss, sample=sample)
-    except ShardwiseError as error:
-        refusal = error
-    agree(channel, refusal, purpose="verdict on tensor parallelism")
     compare(
         channel,
         decision.plan.text().splitlines(),
@@ -77,8 +73,9 @@ def _check_names(model: nn.Module, plan: Plan, channel: Channel) -> None:
     # A plan that carries nothing may be asked for on one rank: it is the plan of all models then.
     named = {name: rule for name, rule in rules.items() if read_rule(rule).kind != "auto"}
     _, findings = match_rules(tensor_outline(model), named)
-    refusal = PlanError(*(f"tensor.rules: {finding}" for finding in findings)) if findings else None
-    agree(channel, refusal, purpose="verdict on tensor parallelism")
+    with agreed(channel, purpose="verdict on tensor parallelism"):
+        if findings:
+            raise PlanError(*(f"tensor.rules: {finding}" for finding in findings))
 
 
 def portion_of(tensor: torch.Tensor, portion: Portion) -> torch.Tensor:

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agree
 from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.pipeline.nested import tensors_in
 from shardwise.engine.tensor.apart import Inputs
@@ -135,7 +134,7 @@ class Proof:
         if by_all and self._has_styles and not self._has_agreed:
             self._has_agreed = True
             mine = "".join(refusals).encode()
-            answers = agree(self._world, None, purpose="verdict on the proof of tensor.rules", value=mine)
+            answers = self._world.exchange(mine, purpose="verdict on the proof of tensor.rules")
             refusals = [each.decode() for each in answers if each]
         if refusals:
             raise ModelError(refusals[0])

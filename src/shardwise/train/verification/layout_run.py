@@ -135,9 +135,9 @@ def _counted(program: Program, share: dict[str, Any]) -> tuple[int, ...]:
 
 def _chained(engine: Engine, num_microbatches: int) -> dict[str, int]:
     runner = engine.pipeline
-    if runner is None or runner.num_chunks > 1 or num_microbatches != 1:
+    if runner is None or runner.stages.num_chunks > 1 or num_microbatches != 1:
         return {}
-    return {chain.name: chain.stages[-1] % runner.num_ranks for chain in runner.chains}
+    return {chain.name: chain.stages[-1] % runner.stages.num_ranks for chain in runner.chains}
 
 
 def _digests(engine: Engine) -> dict[str, str]:
