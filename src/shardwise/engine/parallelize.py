@@ -46,7 +46,7 @@ from shardwise.engine.tensor.tracing import SummedGradients
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
 from shardwise.engine.values import ValueSource, fill, give_room
 from shardwise.engine.wrapping import unwrap
-from shardwise.engine.zero.build import install, plan_layout, units_of
+from shardwise.engine.zero.build import Layout, install, make_params, plan_layout, units_of
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Placement, Plan
