@@ -1,15 +1,11 @@
 """What all tests of the trainer share."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
+
+from shardwise.train import rank
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    """Models here are so small that a second thread only waits for the first, for long where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True)
+def short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model says at the end of a run takes as long as the run; those of `tests/cli` say all of it."""
+    monkeypatch.setattr(rank, "_SAMPLE_TOKENS", 8)

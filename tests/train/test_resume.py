@@ -12,7 +12,11 @@ from shardwise.train.random_states import RandomStates
 from shardwise.train.references import resolve
 from tests.train.runs import Finished, finished, laid_out, small_run, without_times
 
-SAVES = ("train.steps=10", "checkpoint.every=2", "model.loss=net.py:stops")
+SAVES = (
+    *("train.steps=10", "checkpoint.every=2", "model.loss=net.py:stops"),
+    *("train.global_batch=8", "train.microbatch=2"),  # four microbatches of one process, one of four data ranks
+)
+IN_THREES = ("train.global_batch=12",)  # for three data ranks
 
 
 def stopped(config: RunConfig, *, after_updates: float) -> None:
@@ -47,7 +51,7 @@ def both(folder: Path, *overrides: str, num_processes: int = 1) -> tuple[Finishe
         (1, ["train.optimizer=torch.optim:SGD", "train.optimizer_options.momentum=0.9", "train.decay=linear"]),
         (2, ["precision.compute=bfloat16"]),
         (2, ["precision.compute=bfloat16", "sharding.stage=0", "checkpoint.background=false"]),
-        (2, ["sharding.partition=whole", "checkpoint.layout=whole", "train.microbatch=6"]),
+        (2, ["sharding.partition=whole", "checkpoint.layout=whole", "train.microbatch=4"]),
         (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", "sharding.owners=dp_shard"]),
         (2, ["model.factory=net.py:Noisy", "mesh.pp=2"]),
         (4, ["model.factory=net.py:Noisy", "mesh.pp=2", "mesh.dp_shard=2", "precision.compute=bfloat16"]),
@@ -101,10 +105,10 @@ def test_what_an_optimizer_draws_begins_anew_under_another_mesh_and_a_line_says_
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ([], ["mesh.dp_shard=3"]),
+        ([*IN_THREES], [*IN_THREES, "mesh.dp_shard=3"]),
         (["mesh.dp_shard=2"], ["sharding.stage=0"]),
         (["mesh.dp_shard=2"], ["mesh.dp_replicate=2", "mesh.dp_shard=2"]),
-        (["mesh.dp_shard=3", "sharding.partition=whole"], ["mesh.dp_shard=2"]),
+        ([*IN_THREES, "mesh.dp_shard=3", "sharding.partition=whole"], [*IN_THREES, "mesh.dp_shard=2"]),
         (["mesh.pp=2"], ["mesh.pp=2", "mesh.dp_shard=2"]),
         (["mesh.pp=2", "mesh.dp_shard=2"], ["mesh.dp_replicate=2"]),
         (["mesh.dp_shard=2"], ["mesh.pp=3"]),
@@ -114,7 +118,8 @@ def test_a_run_goes_on_under_another_layout_with_nearly_the_same_losses_and_the_
     tmp_path: Path, before: list[str], after: list[str]
 ) -> None:
     words = [*SAVES, "model.factory=net.py:Noisy"]
-    through = finished(small_run(tmp_path, *words, f"train.output={tmp_path / 'through'}"))
+    rows = IN_THREES if IN_THREES[0] in before else ()
+    through = finished(small_run(tmp_path, *words, *rows, f"train.output={tmp_path / 'through'}"))
     stopped(laid_out(tmp_path, *words, *before), after_updates=5.5)
     resumed = finished(laid_out(tmp_path, *words, *after), resume="auto")
     for curve in ("loss", "grad_norm", "held_out_loss", "learning_rate"):

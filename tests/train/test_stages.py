@@ -26,8 +26,9 @@ NOISY = "model.factory=net.py:Noisy"
     ],
 )
 def test_with_stages_a_run_with_dropout_is_that_of_one_process_bit_for_bit(tmp_path: Path, layout: list[str]) -> None:
-    alone = finished(small_run(tmp_path, NOISY, f"train.output={tmp_path / 'alone'}"))
-    done = finished(laid_out(tmp_path, NOISY, *layout))
+    few = ["train.steps=4", "train.global_batch=4"]
+    alone = finished(small_run(tmp_path, NOISY, *few, f"train.output={tmp_path / 'alone'}"))
+    done = finished(laid_out(tmp_path, NOISY, *few, *layout))
     assert without_times(done.metrics) == without_times(alone.metrics)
     assert ("schedule run: 1f1b, as fthenb" in done.printed) == ("embedding=1" in layout[-1])
     sample = [text.split("held-out text:")[1] for text in (alone.printed, done.printed)]
@@ -58,7 +59,9 @@ def test_many_names_become_few_words() -> None:
 def test_a_trace_has_every_forward_and_backward_of_the_last_updates_on_every_rank(
     tmp_path: Path, layout: list[str]
 ) -> None:
-    config = laid_out(tmp_path, *layout, "train.trace=true", "train.steps=23", "train.evaluate_every=2")
+    config = laid_out(
+        tmp_path, *layout, "train.trace=true", "train.steps=23", "train.evaluate_every=7", "train.global_batch=4"
+    )
     done = finished(config)
     size, num_microbatches = config.plan.mesh.size, config.plan.merge.microbatches
     trace = json.loads((config.output / "trace.json").read_text())["traceEvents"]
