@@ -10,6 +10,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import Call
 from shardwise.engine.counters import Counters
+from tests.covering import covering
 from tests.engine.expected import adamw, points, seeded, square_loss
 
 WIDTHS = (4, 40, 9, 30, 1)
@@ -82,32 +83,37 @@ def assert_bytes_equal_the_plan(plan: sw.Plan) -> None:
     sw.simulate(plan.mesh.size, run)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
-@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-def test_bytes_sent_equal_the_plan(num_ranks: int, k: int, sharding: sw.Sharding, precision: sw.Precision) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "k", "sharding", "precision"),
+    covering((2, 3, 4, 8), (1, 4), list(SHARDINGS), list(PRECISIONS), strength=2),
+)
+def test_bytes_sent_equal_the_plan(num_ranks: int, k: int, sharding: str, precision: str) -> None:
     assert_bytes_equal_the_plan(
         sw.Plan(
             mesh=sw.Mesh(dp_shard=num_ranks),
-            sharding=sharding,
-            precision=precision,
+            sharding=SHARDINGS[sharding],
+            precision=PRECISIONS[precision],
             merge=sw.Merge(microbatches=k),
         )
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-kept", "fp32-sent-bf16"])
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("partition", ["slice", "whole"])
-@pytest.mark.parametrize("owners", ["all", "dp_shard"])
-@pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("mesh", "owners", "partition", "k", "precision"),
+    covering(
+        ("dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=3", "dp_replicate=3"),
+        ("all", "dp_shard"),
+        ("slice", "whole"),
+        (1, 4),
+        ("fp32", "bf16-kept", "fp32-sent-bf16"),
+    ),
+)
 def test_bytes_sent_over_replicas_equal_the_plan(
-    replicate: int, shard: int, owners: str, partition: str, k: int, precision: str
+    mesh: str, owners: str, partition: str, k: int, precision: str
 ) -> None:
     assert_bytes_equal_the_plan(
         sw.Plan(
-            mesh=sw.Mesh(dp_replicate=replicate, dp_shard=shard),
+            mesh=sw.Mesh.parse(mesh),
             sharding=sw.Sharding(bucket_bytes=500, owners=owners, partition=partition),  # type: ignore[arg-type]
             precision=PRECISIONS[precision],
             merge=sw.Merge(microbatches=k),
