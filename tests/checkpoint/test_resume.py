@@ -1,6 +1,5 @@
 """Save at step 2 of 10 and go on; restart from the save: the losses after it are equal bit for bit."""
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,10 @@ import shardwise as sw
 from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.plan.specs import Partition
 from tests.checkpoint.layouts import engine_of, layout, train
+from tests.covering import covering
 
-CASES = list(
-    product((None, "bfloat16"), (0, 1), ("slice", "whole"), ("pieces", "whole"), (1, 4), ("at once", "in background"))
+CASES = covering(
+    (None, "bfloat16"), (0, 1), ("slice", "whole"), ("pieces", "whole"), (1, 4), ("at once", "in background")
 )
 
 
