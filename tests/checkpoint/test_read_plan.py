@@ -17,7 +17,7 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Box, Layout, Mesh, Move, Part, Piece, Shard
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, runs_within, shapes
 
-proven: Callable[[Any], Any] = settings(deadline=None, max_examples=100)
+proven: Callable[[Any], Any] = settings(deadline=None, max_examples=60)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,8 +379,11 @@ def stored_by_writers(held: Sequence[Sequence[Piece]]) -> list[StoredPiece]:
     return stored
 
 
-def test_one_of_a_thousand_ranks_plans_ten_thousand_tensors_in_seconds() -> None:
-    parameters = parameters_of_a_large_model(10_000)
+@pytest.mark.parametrize(
+    ("num_parameters", "seconds"), [(2_500, 1.25), pytest.param(10_000, 5.0, marks=pytest.mark.stress)]
+)
+def test_one_of_a_thousand_ranks_plans_thousands_of_tensors_in_seconds(num_parameters: int, seconds: float) -> None:
+    parameters = parameters_of_a_large_model(num_parameters)
     stored = stored_by_writers(layout_of_slices(parameters, 1024, 4 << 30))
     wanted = [[Wanted(piece, piece.name) for piece in pieces] for pieces in layout_of_slices(parameters, 768, 3 << 30)]
     begun = time.process_time()
@@ -388,7 +391,7 @@ def test_one_of_a_thousand_ranks_plans_ten_thousand_tensors_in_seconds() -> None
     for span in plan.reads:
         for rank in plan.needers(span):
             assert plan.transfers(span, rank)
-    assert time.process_time() - begun < 5
+    assert time.process_time() - begun < seconds
     wanted_bytes = sum(want.piece.num_elements * 4 for want in wanted[123])
     read_bytes = sum(
         min(span.last_block << 18, stored[span.ordinal].num_bytes) - (span.first_block << 18) for span in plan.reads
@@ -396,12 +399,15 @@ def test_one_of_a_thousand_ranks_plans_ten_thousand_tensors_in_seconds() -> None
     assert 0.9 * wanted_bytes < read_bytes < 1.1 * wanted_bytes
 
 
-def test_a_hundred_thousand_tiny_tensors_are_planned_and_handed_out_in_seconds() -> None:
-    pieces = [Piece(name=f"w{at}", dtype="float32", global_shape=(4, 4)) for at in range(100_000)]
+@pytest.mark.parametrize(
+    ("num_tensors", "seconds"), [(20_000, 2.4), pytest.param(100_000, 12.0, marks=pytest.mark.stress)]
+)
+def test_very_many_tiny_tensors_are_planned_and_handed_out_in_seconds(num_tensors: int, seconds: float) -> None:
+    pieces = [Piece(name=f"w{at}", dtype="float32", global_shape=(4, 4)) for at in range(num_tensors)]
     stored = stored_in_files(pieces)
     wanted = [[Wanted(piece, piece.name) for piece in pieces]]
     begun = time.process_time()
     plan = plan_reads(stored, wanted, 0, block_bytes=1 << 18, readers={0})
     handed_out = sum(len(moved) for span in plan.reads for _, moved in plan.transfers(span, 0))
-    assert time.process_time() - begun < 12  # seconds, also where two tests share a slow processor
-    assert handed_out == 100_000
+    assert time.process_time() - begun < seconds  # also where two tests share a slow processor
+    assert handed_out == num_tensors

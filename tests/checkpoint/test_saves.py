@@ -162,8 +162,8 @@ def tiny_states(num_tensors: int) -> Whole:
 
 
 def check_tiny(path: Path, num_tensors: int, size: int, *, seconds: float) -> None:
-    """Save, verify and load."""
-    began = time.monotonic()
+    """Save, verify and load, in seconds of the processor: other tests may share it."""
+    began = time.process_time()
     state = tiny_states(num_tensors)
     targets = [{name: torch.zeros(3) for name in state} for _ in range(size)]
     sw.simulate(size, lambda channel: sw.save(path, state, channel=channel))
@@ -173,19 +173,22 @@ def check_tiny(path: Path, num_tensors: int, size: int, *, seconds: float) -> No
     sw.simulate(size, lambda channel: sw.load(path, targets[channel.rank], channel=channel))
     expected = torch.stack(list(state.values()))
     assert all(torch.equal(torch.stack(list(target.values())), expected) for target in targets)
-    assert time.monotonic() - began < seconds
+    assert time.process_time() - began < seconds
 
 
-def test_a_hundred_thousand_tiny_tensors_are_saved_verified_and_loaded(tmp_path: Path) -> None:
-    check_tiny(tmp_path, 100_000, 1, seconds=110)
-    assert len(contents(tmp_path)) == 1 + 1 + 5  # manifest, data, tables
+def test_tens_of_thousands_of_tiny_tensors_are_saved_verified_and_loaded(tmp_path: Path) -> None:
+    check_tiny(tmp_path, 21_000, 1, seconds=24)
+    assert len(contents(tmp_path)) == 1 + 1 + 2  # manifest, data, tables of 20,000
 
 
 def test_many_tiny_tensors_of_two_ranks_are_saved_verified_and_loaded(tmp_path: Path) -> None:
-    check_tiny(tmp_path, 10_000, 2, seconds=60)
+    check_tiny(tmp_path, 2_000, 2, seconds=12)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(600)
-def test_a_hundred_thousand_tiny_tensors_of_two_ranks_are_saved_verified_and_loaded(tmp_path: Path) -> None:
-    check_tiny(tmp_path, 100_000, 2, seconds=300)
+@pytest.mark.parametrize(("size", "seconds"), [(1, 110), (2, 300)])
+def test_a_hundred_thousand_tiny_tensors_are_saved_verified_and_loaded(
+    tmp_path: Path, size: int, seconds: float
+) -> None:
+    check_tiny(tmp_path, 100_000, size, seconds=seconds)
