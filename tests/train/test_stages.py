@@ -59,9 +59,7 @@ def test_many_names_become_few_words() -> None:
 def test_a_trace_has_every_forward_and_backward_of_the_last_updates_on_every_rank(
     tmp_path: Path, layout: list[str]
 ) -> None:
-    config = laid_out(
-        tmp_path, *layout, "train.trace=true", "train.steps=23", "train.evaluate_every=7", "train.global_batch=4"
-    )
+    config = laid_out(tmp_path, *layout, "train.trace=true", "train.steps=23", "train.evaluate_every=7")
     done = finished(config)
     size, num_microbatches = config.plan.mesh.size, config.plan.merge.microbatches
     trace = json.loads((config.output / "trace.json").read_text())["traceEvents"]
