@@ -37,9 +37,9 @@ def images(seed: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(ROWS, 1, 8, 8, generator=generator), "y": torch.randn(ROWS, 3, generator=generator)}
 
 
-VECTORS = [vectors(seed) for seed in range(5)]
-SENTENCES = [sentences(seed) for seed in range(5)]
-IMAGES = [images(seed) for seed in range(5)]
+VECTORS = [vectors(seed) for seed in range(3)]
+SENTENCES = [sentences(seed) for seed in range(3)]
+IMAGES = [images(seed) for seed in range(3)]
 
 
 def square(output: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -81,7 +81,7 @@ TIES = {"two.first.weight": (3, 2, 0), "two.second.weight": (2, 1)}
 
 LAYERS = ["zero", "one", "two", "three"]
 STAGES = {name: stage for stage, name in enumerate(LAYERS)}
-CASE = Case(make=four, batches=[batch_of(seed) for seed in range(5)], stages=STAGES, loss=square)
+CASE = Case(make=four, batches=[batch_of(seed) for seed in range(3)], stages=STAGES, loss=square)
 
 
 def plan_of(pp: int = 4, *, k: int = 1, dp_shard: int = 1, **settings: Any) -> sw.Plan:

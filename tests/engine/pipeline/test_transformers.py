@@ -34,36 +34,25 @@ TIED = [
 """With default configs, but for Llama's."""
 
 UNTIED = [
-    ("llama", "1f1b", 2, 3),
     ("llama", "fthenb", 4, 2),
     ("llama", "interleaved", 2, 5),
     ("gpt2", "1f1b", 2, 4),
     ("gpt2", "interleaved", 2, 3),
-    ("qwen3", "1f1b", 2, 1),
     ("qwen3", "1f1b", 4, 6),
     ("gemma", "1f1b", 4, 5),
-    ("gemma3", "1f1b", 2, 2),
     ("gemma3", "interleaved", 2, 3),
-    ("phi", "1f1b", 2, 2),
     ("phi", "fthenb", 4, 7),
-    ("mixtral", "1f1b", 2, 3),
     ("mixtral", "1f1b", 4, 2),
     ("mixtral", "interleaved", 2, 4),
-    ("qwen3-moe", "1f1b", 2, 4),
     ("qwen3-moe", "fthenb", 4, 2),
     ("falcon", "1f1b", 4, 3),
     ("bloom", "1f1b", 2, 3),
     ("opt", "1f1b", 4, 4),
-    ("bart", "1f1b", 2, 3),
     ("bart", "1f1b", 4, 2),
-    ("bert", "1f1b", 2, 3),
     ("bert", "interleaved", 2, 2),
-    ("hrm", "1f1b", 2, 2),
     ("hrm", "interleaved", 2, 3),
     ("perceiver", "1f1b", 2, 3),
-    ("vit", "1f1b", 2, 3),
     ("vit", "1f1b", 4, 8),
-    ("mamba", "1f1b", 2, 3),
     ("mamba", "interleaved", 2, 2),
 ]
 
@@ -133,8 +122,8 @@ def test_with_several_microbatches_a_tie_is_equal_to_summation_order(
 ) -> None:
     """Before the first update nothing differs; after it the tied parameter, by the rounding of a sum of 2 k terms.
 
-    4 k steps of 2^-24 of gradients below 2 (measured: up to 0.5), times a rate of 0.5, and what momentum and five
-    updates of a smooth model make of it: 1e-5 in all (measured: 1e-6).
+    4 k steps of 2^-24 of gradients below 2 (measured: up to 0.5), times a rate of 0.5, and what momentum and two
+    updates of a smooth model make of it: 1e-5 in all (measured after five: 1e-6).
     """
     case = case_of(name, tied=tied)
     got, wanted = train(case, plan_for(case, schedule=schedule, pp=pp, k=k), sgd), expected(case, k, optimizer_of=sgd)
@@ -169,7 +158,7 @@ def test_outputs_of_every_layer_are_collected(name: str) -> None:
     """To summation order: a layer's output has two gradients from the next stage and one from the loss."""
     everything = {"output_hidden_states": True, "output_attentions": True, "attn_implementation": "eager"}
     make = MAKERS[name](tie_word_embeddings=False, **everything)
-    case = Case(make=make, batches=[sentences(seed) for seed in range(5)], loss=loss_of_every_layer)
+    case = Case(make=make, batches=[sentences(seed) for seed in range(2)], loss=loss_of_every_layer)
     got, wanted = train(case, plan_for(case, pp=4, k=3), sgd), expected(case, 3, optimizer_of=sgd)
     assert got.losses[0] == wanted.losses[0]
     assert got.losses == pytest.approx(wanted.losses, rel=1e-6)
@@ -178,14 +167,14 @@ def test_outputs_of_every_layer_are_collected(name: str) -> None:
 
 
 def test_outputs_as_tuples() -> None:
-    batches = [{**sentences(seed), "return_dict": False} for seed in range(5)]
+    batches = [{**sentences(seed), "return_dict": False} for seed in range(2)]
     case = Case(make=MAKERS["qwen3"](), batches=batches, loss=loss_of_a_tuple)
     assert_equals_one_process(case, schedule="1f1b", pp=2, k=3)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_sentences_of_another_length_at_every_update(schedule: str) -> None:
-    batches = [sentences(seed, length=4 + seed % 3, padded=seed != 1) for seed in range(5)]
+    batches = [sentences(seed, length=4 + seed % 3, padded=seed != 1) for seed in range(4)]
     case = Case(make=MAKERS["llama"](), batches=batches)
     assert_equals_one_process(case, schedule=schedule, pp=2, k=3)
 

@@ -294,6 +294,6 @@ def case_of(name: str, *, tied: bool | None = None, cut: str = "", checkpointing
 
     return Case(
         make=make_checkpointing if checkpointing else make,
-        batches=[_BATCHES.get(name, sentences)(seed) for seed in range(5)],
+        batches=[_BATCHES.get(name, sentences)(seed) for seed in range(2)],
         stages=STAGES[cut] if cut else None,
     )
