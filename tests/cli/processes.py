@@ -1,6 +1,7 @@
 """A `shardwise` as a user starts it, and what it leaves."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from shardwise.cli import main
 
@@ -21,6 +23,22 @@ def in_this_process(*arguments: str) -> Result:
         return CliRunner().invoke(main, arguments)
     finally:
         sys.path[:] = before
+
+
+def simulated(config: Path, *overrides: str, num_processes: int, resume: str | None = None) -> str:
+    """What so many processes of `shardwise train` would do, on simulated ranks in this one, and what they would print.
+
+    A process takes seconds to import torch before it does anything: only what a process alone can show needs one.
+    """
+    from shardwise.comm import simulate  # the command line alone loads no torch
+    from shardwise.train import read_config
+    from shardwise.train.rank import run
+
+    read = read_config(config, overrides=overrides, num_processes=num_processes)
+    printed = io.StringIO()
+    console = Console(file=printed, width=200)
+    simulate(num_processes, lambda channel: run(read, channel, console, resume=resume))
+    return printed.getvalue()
 
 
 @contextlib.contextmanager

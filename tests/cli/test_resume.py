@@ -1,8 +1,13 @@
-"""`shardwise train --resume`: runs of real processes that end at any instant go on as if nothing had been."""
+"""`shardwise train --resume`: runs of real processes that end at any instant go on as if nothing had been.
+
+What they are compared with, and how they go on where that alone is asked, is computed on simulated ranks: the same
+bits, without the start of processes.
+"""
 
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import checkpoint
-from tests.cli.processes import done, in_this_process, losses, members_of_group, metrics, started
+from tests.cli.processes import done, in_this_process, losses, members_of_group, metrics, simulated, started
 from tests.train.runs import without_times
 
 NET = """
@@ -77,10 +82,9 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a run of two processes that went through, with all of its saves."""
+    """The output of a run of two ranks that went through, with all of its saves."""
     config = prepared(tmp_path_factory.mktemp("uninterrupted"))
-    run = done(*words(config, "out", "--nproc", "2", "--set", "checkpoint.keep=9"))
-    assert (run.returncode, run.stderr) == (0, ""), run.stderr
+    simulated(config, output(config, "out"), "checkpoint.keep=9", num_processes=2)
     return config.parent / "out"
 
 
@@ -94,8 +98,12 @@ def back_at(step: int, uninterrupted: Path, config: Path) -> Path:
     return saves
 
 
-def words(config: Path, output: str, *more: str) -> list[str]:
-    return ["train", str(config), "--set", f"train.output={config.parent / output}", *more]
+def output(config: Path, name: str) -> str:
+    return f"train.output={config.parent / name}"
+
+
+def words(config: Path, name: str, *more: str) -> list[str]:
+    return ["train", str(config), "--set", output(config, name), *more]
 
 
 def killed(arguments: list[str], *, step: int, delay_s: float) -> None:
@@ -120,8 +128,7 @@ def _step_of(line: str) -> int:
 @pytest.mark.processes
 def test_a_llama_with_dropout_goes_on_bit_for_bit(config: Path) -> None:
     config.write_text(CONFIG.replace(CONFIG.splitlines()[1], "") + LLAMA)
-    whole = done(*words(config, "whole", "--nproc", "2", "--set", "checkpoint.keep=9"))
-    assert (whole.returncode, whole.stderr) == (0, ""), whole.stderr
+    simulated(config, output(config, "whole"), "checkpoint.keep=9", num_processes=2)
     back_at(4, config.parent / "whole", config)
     run = done(*words(config, "out", "--nproc", "2", "--resume", "auto"))
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
@@ -139,20 +146,18 @@ def test_a_run_killed_at_any_instant_goes_on_from_its_newest_whole_save(
     more = ["--nproc", "2", "--set", f"checkpoint.background={str(attempt % 2 == 0).lower()}", "--resume", "auto"]
     for _ in range(1 + attempt % 3):
         killed(words(config, "out", *more), step=chance.randrange(9), delay_s=chance.uniform(0.0, 0.1))
-    run = done(*words(config, "out", *more))
-    assert (run.returncode, run.stderr) == (0, ""), run.stderr
+    simulated(config, output(config, "out"), num_processes=2, resume="auto")
     assert without_times(metrics(config.parent / "out")) == without_times(metrics(uninterrupted))
     saves = config.parent / "out" / "checkpoints"
     assert checkpoint.open(saves).step == 10
     assert checkpoint.verify(saves).good
 
 
-@pytest.mark.processes
 def test_a_run_goes_on_with_another_number_of_processes(config: Path, uninterrupted: Path) -> None:
     back_at(4, uninterrupted, config)
-    run = done(*words(config, "out", "--nproc", "3", "--resume", "auto"))
-    assert (run.returncode, run.stderr) == (0, ""), run.stderr
-    assert "seeded anew" not in run.stdout
+    said = simulated(config, output(config, "out"), num_processes=3, resume="auto")
+    assert "goes on from step 4, saved in " in said
+    assert "seeded anew" not in said
     found, expected = metrics(config.parent / "out"), metrics(uninterrupted)
     for same in ("step", "learning_rate"):
         assert [line[same] for line in found] == [line[same] for line in expected]
@@ -185,7 +190,9 @@ def test_what_stops_a_run_leaves_its_newest_save_to_go_on_from(config: Path, end
             assert not members_of_group(process.pid)
     else:
         run = done(*words(config, "out", "--nproc", "2", "--set", "model.config.die_at=20"))  # 3 calls make an update
-        assert (run.returncode, "rank 1 is gone" in run.stderr) == (1, True), run.stderr
+        assert (run.returncode, "Error: rank 1 is gone" in run.stderr) == (1, True), run.stderr
+        assert len(re.findall("^Error: ", run.stderr, flags=re.MULTILINE)) == 1, run.stderr
+        assert "Traceback" not in run.stderr
     saves = config.parent / "out" / "checkpoints"
     assert checkpoint.verify(saves).good
     step = checkpoint.open(saves).step
@@ -197,7 +204,6 @@ def test_what_stops_a_run_leaves_its_newest_save_to_go_on_from(config: Path, end
     assert [line["step"] for line in metrics(config.parent / "out")] == list(range(1, step + 4))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -216,12 +222,11 @@ def test_what_cannot_be_resumed_is_one_paragraph_and_exit_code_2(
     assert metrics(config.parent / "out") == metrics(uninterrupted)
 
 
-@pytest.mark.processes
 def test_a_damaged_save_is_reported_once_with_the_way_to_the_one_before_it(config: Path, uninterrupted: Path) -> None:
     saves = back_at(10, uninterrupted, config)
     (file,) = (saves / "save-00000005").glob("*rank00001.safetensors")
     file.write_bytes(file.read_bytes()[:-8])
-    run = done(*words(config, "out", "--nproc", "2", "--resume", "auto"))
-    assert (run.returncode, run.stderr.count("Error")) == (1, 1), run.stderr
+    run = in_this_process(*words(config, "out", "--resume", "auto"))
+    assert (run.exit_code, run.stderr.count("Error")) == (1, 1), run.stderr
     assert str(file) in run.stderr
     assert run.stderr.endswith(f"to take the save before it: --resume {saves}/save-00000004 (step 8)\n")

@@ -1,6 +1,5 @@
 """`shardwise train` and the signals of schedulers: real processes save, end with the code of the signal, and go on."""
 
-import io
 import os
 import signal
 import subprocess
@@ -8,13 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from shardwise import checkpoint
-from shardwise.comm import simulate
-from shardwise.train import read_config
-from shardwise.train.rank import run
-from tests.cli.processes import members_of_group, metrics, started
+from tests.cli.processes import members_of_group, metrics, simulated, started
 from tests.train.runs import without_times
 
 NET = '''
@@ -72,8 +67,6 @@ class Net(nn.Module):
                 while time.monotonic() < begin + 60:
                     if time.monotonic() > begin + 1.2:
                         self.send(2)
-        if not self.training and self.calls and self.when == "evaluation":
-            self.send(1)
         return self.head(nn.functional.dropout(self.embedding(input_ids), 0.3, self.training))
 
 
@@ -96,17 +89,10 @@ def config_in(folder: Path) -> Path:
     return folder / "run.toml"
 
 
-def simulated(config: Path, *, resume: str | None = None) -> None:
-    """What two processes would do, in this one."""
-    output = f"train.output={config.parent / 'out'}"
-    read = read_config(config, overrides=[output], num_processes=2)
-    simulate(2, lambda channel: run(read, channel, Console(file=io.StringIO()), resume=resume))
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = config_in(tmp_path_factory.mktemp("uninterrupted"))
-    simulated(config)
+    simulated(config, f"train.output={config.parent / 'out'}", num_processes=2)
     return config.parent / "out"
 
 
@@ -128,8 +114,7 @@ def ended(config: Path, *, when: str, **more: str) -> "subprocess.CompletedProce
     ("when", "step", "more"),
     [
         ("step", 3, {}),
-        ("evaluation", 5, {"to": "rank", "rank": "1", "number": "SIGUSR1"}),
-        ("save", 7, {"to": "rank", "rank": "1"}),
+        ("save", 7, {"to": "rank", "rank": "1", "number": "SIGUSR1"}),
     ],
 )
 def test_a_signal_ends_the_run_with_a_save_from_which_it_goes_on_bit_for_bit(
@@ -145,7 +130,7 @@ def test_a_signal_ends_the_run_with_a_save_from_which_it_goes_on_bit_for_bit(
     )
     assert checkpoint.open(saves).step == step
     assert checkpoint.verify(saves).good
-    simulated(config, resume="auto")
+    simulated(config, f"train.output={tmp_path / 'out'}", num_processes=2, resume="auto")
     assert without_times(metrics(tmp_path / "out")) == without_times(metrics(uninterrupted))
 
 

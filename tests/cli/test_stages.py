@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import done, losses, members_of_group, metrics, started
+from tests.cli.processes import done, in_this_process, losses, members_of_group, metrics, simulated, started
 from tests.train.runs import without_times
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.toml"
@@ -82,8 +82,8 @@ def test_the_example_has_the_losses_of_one_process_and_leaves_a_trace_of_all_ran
     run = done(*words(EXAMPLE, staged, "--nproc", "2", "--set", "train.steps=12"))
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
     one = ["--set", "mesh.pp=1", "--set", "train.trace=false", "--set", "train.steps=12"]
-    alone = done(*words(EXAMPLE, whole, *one))
-    assert (alone.returncode, alone.stderr) == (0, ""), alone.stderr
+    alone = in_this_process(*words(EXAMPLE, whole, *one))
+    assert (alone.exit_code, alone.stderr) == (0, ""), alone.stderr
     assert without_times(metrics(staged)) == without_times(metrics(whole))
     assert run.stdout.split("held-out text:")[1] == alone.stdout.split("held-out text:")[1]
     assert "stage 1 (rank 1): model.layers.2-3, model.norm, lm_head: 115.0 k parameters, 50%" in run.stdout
@@ -98,20 +98,9 @@ def test_the_example_has_the_losses_of_one_process_and_leaves_a_trace_of_all_ran
     assert (staged / "timeline.png").exists()
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (
-            "raise",
-            "Error: rank 1: RuntimeError: the layer went wrong\n"
-            "shardwise: in 'layers.3' on stage 1 (rank 1 of the pipeline), microbatch 1\n",
-        ),
-        ("kill", "Error: rank 1 is gone (its process died), while rank 0 was in "),
-    ],
-)
-def test_what_ends_one_stage_ends_all_and_is_told_once(config: Path, fault: str, message: str) -> None:
-    model = f"model.config={{fault='{fault}', at=14}}"
+def ended_by(config: Path, fault: str, message: str, *, at: int) -> None:
+    """A run of two stages that ends at a fault in the call `at` of the last layer, 6 calls an update."""
+    model = f"model.config={{fault='{fault}', at={at}}}"
     run = done(*words(config, config.parent / "out", "--nproc", "2", *STAGES, "--set", model, "--debug"))
     assert (run.returncode, message in run.stderr) == (1, True), run.stderr
     assert len(re.findall("^Error: ", run.stderr, flags=re.MULTILINE)) == 1
@@ -119,7 +108,16 @@ def test_what_ends_one_stage_ends_all_and_is_told_once(config: Path, fault: str,
     if fault == "raise":
         assert run.stderr.count('raise RuntimeError("the layer went wrong")') == 1
         assert "PeerError" not in run.stderr
-    assert len(losses(config.parent / "out")) == 2
+    assert len(losses(config.parent / "out")) == (at - 1) // 6
+
+
+@pytest.mark.processes
+def test_an_exception_on_one_stage_ends_all_and_is_told_once(config: Path) -> None:
+    message = (
+        "Error: rank 1: RuntimeError: the layer went wrong\n"
+        "shardwise: in 'layers.3' on stage 1 (rank 1 of the pipeline), microbatch 1\n"
+    )
+    ended_by(config, "raise", message, at=14)
 
 
 @pytest.mark.processes
@@ -133,25 +131,18 @@ def test_ctrl_c_stops_all_stages_and_other_stages_go_on_from_the_newest_save(con
         assert (process.returncode, err) == (130, "stopped by Ctrl-C\n")
         assert not members_of_group(process.pid)
     newest = max(int(line["step"]) for line in metrics(out)) // 2 * 2
-    steps = ["--set", f"train.steps={newest + 4}", "--set", "train.decay=constant"]
-    wide = ["--set", "mesh.dp_shard=2", "--set", "pipeline.schedule=interleaved"]
-    run = done(*words(config, out, "--nproc", "4", "--resume", "auto", *steps, *wide))
-    assert (run.returncode, run.stderr) == (0, ""), run.stderr
-    assert "goes on from step " in run.stdout
+    steps = [f"train.output={out}", f"train.steps={newest + 4}", "train.decay=constant"]
+    wide = ["mesh.dp_shard=2", "pipeline.schedule=interleaved"]
+    assert "goes on from step " in simulated(config, *steps, *wide, num_processes=4, resume="auto")
     assert len(metrics(out)) == newest + 4
 
 
 @pytest.mark.processes
-def test_stages_may_be_others_after_a_resume_and_the_losses_stay_to_the_bit(config: Path) -> None:
+def test_a_death_on_one_stage_is_told_once_and_others_go_on_from_its_save_with_losses_to_the_bit(config: Path) -> None:
     folder = config.parent
-    whole = done(*words(config, folder / "whole", "--set", "mesh.pp=1"))
-    assert (whole.returncode, whole.stderr) == (0, ""), whole.stderr
-    fault = "model.config={fault='kill', at=38}"  # 6 calls make an update
-    killed = done(*words(config, folder / "out", "--nproc", "2", *STAGES, "--set", fault))
-    assert (killed.returncode, "rank 1 is gone" in killed.stderr) == (1, True), killed.stderr
-    three = ["--nproc", "3", "--resume", "auto", "--set", "mesh.pp=3"]
-    resumed = done(*words(config, folder / "out", *three))
-    assert (resumed.returncode, resumed.stderr) == (0, ""), resumed.stderr
-    assert re.search(r"goes on from step [46], saved in ", resumed.stdout)
-    assert "seeded anew" not in resumed.stdout
+    simulated(config, f"train.output={folder / 'whole'}", "mesh.pp=1", num_processes=1)
+    ended_by(config, "kill", "Error: rank 1 is gone (its process died), while rank 0 was in ", at=38)
+    said = simulated(config, f"train.output={folder / 'out'}", "mesh.pp=3", num_processes=3, resume="auto")
+    assert re.search(r"goes on from step [46], saved in ", said)
+    assert "seeded anew" not in said
     assert without_times(metrics(folder / "out")) == without_times(metrics(folder / "whole"))
