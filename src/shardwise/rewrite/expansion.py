@@ -7,14 +7,15 @@ are. What only right names have (a placeholder, a star) is taken from the target
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from shardwise.rewrite.environment import Environment
 from shardwise.rewrite.findings import SHOWN, StatementFinding
 from shardwise.rewrite.op_steps import inverted
 from shardwise.rewrite.patterns import NameIndex, NamePattern
 from shardwise.rewrite.statements import Name, Stack, Statement
 
-__all__ = ["Expanded", "ReadableNames", "expand"]
+__all__ = ["Expanded", "expand"]
 
 
 class Expanded(NamedTuple):
@@ -29,25 +30,6 @@ class Expanded(NamedTuple):
         return f"{', '.join(self.left) or '_'} -> {', '.join(self.right) or '_'}"
 
 
-class ReadableNames(Protocol):
-    """The names that statements can read at one point of a rewrite."""
-
-    def exists(self, name: str) -> bool:
-        """Whether a tensor has this name."""
-
-    def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
-        """Return what a pattern stands for, as `NameIndex.find` does."""
-
-    def absence(self, name: str) -> str:
-        """Say in a sentence that no tensor has this name, and what was perhaps meant."""
-
-    def nearest(self, pattern: NamePattern) -> str:
-        """Say which names were perhaps meant by a pattern that stands for none; empty where none were."""
-
-    def count(self, name: str, statement: Statement) -> int | None:
-        """How many tensors a statement makes of one, one for each index of a dim; None: not known."""
-
-
 _Combination = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
 """Digits of the placeholders that are bound; then, for each side name that is done, what it stands for."""
 
@@ -56,7 +38,7 @@ _NamesByDigits = dict[tuple[str, ...], tuple[str, ...]]
 
 
 def expand(
-    statement: Statement, names: ReadableNames, wanted: NameIndex | None, notes: list[str] | None = None
+    statement: Statement, names: Environment, wanted: NameIndex | None, notes: list[str] | None = None
 ) -> tuple[list[Expanded], list[StatementFinding]]:
     """Return the instances of a statement, in the order of the names, and what is wrong.
 
@@ -68,7 +50,7 @@ def expand(
     return expansion.instances(), expansion.findings
 
 
-def _expand_plain(statement: Statement, names: ReadableNames) -> tuple[list[Expanded], list[StatementFinding]]:
+def _expand_plain(statement: Statement, names: Environment) -> tuple[list[Expanded], list[StatementFinding]]:
     left = tuple([name.text for name in statement.left])
     right = tuple([name.text for name in statement.right])
     absent = [name for name in statement.left if not names.exists(name.text)]
@@ -83,7 +65,7 @@ def _expand_plain(statement: Statement, names: ReadableNames) -> tuple[list[Expa
 class _Expansion:
     """The expansion of one statement with patterns."""
 
-    def __init__(self, statement: Statement, names: ReadableNames, wanted: NameIndex | None, notes: list[str]) -> None:
+    def __init__(self, statement: Statement, names: Environment, wanted: NameIndex | None, notes: list[str]) -> None:
         self.statement = statement
         self.names = names
         self.notes = notes
