@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.rewrite.patterns import NameIndex, NamePattern, shifted
-from shardwise.rewrite.statements import Name, NamePart, Number, Star, TextPlace
+from shardwise.rewrite.statements import Name, NamePart, Placeholder, Star, TextPlace
 
 texts: st.SearchStrategy[NamePart] = st.sampled_from(["a", ".", "b1", "1", "w_", "0", "e."])
 placeholders: st.SearchStrategy[NamePart] = st.sampled_from(
-    [Number("L"), Number("E"), Number("L", 1), Number("E", -1), Star()]
+    [Placeholder("L"), Placeholder("E"), Placeholder("L", 1), Placeholder("E", -1), Star()]
 )
 
 
@@ -39,7 +39,7 @@ def _plainly(parts: list[NamePart], name: str) -> dict[str, str] | None:
         return None
     found: dict[str, str] = {}
     for part, digits in zip([part for part in parts if not isinstance(part, str)], match.groups(), strict=True):
-        key, shift = (part.name, part.shift) if isinstance(part, Number) else ("*", 0)
+        key, shift = (part.name, part.shift) if isinstance(part, Placeholder) else ("*", 0)
         number = int(digits) - shift
         text = digits if not shift else str(number).zfill(len(digits) if digits[0] == "0" else 1)
         if number < 0 or found.setdefault(key, text) != text:
@@ -87,13 +87,13 @@ def test_shifting_keeps_leading_zeros_and_knows_no_negative_numbers(
 
 def test_a_name_is_found_among_many_by_its_constants() -> None:
     index = NameIndex(f"l.{layer}.e.{expert}.w" for layer in range(30) for expert in range(30))
-    pattern = NamePattern(name_of("l.7.e.", Number("E"), ".w"))
+    pattern = NamePattern(name_of("l.7.e.", Placeholder("E"), ".w"))
     assert [name for name, _, _ in index.find(pattern)] == [f"l.7.e.{expert}.w" for expert in range(30)]
 
 
 def test_digits_between_two_placeholders_are_ambiguous() -> None:
-    assert NamePattern(name_of(Number("A"), "5", Number("B"))).ambiguous
-    assert not NamePattern(name_of(Number("A"), "5.", Number("B"))).ambiguous
+    assert NamePattern(name_of(Placeholder("A"), "5", Placeholder("B"))).ambiguous
+    assert not NamePattern(name_of(Placeholder("A"), "5.", Placeholder("B"))).ambiguous
 
 
 @given(

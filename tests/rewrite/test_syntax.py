@@ -11,9 +11,8 @@ from shardwise.rewrite.statements import (
     Ffn,
     Name,
     NamePart,
-    Number,
-    Operation,
     Permute,
+    Placeholder,
     Qkv,
     QkvPerRank,
     Reshape,
@@ -21,6 +20,7 @@ from shardwise.rewrite.statements import (
     Stack,
     Star,
     Statement,
+    StatementOperation,
     TextPlace,
     Unstack,
 )
@@ -40,7 +40,7 @@ def written(text: str) -> list[str]:
     return [text_of(statement) for statement in parse(text, {})]
 
 
-OPERATIONS: dict[str, tuple[Operation, ...]] = {
+OPERATIONS: dict[str, tuple[StatementOperation, ...]] = {
     "a -> b": (),
     "a, b -> c, axis=0": (Concat(0),),
     "a, b -> c, axis = -1": (Concat(-1),),
@@ -109,25 +109,25 @@ NAMES: dict[str, tuple[NamePart, ...]] = {
     "0w": ("0w",),
     "__": ("__",),
     "axis": ("axis",),
-    "m.$LAYER_ID.w": ("m.", Number("LAYER_ID"), ".w"),
-    "$L": (Number("L"),),
-    "m.$LAYER_ID.e.$EXPERT_ID.w": ("m.", Number("LAYER_ID"), ".e.", Number("EXPERT_ID"), ".w"),
-    "m.$L-1.w": ("m.", Number("L", -1), ".w"),
-    "m.$L+12": ("m.", Number("L", 12)),
-    "m.$LAYER_ID_OFFSET": ("m.", Number("LAYER_ID_OFFSET")),
-    "m.$LAYER_ID_OFFSET-1": ("m.", Number("LAYER_ID_OFFSET", -1)),
+    "m.$LAYER_ID.w": ("m.", Placeholder("LAYER_ID"), ".w"),
+    "$L": (Placeholder("L"),),
+    "m.$LAYER_ID.e.$EXPERT_ID.w": ("m.", Placeholder("LAYER_ID"), ".e.", Placeholder("EXPERT_ID"), ".w"),
+    "m.$L-1.w": ("m.", Placeholder("L", -1), ".w"),
+    "m.$L+12": ("m.", Placeholder("L", 12)),
+    "m.$LAYER_ID_OFFSET": ("m.", Placeholder("LAYER_ID_OFFSET")),
+    "m.$LAYER_ID_OFFSET-1": ("m.", Placeholder("LAYER_ID_OFFSET", -1)),
     "e.*.w": ("e.", Star(), ".w"),
-    "m.$L.e.*": ("m.", Number("L"), ".e.", Star()),
+    "m.$L.e.*": ("m.", Placeholder("L"), ".e.", Star()),
     '"a-b/c d"': ("a-b/c d",),
     "'a-b'": ("a-b",),
     '"3"': ("3",),
     '"_"': ("_",),
     '"#;->,="': ("#;->,=",),
-    '"optimizer/m.$L.w/exp_avg"': ("optimizer/m.", Number("L"), ".w/exp_avg"),
+    '"optimizer/m.$L.w/exp_avg"': ("optimizer/m.", Placeholder("L"), ".w/exp_avg"),
     '"e/*/w"': ("e/", Star(), "/w"),
     r'"\$L\*\"\\"': ('$L*"\\',),
     r"'it\'s'": ("it's",),
-    r'"$L\0"': (Number("L"), "0"),
+    r'"$L\0"': (Placeholder("L"), "0"),
 }
 
 
@@ -142,16 +142,19 @@ def test_names_on_the_left_have_the_parts_that_they_are_written_with(text: str) 
 
 def test_the_offset_of_aoa_takes_one_off_on_the_right_only() -> None:
     statement = only("m.$LAYER_ID_OFFSET.w -> m.$LAYER_ID_OFFSET.w, axis=0")
-    assert parts(statement.left) == [("m.", Number("LAYER_ID_OFFSET"), ".w")]
-    assert parts(statement.right) == [("m.", Number("LAYER_ID_OFFSET", -1), ".w")]
-    assert parts(only("a -> m.$LAYER_ID_OFFSET+1").right) == [("m.", Number("LAYER_ID_OFFSET", 0))]
+    assert parts(statement.left) == [("m.", Placeholder("LAYER_ID_OFFSET"), ".w")]
+    assert parts(statement.right) == [("m.", Placeholder("LAYER_ID_OFFSET", -1), ".w")]
+    assert parts(only("a -> m.$LAYER_ID_OFFSET+1").right) == [("m.", Placeholder("LAYER_ID_OFFSET", 0))]
 
 
 def test_arrays_are_their_names() -> None:
     statement = only("w[0:3]^T -> 'x-y'[ 9 : 10 ], axis=0")
     assert statement.left == tuple(Name((f"w_{number}",), True, TextPlace(1, 1, 8)) for number in range(3))
     assert statement.right == (Name(("x-y_9",), False, TextPlace(1, 13, 15)),)
-    assert parts(only("m.$L[2:4] -> b, axis=0").left) == [("m.", Number("L"), "_2"), ("m.", Number("L"), "_3")]
+    assert parts(only("m.$L[2:4] -> b, axis=0").left) == [
+        ("m.", Placeholder("L"), "_2"),
+        ("m.", Placeholder("L"), "_3"),
+    ]
 
 
 def test_what_is_dropped_has_no_right_and_what_is_added_no_left() -> None:
@@ -238,5 +241,5 @@ def test_text_of_a_statement_is_short_and_plain(statement: str, text: str) -> No
 
 
 @pytest.mark.parametrize("joint", [Concat(0), Concat(0, (3,)), Split(0), Split(0, recorded=True)])
-def test_what_joins_or_parts_nothing_is_not_written(joint: Operation) -> None:
+def test_what_joins_or_parts_nothing_is_not_written(joint: StatementOperation) -> None:
     assert text_of(replace(only("a -> b"), operations=(Permute(None), joint))) == "a -> b, permute='[]'"

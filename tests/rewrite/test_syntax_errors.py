@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.errors import RewriteError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.rewrite.findings import Finding, raise_all
+from shardwise.rewrite.findings import StatementFinding, raise_all
 from shardwise.rewrite.statements import TextPlace
 from shardwise.rewrite.syntax import parse
 
@@ -355,7 +355,9 @@ def test_of_a_long_line_what_stands_around_the_fault_is_shown() -> None:
 
 def test_a_finding_shows_what_its_statement_was_expanded_to() -> None:
     (statement,) = parse("  a.$L, b.$L -> c.$L, axis=7", {})
-    finding = Finding.of(statement, "no dim 7", at=statement.left[1].place, expansion=["a.0, b.0 -> c.0", "L is 0"])
+    finding = StatementFinding.of(
+        statement, "no dim 7", at=statement.left[1].place, expansion=["a.0, b.0 -> c.0", "L is 0"]
+    )
     assert str(finding) == (
         "line 1, column 9: no dim 7\n"
         "    a.$L, b.$L -> c.$L, axis=7\n"
@@ -367,7 +369,7 @@ def test_a_finding_shows_what_its_statement_was_expanded_to() -> None:
 
 def test_a_finding_at_a_place_that_the_statement_does_not_have_shows_the_statement() -> None:
     assert (
-        str(Finding(TextPlace(7, 3, 1), "a -> b", "wrong", start=TextPlace(1, 1, 6)))
+        str(StatementFinding(TextPlace(7, 3, 1), "a -> b", "wrong", start=TextPlace(1, 1, 6)))
         == "line 7, column 3: wrong\n    a -> b"
     )
 

@@ -16,9 +16,8 @@ from shardwise.rewrite.statements import (
     Ffn,
     Name,
     NamePart,
-    Number,
-    Operation,
     Permute,
+    Placeholder,
     Qkv,
     QkvPerRank,
     Reshape,
@@ -26,6 +25,7 @@ from shardwise.rewrite.statements import (
     Stack,
     Star,
     Statement,
+    StatementOperation,
     TextPlace,
     Unstack,
 )
@@ -43,7 +43,7 @@ texts = (
     | st.sampled_from(sorted(WORDS))
 )
 numbers = st.builds(
-    Number, st.sampled_from(["L", "LAYER_ID", "LAYER_ID_OFFSET", "E_1"]), st.sampled_from([0, 0, 0, -1, 1, -12])
+    Placeholder, st.sampled_from(["L", "LAYER_ID", "LAYER_ID_OFFSET", "E_1"]), st.sampled_from([0, 0, 0, -1, 1, -12])
 )
 
 
@@ -69,7 +69,7 @@ def sizes(count: int | None) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def joints(draw: st.DrawFn) -> tuple[Operation | None, int | None, int | None]:
+def joints(draw: st.DrawFn) -> tuple[StatementOperation | None, int | None, int | None]:
     """What joins or parts, and how many names stand on the left and on the right; None: one with a star."""
     axis, some_axis = draw(dims), draw(st.none() | dims)
     groups = draw(counts)
@@ -111,9 +111,9 @@ steps = st.lists(
 )
 
 
-def apart(operations: list[Operation]) -> list[Operation]:
+def apart(operations: list[StatementOperation]) -> list[StatementOperation]:
     """Without those that are like the one before, which nobody can write."""
-    kept: list[Operation] = []
+    kept: list[StatementOperation] = []
     for each in operations:
         chained = any(isinstance(cast, Cast) and cast.source is not None for cast in (each, *kept[-1:]))
         if not kept or type(kept[-1]) is not type(each) or chained:
@@ -130,7 +130,7 @@ def statements(draw: st.DrawFn) -> Statement:
     if one_sided == "add":
         return Statement((), (draw(names(right=True)),), (), optional, NOWHERE, "")
     joint, left, right = draw(joints())
-    operations: list[Operation] = list(draw(steps))
+    operations: list[StatementOperation] = list(draw(steps))
     if joint is not None:
         operations.insert(draw(st.integers(0, len(operations))), joint)
     sources = [draw(names(star=left is None)) for _ in range(left or 1)]

@@ -10,7 +10,7 @@ from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.conversion import Progress
-from shardwise.checkpoint.elements import Elements, Number, compare, larger
+from shardwise.checkpoint.elements import Elements, ElementValue, compare, larger
 from shardwise.checkpoint.names import is_model_name, printable
 from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.sources import with_contents
@@ -45,8 +45,8 @@ class TensorDifference:
     """The largest |a - b|: an int for whole numbers, NaN where one of the two is NaN; None when no element differs."""
     first_index: tuple[int, ...] | None = None
     """Index of the first element that differs, in row-major order."""
-    first_a: Number | None = None
-    first_b: Number | None = None
+    first_a: ElementValue | None = None
+    first_b: ElementValue | None = None
     first_shown: tuple[str, str] = ("", "")
     """The two values as text, with their bits where they look alike."""
 

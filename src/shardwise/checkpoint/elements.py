@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-__all__ = ["Elements", "Number", "compare", "larger", "shown"]
+__all__ = ["ElementValue", "Elements", "compare", "larger", "shown"]
 
-Number = int | float | complex | tuple[float, float]
+ElementValue = int | float | complex | tuple[float, float]
 """The value of an element; a pair for float4_e2m1fn_x2, which has two in each."""
 
 _CHUNK_ELEMENTS = 1 << 18
@@ -29,9 +29,9 @@ class Elements:
     """The largest |a - b|; whole numbers exactly (as an int), NaN where one of them is NaN."""
     first: int
     """The first element that differs."""
-    a: Number
+    a: ElementValue
     """It in the one, and in the other."""
-    b: Number
+    b: ElementValue
     a_shown: str
     b_shown: str
 
@@ -166,7 +166,7 @@ def _plain(elements: torch.Tensor) -> torch.Tensor:
     return table[torch.stack((data & 15, data >> 4), dim=1).long()]
 
 
-def _value(element: torch.Tensor) -> Number:
+def _value(element: torch.Tensor) -> ElementValue:
     if element.dtype == _PAIRS:
         low, high = _plain(element)[0].tolist()
         return low, high

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from shardwise.checkpoint.buffers import Buffer
@@ -18,18 +18,19 @@ from shardwise.checkpoint.windows import (
     WINDOW_BYTES,
     PieceReader,
     check_whole,
-    is_cheap_to_cut,
     part_of_piece,
-    unchanged_source,
     windows,
 )
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.rewrite import Rewrite
+from shardwise.rewrite import Checked, Rewrite
 from shardwise.space import Piece
 
 __all__ = ["Outputs", "as_they_are", "model_of", "rewritten", "view_back", "view_for_conversion"]
 
+
+_MANY_VIEWS = 64
+"""A tensor of more views of its sources takes long to be cut across them."""
 
 _GRAINS = 8
 """A window has room for so many grains at least: what is left of it is little."""
@@ -73,7 +74,7 @@ class Outputs:
 
         batch: memory that it shares with readers which read when it does not.
         """
-        return PieceReader(store, self.contents, None if self.view is None else self.view.slots_of, batch=batch)
+        return PieceReader(store, self.contents, None if self.view is None else self.view.read_targets, batch=batch)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.
@@ -208,14 +209,14 @@ def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
         settings=view.contents.settings,
         view=view,
         groups={
-            name: group for name, group in groups.items() if sizes[group] > 1 or not is_cheap_to_cut(checked, name)
+            name: group for name, group in groups.items() if sizes[group] > 1 or not _is_cheap_to_cut(checked, name)
         },
     )
 
 
 def _with_pieces(view: RewriteView, output: StoredTensor) -> StoredTensor:
     """An output, with its pieces where the checkpoint has its elements in this order."""
-    source = unchanged_source(view.checked, output.name)
+    source = _unchanged_source(view.checked, output.name)
     if source is None:
         return output
     whole = output.whole
@@ -229,6 +230,31 @@ def _with_pieces(view: RewriteView, output: StoredTensor) -> StoredTensor:
         for each in view.stored.tensors[source].pieces
     )
     return replace(output, pieces=pieces)
+
+
+def _unchanged_source(checked: Checked, name: str) -> str | None:
+    """The source whose elements an output has, in the same shape and order, maybe in another dtype; or None."""
+    value = checked.values[name]
+    return next((each for each in checked.sources_of(name) if value.is_identity_of(each, checked.sources[each])), None)
+
+
+def _is_cheap_to_cut(checked: Checked, name: str) -> bool:
+    """Whether an output can be read in parts, first elements first, without reading parts of its sources again.
+
+    So it is where elements come in the order that they have in the sources, and each stretch of a source is used once.
+    It is not where every part would have something of very many sources, which it takes long to find.
+    """
+    value = checked.values[name]
+    if len(value.views) > _MANY_VIEWS and any(view.shape[1:] != value.shape[1:] for view in value.views):
+        return False
+    reaches: dict[str, list[tuple[int, int]]] = {}
+    for view in value.views:
+        steps = [(stride, size) for stride, size in zip(view.strides, view.shape, strict=True) if size > 1]
+        if steps != sorted(steps, reverse=True):
+            return False
+        stop = view.base + 1 + sum((size - 1) * stride for stride, size in steps)
+        reaches.setdefault(view.source, []).append((view.base, stop))
+    return all(stop <= start for each in reaches.values() for (_, stop), (start, _) in pairwise(sorted(each)))
 
 
 def _groups(sources: Mapping[str, Sequence[str]]) -> dict[str, str]:

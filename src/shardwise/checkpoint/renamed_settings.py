@@ -32,7 +32,7 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
     renamed |= _record_of(checked)
     if not stored_optimizers(settings):
         return renamed, []
-    groups = _Groups(settings["optimizers"], checked.aliases)
+    groups = _OptimizerGroups(settings["optimizers"], checked.aliases)
     members: dict[_GroupAt, list[tuple[int, str]]] = {}
     findings = []
     for name in checked.outputs:
@@ -57,7 +57,7 @@ def _with(group: Mapping[str, Any], members: Sequence[tuple[int, str]]) -> dict[
     return {**group, "parameters": [name for _, name in sorted(members, key=lambda member: member[0])]}
 
 
-class _Groups:
+class _OptimizerGroups:
     """The groups of optimizers in which parameters are."""
 
     def __init__(self, optimizers: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> None:

@@ -30,7 +30,6 @@ from shardwise.checkpoint.rewrite_view import (
     metas_of_pieces,
     outputs_with,
     ranks_along_tp,
-    slots_of,
     value_of,
 )
 from shardwise.checkpoint.sharing import merge_ties
@@ -275,9 +274,9 @@ def locate(
     rooms: list[torch.Tensor] = []
     late: list[Late] = []
     for piece in wanted:
-        for slot in slots_of(view.checked, piece, tensors[piece], source[Kind.of(piece)]):
-            room, cast = _room_for(slot.view, slot.dtypes)
-            own.append(slot.source)
+        for target in view.read_targets(piece, tensors[piece], source[Kind.of(piece)]):
+            room, cast = _room_for(target.view, target.dtypes)
+            own.append(target.source)
             rooms.append(room)
             if cast is not None:
                 late.append(cast)

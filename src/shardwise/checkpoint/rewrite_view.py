@@ -24,8 +24,8 @@ import torch
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.read_plan import missing
+from shardwise.checkpoint.read_targets import ReadTarget
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings
-from shardwise.checkpoint.slots import Slot
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import PieceReader, windows
 from shardwise.errors import PlanError
@@ -46,7 +46,6 @@ __all__ = [
     "metas_of_pieces",
     "outputs_with",
     "ranks_along_tp",
-    "slots_of",
     "value_of",
 ]
 
@@ -156,16 +155,6 @@ def outputs_with(checked: Checked, pieces: Iterable[Piece]) -> list[tuple[Piece,
     """For each piece of a source the pieces of outputs that have its elements; none where they are dropped."""
     outputs = checked.outputs
     return [(piece, _counterparts(piece, piece.name, checked.push, outputs)) for piece in pieces]
-
-
-def slots_of(checked: Checked, piece: Piece, memory: torch.Tensor, output: str | None = None) -> Iterator[Slot]:
-    """The pieces of sources that make up a piece of an output, and where in its memory each of them goes.
-
-    memory: in the shape of the piece's box with any strides, or flat for a run. output: what the rewrite calls the
-    tensor, where the piece has another name; its dtype counts in any case.
-    """
-    for each in _counterparts(piece, output or piece.name, checked.resolve, checked.sources):
-        yield Slot(each.piece, each.view(memory), needed_casts((*each.dtypes, piece.dtype)))
 
 
 def _counterparts(
@@ -292,9 +281,14 @@ class RewriteView:
         contents = replace(stored, tensors=tensors, aliases=checked.ties, settings=renamed)
         return cls(stored=stored, checked=checked, contents=contents, findings=tuple(findings))
 
-    def slots_of(self, piece: Piece, memory: torch.Tensor) -> Iterator[Slot]:
-        """The stored pieces that make up a piece of an output; see the function of this name."""
-        return slots_of(self.checked, piece, memory)
+    def read_targets(self, piece: Piece, memory: torch.Tensor, output: str | None = None) -> Iterator[ReadTarget]:
+        """The stored pieces that make up a piece of an output, and where in its memory each of them goes.
+
+        memory: in the shape of the piece's box with any strides, or flat for a run. output: what the rewrite calls the
+        tensor, where the piece has another name; its dtype counts in any case.
+        """
+        for each in _counterparts(piece, output or piece.name, self.checked.resolve, self.checked.sources):
+            yield ReadTarget(each.piece, each.view(memory), needed_casts((*each.dtypes, piece.dtype)))
 
     def unequal(self, store: Store, groups: Iterable[Sequence[str]]) -> tuple[list[str], int]:
         """Findings about stored numbers of which the rewrite makes one, and the bytes that were read to find them.

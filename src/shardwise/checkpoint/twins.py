@@ -93,7 +93,7 @@ def _differences(
     ]
     if lacking:
         return lacking, 0
-    reader = PieceReader(store, contents, None if view is None else view.slots_of)
+    reader = PieceReader(store, contents, None if view is None else view.read_targets)
     different: dict[str, None] = {}
     sizes = [(one.num_elements, itemsize_bytes(one.dtype)) for one, _ in pairs]
     for number, window in enumerate(windows(sizes, max_bytes=WINDOW_BYTES // 2)):

@@ -4,15 +4,14 @@ They are read one after the other, and verified.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 
 import torch
 
 from shardwise.checkpoint.buffers import Buffer
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
+from shardwise.checkpoint.read_targets import ReadTarget, joined
 from shardwise.checkpoint.reading import BatchReader, batches_of
-from shardwise.checkpoint.slots import Slot, together
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.strided_copies import copy_strided
 from shardwise.checkpoint.transfers import cast_through
@@ -20,7 +19,6 @@ from shardwise.comm.dtypes import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.parts import part_of
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
-from shardwise.rewrite import Checked
 from shardwise.space import Piece, check_cover
 
 __all__ = [
@@ -30,9 +28,7 @@ __all__ = [
     "PieceReader",
     "Stretch",
     "check_whole",
-    "is_cheap_to_cut",
     "part_of_piece",
-    "unchanged_source",
     "windows",
 ]
 
@@ -44,9 +40,6 @@ LARGE_WINDOW_BYTES = 32 << 20
 
 BATCH_BYTES = 4 << 20
 """So much is read at a time: it is verified and copied while it is in the cache."""
-
-_MANY = 64
-"""Tiles side by side."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Copied as these, for torch cannot copy every dtype. By bytes of an element."""
@@ -98,7 +91,7 @@ def part_of_piece(piece: Piece, start: int, stop: int) -> Piece:
     return piece.within(first + start, first + stop)
 
 
-SlotsOf = Callable[[Piece, torch.Tensor], Iterable[Slot]]
+TargetsOf = Callable[[Piece, torch.Tensor], Iterable[ReadTarget]]
 """The stored pieces that make up a piece, and where in its memory each goes."""
 
 
@@ -110,9 +103,9 @@ class PieceReader:
     """
 
     def __init__(
-        self, store: Store, contents: Contents, slots_of: SlotsOf | None = None, *, batch: Buffer | None = None
+        self, store: Store, contents: Contents, targets_of: TargetsOf | None = None, *, batch: Buffer | None = None
     ) -> None:
-        """slots_of: what stored pieces make up a piece, where a rewrite is between; None: pieces of stored tensors.
+        """targets_of: what stored pieces make up a piece, where a rewrite is between; None: pieces of stored tensors.
 
         batch: memory that it shares with readers which read when it does not.
         """
@@ -121,8 +114,8 @@ class PieceReader:
         self.read_bytes = 0
         """Bytes of data files read so far."""
         self._store = store
-        self._slots_of = slots_of
-        self._buffer = Buffer(WINDOW_BYTES if slots_of is None else LARGE_WINDOW_BYTES)
+        self._targets_of = targets_of
+        self._buffer = Buffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
         self._batch = batch or Buffer(BATCH_BYTES)
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -132,9 +125,9 @@ class PieceReader:
         file holds is left as it is: see `check_whole`.
         """
         parts = self._parts(pieces)
-        slots = [slot for piece, part in zip(pieces, parts, strict=True) for slot in self._slots(piece, part)]
-        slots = slots if self._slots_of is None else together(slots)
-        wanted = [Wanted(slot.source, slot.source.name) for slot in slots]
+        targets = [target for piece, part in zip(pieces, parts, strict=True) for target in self._targets(piece, part)]
+        targets = targets if self._targets_of is None else joined(targets)
+        wanted = [Wanted(target.source, target.source.name) for target in targets]
         stored = [each for name in dict.fromkeys(want.tensor for want in wanted) for each in self._stored(name)]
         block_bytes = self.contents.block_bytes
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
@@ -143,11 +136,11 @@ class PieceReader:
             for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=BATCH_BYTES):
                 for span, elements in reader.read(batch).items():
                     for index, moves in plan.transfers(span, 0):
-                        slot = slots[index]
+                        each = targets[index]
                         for move in moves:
                             taken = part_of(elements, move.source, move.shape)
-                            for target, source in slot.copies(move, taken):
-                                _copy(target, source, slot.dtypes)
+                            for memory, source in each.copies(move, taken):
+                                _copy(memory, source, each.dtypes)
         finally:
             self.read_bytes += reader.read_bytes
             reader.close()
@@ -156,11 +149,11 @@ class PieceReader:
     def _stored(self, name: str) -> Sequence[StoredPiece]:
         return self.contents.tensors[name].pieces
 
-    def _slots(self, piece: Piece, part: torch.Tensor) -> Iterable[Slot]:
+    def _targets(self, piece: Piece, part: torch.Tensor) -> Iterable[ReadTarget]:
         """The stored pieces that make up a piece, and where in its flat memory each goes."""
-        if self._slots_of is None:
-            return [Slot(piece, part, (piece.dtype,))]
-        return self._slots_of(piece, part if piece.run is not None else part.view(piece.shape))
+        if self._targets_of is None:
+            return [ReadTarget(piece, part, (piece.dtype,))]
+        return self._targets_of(piece, part if piece.run is not None else part.view(piece.shape))
 
     def _parts(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Room in the buffer for every piece."""
@@ -184,31 +177,6 @@ def check_whole(contents: Contents, tensors: Iterable[StoredTensor]) -> None:
             findings.append(f"{tensor.name}: its {tensor.num_bytes:,} bytes are in no file")
     if findings:
         raise CheckpointError(*findings, about=f"{contents.location} is incomplete")
-
-
-def unchanged_source(checked: Checked, name: str) -> str | None:
-    """The source whose elements an output has, in the same shape and order, maybe in another dtype; or None."""
-    value = checked.values[name]
-    return next((each for each in checked.sources_of(name) if value.is_identity_of(each, checked.sources[each])), None)
-
-
-def is_cheap_to_cut(checked: Checked, name: str) -> bool:
-    """Whether an output can be read in parts, first elements first, without reading parts of its sources again.
-
-    So it is where elements come in the order that they have in the sources, and each stretch of a source is used once.
-    It is not where every part would have something of very many sources, which it takes long to find.
-    """
-    value = checked.values[name]
-    if len(value.views) > _MANY and any(view.shape[1:] != value.shape[1:] for view in value.views):
-        return False
-    reaches: dict[str, list[tuple[int, int]]] = {}
-    for view in value.views:
-        steps = [(stride, size) for stride, size in zip(view.strides, view.shape, strict=True) if size > 1]
-        if steps != sorted(steps, reverse=True):
-            return False
-        stop = view.base + 1 + sum((size - 1) * stride for stride, size in steps)
-        reaches.setdefault(view.source, []).append((view.base, stop))
-    return all(stop <= start for each in reaches.values() for (_, stop), (start, _) in pairwise(sorted(each)))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, dtypes: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.environment import Variable
 from shardwise.rewrite.expansion import Expanded
-from shardwise.rewrite.statements import Operation, Statement
+from shardwise.rewrite.statements import Statement, StatementOperation
 
 __all__ = ["AppliedInstance", "InstanceGroup", "StatementTask"]
 
@@ -14,7 +14,7 @@ __all__ = ["AppliedInstance", "InstanceGroup", "StatementTask"]
 class InstanceGroup:
     """Instances to which the same operations apply."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[StatementOperation, ...]
     instances: tuple[Expanded, ...] | None = None
     """None: what the statement is expanded to."""
 

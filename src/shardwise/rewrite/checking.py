@@ -10,7 +10,7 @@ from shardwise.errors import RewriteError
 from shardwise.rewrite.inverse_proof import Claim, prove
 from shardwise.rewrite.inversion import Undoing
 from shardwise.rewrite.nodes import Node
-from shardwise.rewrite.sections import Done, Metas, Section, carry_out
+from shardwise.rewrite.sections import AppliedSection, Metas, Section, carry_out
 from shardwise.rewrite.strided_views import ViewedTensor
 
 __all__ = ["Proved", "agreeing", "dropped_sources", "fit", "mismatches", "ties_of", "uncollected"]
@@ -19,7 +19,7 @@ __all__ = ["Proved", "agreeing", "dropped_sources", "fit", "mismatches", "ties_o
 class Proved(NamedTuple):
     """A section that was carried out, its way back, and what was proved of that."""
 
-    done: Done
+    done: AppliedSection
     undoing: Undoing
     claim: Claim
 

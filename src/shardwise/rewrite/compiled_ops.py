@@ -1,7 +1,7 @@
 """Compiled operations: what the operations of a statement do to tensors of given metas, checked and as steps.
 
 Instances of one statement are alike: `layers.0` and `layers.31` have the same shapes. So what a statement does to given
-metas is worked out once, as `CompiledOps` (or a `Refusal`) that name no tensors.
+metas is worked out once, as `CompiledOps` (or a `OpsRefusal`) that name no tensors.
 """
 
 import re
@@ -14,12 +14,12 @@ from shardwise.rewrite.casts import keeps_values
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.op_steps import (
     Arrange,
+    AxisSlice,
     Casts,
     Permutes,
     Reshapes,
     Stacks,
     Step,
-    Stretch,
     Unstacks,
     inverted,
     undone,
@@ -28,17 +28,17 @@ from shardwise.rewrite.statements import (
     Cast,
     Concat,
     Ffn,
-    Operation,
     Permute,
     Qkv,
     QkvPerRank,
     Reshape,
     Split,
     Stack,
+    StatementOperation,
     Unstack,
 )
 
-__all__ = ["OPEN", "CompiledOps", "Degrees", "InverseOps", "Refusal", "compile_ops"]
+__all__ = ["OPEN", "CompiledOps", "Degrees", "InverseOps", "OpsRefusal", "compile_ops"]
 
 Degrees: TypeAlias = tuple[int | None, int | None]
 """For how many ranks along `tp` the fused tensor on the left is laid out, and that on the right.
@@ -49,7 +49,7 @@ None: no layout tells, so 1. 0: there is a layout, and it does not tell.
 OPEN: Degrees = (None, None)
 
 
-class Refusal(Exception):  # noqa: N818 - it is a verdict that travels upwards, no user sees it
+class OpsRefusal(Exception):  # noqa: N818 - it is a verdict that travels upwards, no user sees it
     """Why operations do not fit. In `text`, `_tensor(0)` stands for the name of the first left tensor."""
 
     def __init__(self, text: str) -> None:
@@ -73,15 +73,15 @@ def _tensor(place: int) -> str:
 class InverseOps:
     """What undoes operations on tensors of given metas, as operations that say everything."""
 
-    after: tuple[tuple[Operation, ...], ...]
+    after: tuple[tuple[StatementOperation, ...], ...]
     """For each result what is done with it first."""
-    join_or_split: Operation | None
+    join_or_split: StatementOperation | None
     """What makes the tensors of the results."""
-    before: tuple[tuple[Operation, ...], ...]
+    before: tuple[tuple[StatementOperation, ...], ...]
     """For each tensor what is done with it last."""
 
     @property
-    def alike(self) -> tuple[Operation, ...] | None:
+    def alike(self) -> tuple[StatementOperation, ...] | None:
         """All in one go, where that is the same for all results and for all tensors; else None."""
         if len(set(self.after)) > 1 or len(set(self.before)) > 1:
             return None
@@ -125,12 +125,12 @@ class CompiledOps:
 
 
 def compile_ops(
-    operations: Sequence[Operation],
+    operations: Sequence[StatementOperation],
     transposed: Sequence[bool],
     metas: Sequence[TensorMeta],
     num_results: int,
     degrees: Degrees,
-) -> CompiledOps | Refusal:
+) -> CompiledOps | OpsRefusal:
     """Return what operations do to tensors with these metas, or why they do not fit.
 
     `transposed` tells of each tensor whether all its dims are reversed first; `degrees` are for how many ranks a fused
@@ -138,7 +138,7 @@ def compile_ops(
     """
     try:
         return _Working(metas, num_results, degrees).through(operations, transposed)
-    except Refusal as refusal:
+    except OpsRefusal as refusal:
         return refusal.with_traceback(None)
 
 
@@ -151,14 +151,14 @@ class _Working:
         self.num_results = num_results
         self.source_degree, self.target_degree = degrees
         self.steps: list[Step] = []
-        self.join_or_split: Operation | None = None
+        self.join_or_split: StatementOperation | None = None
         """What undoes the operation that joins or splits, once it was gone through."""
-        self.back: list[list[Operation]] = [[] for _ in metas]
+        self.back: list[list[StatementOperation]] = [[] for _ in metas]
         """What undoes the operations since then, for each tensor, in the order in which it undoes."""
-        self.before: list[list[Operation]] | None = None
+        self.before: list[list[StatementOperation]] | None = None
         """What undoes those before it."""
 
-    def through(self, operations: Sequence[Operation], transposed: Sequence[bool]) -> CompiledOps:
+    def through(self, operations: Sequence[StatementOperation], transposed: Sequence[bool]) -> CompiledOps:
         if any(transposed):
             self._permute(
                 [tuple(range(len(s)))[::-1] if t else None for s, t in zip(self.shapes, transposed, strict=True)]
@@ -166,7 +166,7 @@ class _Working:
         for operation in operations:
             self._take(operation)
         if len(self.shapes) != self.num_results:
-            raise Refusal(
+            raise OpsRefusal(
                 f"{len(self.shapes)} tensors are to become {self.num_results}: say how, by axis=, stack= or a fused_ "
                 f"operation"
             )
@@ -175,7 +175,7 @@ class _Working:
         inverse = InverseOps(tuple(map(tuple, after)), self.join_or_split, tuple(map(tuple, before)))
         return CompiledOps(tuple(self.steps), metas, inverse)
 
-    def _take(self, operation: Operation) -> None:
+    def _take(self, operation: StatementOperation) -> None:
         places = range(len(self.shapes))
         match operation:
             case Permute(dims):
@@ -199,7 +199,7 @@ class _Working:
             case Ffn():
                 self._ffn(operation)
 
-    def _join(self, steps: Sequence[Step], back: Operation) -> None:
+    def _join(self, steps: Sequence[Step], back: StatementOperation) -> None:
         """Take the steps of an operation that joins or splits, which `back` undoes."""
         self.steps += steps
         self.join_or_split, self.before = back, self.back
@@ -214,7 +214,7 @@ class _Working:
         if dims is None:
             return tuple(range(len(shape)))[::-1]
         if len(dims) != len(shape):
-            raise Refusal(
+            raise OpsRefusal(
                 f"permute {list(dims)} is for {len(dims)} dims, but {self._named(place)} has {len(shape)}: "
                 f"{list(shape)}"
             )
@@ -233,14 +233,14 @@ class _Working:
     def _shape_asked(self, place: int, asked: tuple[int, ...] | None) -> tuple[int, ...]:
         shape = self.shapes[place]
         if asked is None:
-            raise Refusal(
+            raise OpsRefusal(
                 f"what shape {self._named(place)} had before it was reshaped is not known: check the inverse against "
                 f"the tensors that the rewrite was made for, or write reshape='[..]'"
             )
         elements, known = prod(shape), prod(size for size in asked if size != -1)
         fits = elements == known if -1 not in asked else known != 0 and elements % known == 0
         if not fits:
-            raise Refusal(
+            raise OpsRefusal(
                 f"{self._named(place)} has {elements} elements {list(shape)}, which do not make up {list(asked)}"
             )
         return tuple([elements // known if size == -1 else size for size in asked])
@@ -256,9 +256,9 @@ class _Working:
 
     def _dtype_asked(self, place: int, cast: Cast) -> str:
         if cast.source is not None and cast.source != self.dtypes[place]:
-            raise Refusal(f"src_dtype is {cast.source!r}, but {self._named(place)} has dtype {self.dtypes[place]}")
+            raise OpsRefusal(f"src_dtype is {cast.source!r}, but {self._named(place)} has dtype {self.dtypes[place]}")
         if cast.to is None:
-            raise Refusal(
+            raise OpsRefusal(
                 f"what dtype {self._named(place)} had before it was cast is not known: check the inverse against the "
                 f"tensors that the rewrite was made for, or write src_dtype= and dst_dtype= in it"
             )
@@ -282,12 +282,12 @@ class _Working:
             dims = f"{rank} dims" if rank != 1 else "one dim"
             shape = list(self.shapes[place])
             made = f" would have {dims} then" if new else f" has {dims}: {shape}"
-            raise Refusal(f"there is no dim {axis} in {self._named(place)}, which{made}")
+            raise OpsRefusal(f"there is no dim {axis} in {self._named(place)}, which{made}")
         return axis % rank
 
     def _one(self, what: str) -> None:
         if len(self.shapes) != 1:
-            raise Refusal(f"{what} parts one tensor, but there are {len(self.shapes)}")
+            raise OpsRefusal(f"{what} parts one tensor, but there are {len(self.shapes)}")
 
     def _alike(self, axis: int | None) -> None:
         """All tensors have one dtype, and one shape but for a dim."""
@@ -298,12 +298,12 @@ class _Working:
             )
             if not same:
                 besides = "" if axis is None else f" but for dim {axis}"
-                raise Refusal(
+                raise OpsRefusal(
                     f"tensors that are joined have the same shape{besides}, but {_tensor(0)} has {list(first)} "
                     f"and {_tensor(place)} has {list(shape)}"
                 )
             if self.dtypes[place] != self.dtypes[0]:
-                raise Refusal(
+                raise OpsRefusal(
                     f"tensors that are joined have the same dtype, but {_tensor(0)} has {self.dtypes[0]} and "
                     f"{_tensor(place)} has {self.dtypes[place]}: cast one of them in a statement before"
                 )
@@ -316,7 +316,7 @@ class _Working:
         self._alike(axis)
         actual = self._sizes(axis)
         if sizes is not None and sizes != actual:
-            raise Refusal(f"sizes says {list(sizes)} along dim {axis}, but the tensors have {list(actual)} there")
+            raise OpsRefusal(f"sizes says {list(sizes)} along dim {axis}, but the tensors have {list(actual)} there")
         if len(actual) > 1:
             self._arrange([_fuse(axis, actual, 1)], Split(axis, None if len(set(actual)) == 1 else actual))
 
@@ -326,26 +326,26 @@ class _Working:
         size, parts = self.shapes[0][axis], self.num_results
         sizes = split.sizes
         if sizes is None and split.recorded and parts > 1:
-            raise Refusal(
+            raise OpsRefusal(
                 f"what sizes the {parts} parts of {self._named(0)} had along dim {axis} is not known: check the "
                 f"inverse against the tensors that the rewrite was made for, or write sizes='[..]'"
             )
         if sizes is None:
             if size % parts:
-                raise Refusal(
+                raise OpsRefusal(
                     f"{self._named(0)} has size {size} along dim {axis}, which is not divisible into {parts} equal "
                     f"parts: say which by sizes='[..]'"
                 )
             sizes = (size // parts,) * parts
         if len(sizes) != parts or sum(sizes) != size:
-            raise Refusal(
+            raise OpsRefusal(
                 f"sizes {list(sizes)} are {len(sizes)} parts with {sum(sizes)} together, but {self._named(0)} has size "
                 f"{size} along dim {axis} and becomes {parts} tensors"
             )
         if parts > 1:
             self._arrange([_unfuse(axis, sizes, 1)], Concat(axis))
 
-    def _arrange(self, steps: list[Arrange], back: Operation) -> None:
+    def _arrange(self, steps: list[Arrange], back: StatementOperation) -> None:
         """Rearrange along an axis; the tensors were found to be alike."""
         axis = steps[-1].axis
         first = self.shapes[0]
@@ -369,7 +369,7 @@ class _Working:
         axis = self._axis(0, asked_axis)
         shape = self.shapes[0]
         if shape[axis] != self.num_results:
-            raise Refusal(
+            raise OpsRefusal(
                 f"{self._named(0)} has {shape[axis]} indices along dim {axis}, one tensor each, but "
                 f"{self.num_results} are named"
             )
@@ -388,7 +388,7 @@ class _Working:
         by_size = _heads_of_fused(sum(there), num_heads, num_groups)
         if len(there) == 1 and qkv.sizes is None:
             if by_size is None:
-                raise Refusal(
+                raise OpsRefusal(
                     f"{self._named(0)} has size {there[0]} along dim {axis}, which its {num_heads} query heads and "
                     f"twice {num_groups} key-value heads do not divide: check axis=, num_heads= and "
                     f"num_key_value_groups=, or say what query, key and value have by sizes='[..]'"
@@ -396,12 +396,12 @@ class _Working:
             return by_size
         sizes = there if qkv.sizes is None else qkv.sizes
         if sizes != there and (sum(sizes),) != there:
-            raise Refusal(f"sizes says {list(sizes)} along dim {axis}, but there is {' and '.join(map(str, there))}")
+            raise OpsRefusal(f"sizes says {list(sizes)} along dim {axis}, but there is {' and '.join(map(str, there))}")
         wrong = _heads_of_three(sizes, num_heads, num_groups)
         if wrong is not None:
-            raise Refusal(f"along dim {axis}, {wrong}")
+            raise OpsRefusal(f"along dim {axis}, {wrong}")
         if qkv.sizes is None and by_size not in (None, sizes):
-            raise Refusal(
+            raise OpsRefusal(
                 f"along dim {axis}, value heads have another size than key heads, and the fused tensor could also "
                 f"consist of heads of one size: say sizes='{list(sizes)}', so that it can be parted again"
             )
@@ -424,7 +424,7 @@ class _Working:
         sizes = self._heads(axis, qkv)
         for side, degree in self._degrees(qkv, axis):
             if qkv.num_heads % degree or qkv.num_groups % degree:
-                raise Refusal(
+                raise OpsRefusal(
                     f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide num_heads="
                     f"{qkv.num_heads} and num_key_value_groups={qkv.num_groups}"
                 )
@@ -439,7 +439,7 @@ class _Working:
             if count != 1 or degree is None:
                 continue
             if not degree:
-                raise Refusal(
+                raise OpsRefusal(
                     f"the {side} tensor is cut along dim {axis} by its layout, which does not tell for how many ranks "
                     f"it is fused: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
                     "parallelism that cuts it"
@@ -451,16 +451,18 @@ class _Working:
         sizes = self._sizes(axis)
         if len(sizes) == 1:
             if sizes[0] % 2:
-                raise Refusal(
+                raise OpsRefusal(
                     f"{self._named(0)} has size {sizes[0]} along dim {axis}, which is not divisible into gate and up: "
                     f"check axis="
                 )
             sizes = (sizes[0] // 2,) * 2
         if sizes[0] != sizes[1]:
-            raise Refusal(f"gate and up have the same size, but along dim {axis} they have {sizes[0]} and {sizes[1]}")
+            raise OpsRefusal(
+                f"gate and up have the same size, but along dim {axis} they have {sizes[0]} and {sizes[1]}"
+            )
         for side, degree in self._degrees(ffn, axis):
             if sizes[0] % degree:
-                raise Refusal(
+                raise OpsRefusal(
                     f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide gate and "
                     f"up of size {sizes[0]} each, {sum(sizes)} together, along dim {axis}"
                 )
@@ -481,7 +483,7 @@ class _Working:
         self._arrange(steps, back)
 
 
-def _prepend(back: list[Operation], operation: Permute | Reshape | Cast) -> None:
+def _prepend(back: list[StatementOperation], operation: Permute | Reshape | Cast) -> None:
     """Let an operation be carried out before others: with the first of them in one, where they are of one kind."""
     if back and type(back[0]) is type(operation):
         if isinstance(operation, Permute) and isinstance(back[0], Permute):
@@ -496,7 +498,7 @@ def _prepend(back: list[Operation], operation: Permute | Reshape | Cast) -> None
 # In which order tensors are in one fused tensor, and the sizes that this needs
 
 
-def _interleaved(sizes: Sequence[int], parts: int) -> tuple[Stretch, ...]:
+def _interleaved(sizes: Sequence[int], parts: int) -> tuple[AxisSlice, ...]:
     """Return the stretches of a fused tensor: part after part, each with its share of each tensor.
 
     `sizes` are the tensors' along the axis; `parts` divides them all.

@@ -16,7 +16,7 @@ from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.fragments import Shapes, fragments_of, turned
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
-from shardwise.rewrite.statements import Ffn, Operation, QkvPerRank
+from shardwise.rewrite.statements import Ffn, QkvPerRank, StatementOperation
 from shardwise.rewrite.strided_views import StridedView, ViewedTensor
 from shardwise.space import Box
 
@@ -29,11 +29,11 @@ Laid: TypeAlias = Mapping[Where, Degrees]
 """The degrees of instances that layouts tell."""
 
 
-Apart: TypeAlias = tuple[tuple[Operation, ...], tuple[Operation, ...], tuple[Operation, ...]]
+Apart: TypeAlias = tuple[tuple[StatementOperation, ...], tuple[StatementOperation, ...], tuple[StatementOperation, ...]]
 """The operations before the one that lays tensors out for ranks, that one (none: there is none), those after it."""
 
 
-def apart(operations: tuple[Operation, ...]) -> Apart:
+def apart(operations: tuple[StatementOperation, ...]) -> Apart:
     """Take operations apart at the one that lays tensors out for ranks."""
     for at, each in enumerate(operations):
         if isinstance(each, Ffn | QkvPerRank):
@@ -47,7 +47,7 @@ def said(operations: Apart) -> Degrees:
     return (fused.source_degree, fused.target_degree) if isinstance(fused, Ffn | QkvPerRank) else OPEN
 
 
-def leaves_open(operations: tuple[Operation, ...]) -> bool:
+def leaves_open(operations: tuple[StatementOperation, ...]) -> bool:
     """Whether a fused tensor is among those of a statement for which it says no degree."""
     return any(
         isinstance(each, Ffn | QkvPerRank)
@@ -56,7 +56,7 @@ def leaves_open(operations: tuple[Operation, ...]) -> bool:
     )
 
 
-class _Use(NamedTuple):
+class _UseInTarget(NamedTuple):
     """A tensor of the target that has elements of a fused one."""
 
     form: Form
@@ -100,7 +100,7 @@ class Fusings:
         self._of: dict[str, _Fusing] = {}
         """By the names of the sources that stand for what they make."""
         self._sources: dict[TensorMeta, Form] = {}
-        self._uses: dict[str, list[_Use]] = {}
+        self._uses: dict[str, list[_UseInTarget]] = {}
         self._degrees: dict[object, int] = {}
         self._parts: dict[Form, dict[str, ViewedTensor]] = {}
 
@@ -108,7 +108,7 @@ class Fusings:
         return bool(self._found)
 
     def take(
-        self, where: Where | None, operation: Operation, inputs: Sequence[Node], made: Sequence[TensorMeta]
+        self, where: Where | None, operation: StatementOperation, inputs: Sequence[Node], made: Sequence[TensorMeta]
     ) -> tuple[Node, ...]:
         """Note an instance, and return what stands for the tensors that its operation makes of `inputs`."""
         assert isinstance(operation, Ffn | QkvPerRank)
@@ -132,7 +132,7 @@ class Fusings:
             for number, leaf in enumerate(node.leaves):
                 if leaf in self._of:
                     meta = wanted.get(name)
-                    use = _Use(node.form, number, None if meta is None else _layout(meta))
+                    use = _UseInTarget(node.form, number, None if meta is None else _layout(meta))
                     self._uses.setdefault(leaf, []).append(use)
         for leaf, each in self._of.items():
             if each.operation.targets == 1 and each.degrees[1] is None:
@@ -145,7 +145,7 @@ class Fusings:
                 found[each.section][each.where] = each.degrees
         return found
 
-    def _made_for(self, fusing: _Fusing, uses: Sequence[_Use]) -> int | None:
+    def _made_for(self, fusing: _Fusing, uses: Sequence[_UseInTarget]) -> int | None:
         """For how many ranks what is made is laid out, as it lies in the target."""
         if not any(use.degrees for use in uses):
             return None
@@ -201,7 +201,7 @@ def _layout(meta: TensorMeta) -> tuple[int, ...]:
 # rank has which indices of the fused tensor shows where its elements are in boxes of the other.
 
 
-class _Owner(NamedTuple):
+class _BoxOwner(NamedTuple):
     """Who has some indices: a box of a layout."""
 
     degrees: tuple[int, ...] = ()
@@ -212,22 +212,22 @@ class _Owner(NamedTuple):
     """Where it lies along dims of which it is not known how they are cut."""
 
 
-_WHOLE = _Owner()
-_UNKNOWN = _Owner(degrees=(0,))
+_WHOLE = _BoxOwner()
+_UNKNOWN = _BoxOwner(degrees=(0,))
 
 
-class _Cut(NamedTuple):
+class _OwnedIndices(NamedTuple):
     """Indices along a dim, and who has some of what lies there."""
 
     start: int
     stop: int
-    owner: _Owner
+    owner: _BoxOwner
 
 
-_Owners: TypeAlias = frozenset[_Owner]
+_BoxOwners: TypeAlias = frozenset[_BoxOwner]
 
 
-def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: Shapes) -> list[_Cut]:
+def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: Shapes) -> list[_OwnedIndices]:
     """Who has which indices along dim `axis` of the one source of `laid`, a tensor that lies in boxes.
 
     degrees: of its layout, see `TensorMeta`; shapes: of the source, by its name in the views.
@@ -243,14 +243,16 @@ def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: S
         box = Box(tuple(offset), tuple([b - a for a, b in zip(offset, stop, strict=True)]))
         for each in fragments_of(laid.meeting(box), shapes):
             start, size = each.offset[axis], each.shape[axis]
-            owner = _Owner(tuple([degrees[dim] for dim in known]), ranks, tuple([each.first[dim] for dim in unknown]))
+            owner = _BoxOwner(
+                tuple([degrees[dim] for dim in known]), ranks, tuple([each.first[dim] for dim in unknown])
+            )
             if size > 1 and each.dims[axis][0] in unknown:
                 owner = _UNKNOWN
-            cuts.append(_Cut(start, start + size, owner))
+            cuts.append(_OwnedIndices(start, start + size, owner))
     return cuts
 
 
-def _degree_along(size: int, cuts: Iterable[Sequence[_Cut]]) -> int:
+def _degree_along(size: int, cuts: Iterable[Sequence[_OwnedIndices]]) -> int:
     """For how many ranks a tensor is laid out along a dim of this size; 0 where that is not known.
 
     cuts: of each tensor that lies in boxes, who has which indices. Where each rank has one stretch of equal size, in
@@ -274,7 +276,7 @@ def _degree_along(size: int, cuts: Iterable[Sequence[_Cut]]) -> int:
     return len(single) if is_even and single == sorted(single) else 0
 
 
-def _alone(cuts: Sequence[_Cut]) -> Sequence[_Cut]:
+def _alone(cuts: Sequence[_OwnedIndices]) -> Sequence[_OwnedIndices]:
     """The cuts of one tensor: where it is cut along other dims only, it is whole along this one."""
     owners = {each for _, each in _runs(cuts, 0) if each}
     if len(owners) == 1 and len(*owners) > 1 and _UNKNOWN not in next(iter(owners)):
@@ -282,14 +284,14 @@ def _alone(cuts: Sequence[_Cut]) -> Sequence[_Cut]:
     return cuts
 
 
-def _runs(cuts: Sequence[_Cut], size: int) -> Iterator[tuple[int, _Owners]]:
+def _runs(cuts: Sequence[_OwnedIndices], size: int) -> Iterator[tuple[int, _BoxOwners]]:
     """Stretches of indices up to `size`: how long they are, and who has a part of each; nobody where none says."""
-    events: dict[int, list[tuple[_Owner, int]]] = {0: [], size: []}
+    events: dict[int, list[tuple[_BoxOwner, int]]] = {0: [], size: []}
     for cut in cuts:
         events.setdefault(cut.start, []).append((cut.owner, 1))
         events.setdefault(cut.stop, []).append((cut.owner, -1))
-    here: Counter[_Owner] = Counter()
-    length, owners, before = 0, frozenset[_Owner](), 0
+    here: Counter[_BoxOwner] = Counter()
+    length, owners, before = 0, frozenset[_BoxOwner](), 0
     for index in sorted(events):
         now = frozenset(owner for owner, count in here.items() if count)
         if now != owners and length:
@@ -302,7 +304,7 @@ def _runs(cuts: Sequence[_Cut], size: int) -> Iterator[tuple[int, _Owners]]:
         yield length, owners
 
 
-def _cuts_of_sources(node: Node, metas: Sequence[TensorMeta], axis: int) -> Iterator[list[_Cut]]:
+def _cuts_of_sources(node: Node, metas: Sequence[TensorMeta], axis: int) -> Iterator[list[_OwnedIndices]]:
     """Of each source of a tensor who has which indices of it along a dim."""
     shapes = Shapes({str(number): meta for number, meta in enumerate(metas)})
     here = Shapes({"": node.meta})

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from shardwise.plan.state_names import is_state_name, split_state_name
-from shardwise.rewrite.compiled_ops import OPEN, Refusal, compile_ops
+from shardwise.rewrite.compiled_ops import OPEN, OpsRefusal, compile_ops
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.patterns import NameIndex, NamePattern
 from shardwise.rewrite.statements import Cast, Statement, Unstack
@@ -123,7 +123,7 @@ class Environment:
             return None
         before = tuple([each for each in operations[:at] if not isinstance(each, Cast)])
         unstack, ops = operations[at], compile_ops(before, (statement.left[0].transposed,), (node.meta,), 1, OPEN)
-        if isinstance(ops, Refusal) or not isinstance(unstack, Unstack):
+        if isinstance(ops, OpsRefusal) or not isinstance(unstack, Unstack):
             return None
         shape = ops.results[0].shape
         return shape[unstack.axis] if -len(shape) <= unstack.axis < len(shape) else None

@@ -11,11 +11,11 @@ from types import MappingProxyType
 
 from shardwise.plan.state_names import is_state_name, state_name
 from shardwise.rewrite.applied_statements import AppliedInstance, StatementTask
-from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, Refusal, compile_ops
+from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, OpsRefusal, compile_ops
 from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.expansion import Expanded, expand
-from shardwise.rewrite.findings import SHOWN, Finding
+from shardwise.rewrite.findings import SHOWN, StatementFinding
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node, apply_ops
 from shardwise.rewrite.optimizer_state_rules import (
@@ -27,7 +27,7 @@ from shardwise.rewrite.optimizer_state_rules import (
     without_casts,
 )
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Operation, Statement
+from shardwise.rewrite.statements import Statement, StatementOperation
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -45,13 +45,13 @@ class Evaluation:
     """What each task did."""
     agree: list[tuple[Node, ...]]
     """Tensors without dims of which the first stands for all."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[StatementFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What may be wrong, and what was counted."""
-    leaning: list[tuple[str, bool, Finding]] = field(default_factory=list)
+    leaning: list[tuple[str, bool, StatementFinding]] = field(default_factory=list)
     """Optimizer state whose kind only parameters with dims tell: key, kind, and what to say if none come out."""
 
-    def undecided(self) -> list[Finding]:
+    def undecided(self) -> list[StatementFinding]:
         """One finding for each key of optimizer state that the way back could not tell the kind of."""
         first = {key: (scalar, finding) for key, scalar, finding in reversed(self.leaning)}
         return [finding for key, (scalar, finding) in first.items() if is_scalar(key, self.outputs) is not scalar]
@@ -97,14 +97,14 @@ class _Evaluator:
         """The number of the one that is being carried out."""
         self.wanted: Mapping[str, TensorMeta] = wanted or {}
         self.wanted_keys = keys_by_parameter(self.wanted)
-        self.findings: list[Finding] = []
+        self.findings: list[StatementFinding] = []
         self.notes: list[str] = []
         self.agree: list[tuple[Node, ...]] = []
         self.trace: list[list[AppliedInstance]] = []
         self._wanted_index = None if wanted is None else NameIndex(wanted)
-        self.leaning: list[tuple[str, bool, Finding]] = []
+        self.leaning: list[tuple[str, bool, StatementFinding]] = []
         self._scalar: dict[str, bool | None] = {}
-        self._compiled: dict[object, CompiledOps | Refusal] = {}
+        self._compiled: dict[object, CompiledOps | OpsRefusal] = {}
         self._held: list[object] = []
         """Keeps alive what the keys of `_compiled` tell apart by id."""
 
@@ -117,8 +117,8 @@ class _Evaluator:
         if self.environment.hides and any(self.environment.hidden(NamePattern(name)) for name in statement.left):
             self._hide(statement)
             return
-        todo: list[tuple[tuple[Operation, ...], Sequence[Expanded]]] = []
-        findings: list[Finding] = []
+        todo: list[tuple[tuple[StatementOperation, ...], Sequence[Expanded]]] = []
+        findings: list[StatementFinding] = []
         for group in task.groups:
             if group.instances is None:
                 made, wrong = expand(statement, self.environment, self._wanted_index, self.notes)
@@ -133,19 +133,21 @@ class _Evaluator:
         else:
             _Carrying(self, statement, applied_instances).carry_out(todo)
 
-    def _there(self, statement: Statement, instances: Sequence[Expanded]) -> tuple[Sequence[Expanded], list[Finding]]:
+    def _there(
+        self, statement: Statement, instances: Sequence[Expanded]
+    ) -> tuple[Sequence[Expanded], list[StatementFinding]]:
         """Instances, and what is wrong where something that they read is not there."""
         exists = self.environment.exists
         if statement.optional:
             return [each for each in instances if all(map(exists, each.left))], []
         absent = [(name, each) for each in instances for name in each.left if not exists(name)]
         findings = [
-            Finding.of(statement, self.environment.absence(name), expansion=[str(each)])
+            StatementFinding.of(statement, self.environment.absence(name), expansion=[str(each)])
             for name, each in absent[:SHOWN]
         ]
         if len(absent) > SHOWN:
             more = f"{len(absent) - SHOWN} more tensors that this needs are not there either"
-            findings.append(Finding.of(statement, more))
+            findings.append(StatementFinding.of(statement, more))
         return instances, findings
 
     def _hide(self, statement: Statement) -> None:
@@ -165,12 +167,12 @@ class _Evaluator:
 
     def compiled(
         self,
-        operations: tuple[Operation, ...],
+        operations: tuple[StatementOperation, ...],
         transposed: tuple[bool, ...] | None,
         metas: tuple[TensorMeta, ...],
         num_results: int,
         degrees: Degrees,
-    ) -> CompiledOps | Refusal:
+    ) -> CompiledOps | OpsRefusal:
         """What operations do to tensors of these metas: worked out once."""
         # Every instance asks. By identity, because to hash a tuple of dataclasses each time takes longer than the rest.
         key = (id(operations), transposed, metas, num_results, degrees)
@@ -212,8 +214,8 @@ class _Carrying:
         self._evaluator = evaluator
         self._variables = evaluator.environment.variables
         self._statement = statement
-        self._operations: tuple[Operation, ...] = ()
-        self._along: tuple[Operation, ...] = ()
+        self._operations: tuple[StatementOperation, ...] = ()
+        self._along: tuple[StatementOperation, ...] = ()
         self._apart = self._along_apart = apart(())
         self._said = OPEN
         self._laid: Laid = {}
@@ -225,7 +227,7 @@ class _Carrying:
         self._wrong: dict[str, list[tuple[str, Expanded]]] = {}
         """Findings that are alike: messages and instances."""
 
-    def carry_out(self, parts: Iterable[tuple[tuple[Operation, ...], Iterable[Expanded]]]) -> None:
+    def carry_out(self, parts: Iterable[tuple[tuple[StatementOperation, ...], Iterable[Expanded]]]) -> None:
         """Carry instances out, all of whose left names are there, each with the operations that apply to it."""
         for operations, instances in parts:
             self._operations = operations
@@ -321,7 +323,7 @@ class _Carrying:
             return nodes
         metas = tuple([node.meta for node in nodes])
         ops = self._evaluator.compiled(operations, expanded.transposed, metas, len(right), degrees)
-        if isinstance(ops, Refusal):
+        if isinstance(ops, OpsRefusal):
             self._refuse(ops.of([variable.name for variable in read]), expanded, alike=ops.text)
             self._write_unknown(expanded, right)
             return ()
@@ -344,7 +346,7 @@ class _Carrying:
         return self._changed(after, None, fusings.take(where, operation[0], inputs, made))
 
     def _changed(
-        self, operations: tuple[Operation, ...], transposed: tuple[bool, ...] | None, nodes: tuple[Node, ...]
+        self, operations: tuple[StatementOperation, ...], transposed: tuple[bool, ...] | None, nodes: tuple[Node, ...]
     ) -> tuple[Node, ...]:
         """What operations make of each of some nodes."""
         ops = self._fitting(operations, transposed, nodes, len(nodes))
@@ -352,7 +354,7 @@ class _Carrying:
 
     def _fitting(
         self,
-        operations: tuple[Operation, ...],
+        operations: tuple[StatementOperation, ...],
         transposed: tuple[bool, ...] | None,
         nodes: tuple[Node, ...],
         num_results: int,
@@ -437,7 +439,7 @@ class _Carrying:
         what = follow(key, tensors, nodes, made, self._evaluator.scalar, plain)
         name = states[0].name
         if what.leaning:
-            doubt = Finding.of(self._statement, undecided(name, back=True), expansion=[str(expanded)])
+            doubt = StatementFinding.of(self._statement, undecided(name, back=True), expansion=[str(expanded)])
             self._evaluator.leaning.append((key, what.shared, doubt))
         if what.shared:
             if len(nodes) > 1:
@@ -499,4 +501,4 @@ class _Carrying:
             chain = [str(expanded) for _, expanded in many[:SHOWN]]
             if len(many) > SHOWN:
                 chain.append(f"and {len(many) - SHOWN} more like these")
-            self._evaluator.findings.append(Finding.of(self._statement, many[0][0], expansion=chain))
+            self._evaluator.findings.append(StatementFinding.of(self._statement, many[0][0], expansion=chain))

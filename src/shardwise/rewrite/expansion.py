@@ -7,14 +7,15 @@ are. What only right names have (a placeholder, a star) is taken from the target
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from shardwise.rewrite.findings import SHOWN, Finding
+from shardwise.rewrite.environment import Environment
+from shardwise.rewrite.findings import SHOWN, StatementFinding
 from shardwise.rewrite.op_steps import inverted
 from shardwise.rewrite.patterns import NameIndex, NamePattern
 from shardwise.rewrite.statements import Name, Stack, Statement
 
-__all__ = ["Expanded", "ReadableNames", "expand"]
+__all__ = ["Expanded", "expand"]
 
 
 class Expanded(NamedTuple):
@@ -29,35 +30,16 @@ class Expanded(NamedTuple):
         return f"{', '.join(self.left) or '_'} -> {', '.join(self.right) or '_'}"
 
 
-class ReadableNames(Protocol):
-    """The names that statements can read at one point of a rewrite."""
-
-    def exists(self, name: str) -> bool:
-        """Whether a tensor has this name."""
-
-    def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
-        """Return what a pattern stands for, as `NameIndex.find` does."""
-
-    def absence(self, name: str) -> str:
-        """Say in a sentence that no tensor has this name, and what was perhaps meant."""
-
-    def nearest(self, pattern: NamePattern) -> str:
-        """Say which names were perhaps meant by a pattern that stands for none; empty where none were."""
-
-    def count(self, name: str, statement: Statement) -> int | None:
-        """How many tensors a statement makes of one, one for each index of a dim; None: not known."""
-
-
-_Row = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
+_Combination = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
 """Digits of the placeholders that are bound; then, for each side name that is done, what it stands for."""
 
-_Groups = dict[tuple[str, ...], tuple[str, ...]]
+_NamesByDigits = dict[tuple[str, ...], tuple[str, ...]]
 """Digits of a pattern's variables -> the names it stands for, several for a star."""
 
 
 def expand(
-    statement: Statement, names: ReadableNames, wanted: NameIndex | None, notes: list[str] | None = None
-) -> tuple[list[Expanded], list[Finding]]:
+    statement: Statement, names: Environment, wanted: NameIndex | None, notes: list[str] | None = None
+) -> tuple[list[Expanded], list[StatementFinding]]:
     """Return the instances of a statement, in the order of the names, and what is wrong.
 
     `wanted` are the target's names, None where no target is known. To `notes` is added what may be wrong.
@@ -68,7 +50,7 @@ def expand(
     return expansion.instances(), expansion.findings
 
 
-def _expand_plain(statement: Statement, names: ReadableNames) -> tuple[list[Expanded], list[Finding]]:
+def _expand_plain(statement: Statement, names: Environment) -> tuple[list[Expanded], list[StatementFinding]]:
     left = tuple([name.text for name in statement.left])
     right = tuple([name.text for name in statement.right])
     absent = [name for name in statement.left if not names.exists(name.text)]
@@ -77,18 +59,18 @@ def _expand_plain(statement: Statement, names: ReadableNames) -> tuple[list[Expa
         return [Expanded(left, right, transposed if any(transposed) else None)], []
     if statement.optional and len(absent) == len(left):
         return [], []
-    return [], [Finding.of(statement, names.absence(name.text), at=name.place) for name in absent]
+    return [], [StatementFinding.of(statement, names.absence(name.text), at=name.place) for name in absent]
 
 
 class _Expansion:
     """The expansion of one statement with patterns."""
 
-    def __init__(self, statement: Statement, names: ReadableNames, wanted: NameIndex | None, notes: list[str]) -> None:
+    def __init__(self, statement: Statement, names: Environment, wanted: NameIndex | None, notes: list[str]) -> None:
         self.statement = statement
         self.names = names
         self.notes = notes
         self.wanted = wanted
-        self.findings: list[Finding] = []
+        self.findings: list[StatementFinding] = []
         self.left = [NamePattern(name) for name in statement.left]
         self.right = [NamePattern(name) for name in statement.right]
         self.bound: tuple[str, ...] = ()
@@ -150,7 +132,7 @@ class _Expansion:
         return names, tuple(mask) if any(mask) else None
 
     def _find(self, name: Name, message: str, *chain: str) -> None:
-        self.findings.append(Finding.of(self.statement, message, at=name.place, expansion=chain))
+        self.findings.append(StatementFinding.of(self.statement, message, at=name.place, expansion=chain))
 
     def _find_all(self, name: Name, messages: Sequence[str]) -> None:
         """One finding for what may be as many as there are combinations."""
@@ -158,7 +140,7 @@ class _Expansion:
         if messages:
             self._find(name, "; ".join(messages[:SHOWN]) + more)
 
-    def _left_rows(self) -> list[_Row]:
+    def _left_rows(self) -> list[_Combination]:
         """The combinations of digits that all left names have, each with the names."""
         if not self.left:
             return [((), ())]
@@ -178,7 +160,7 @@ class _Expansion:
         order = sorted(range(len(self.left)), key=lambda place: -len(self.left[place].variables))
         first = self.left[order[0]]
         self.bound = first.variables
-        rows: list[_Row] = [(bindings, (found,)) for bindings, found in groups[order[0]].items()]
+        rows: list[_Combination] = [(bindings, (found,)) for bindings, found in groups[order[0]].items()]
         for place in order[1:]:
             rows = self._join(rows, self.statement.left[place], self.left[place], groups[place], first)
         if order != sorted(order):
@@ -202,7 +184,7 @@ class _Expansion:
                 line = self.statement.place.line
                 self.notes.append(f"line {line}: {pattern.text} stands for nothing, which optional=1 allows; {near}")
 
-    def _groups(self, name: Name, pattern: NamePattern) -> _Groups:
+    def _groups(self, name: Name, pattern: NamePattern) -> _NamesByDigits:
         """What a left name stands for."""
         if name.plain is not None:
             return {(): (name.plain,)} if self.names.exists(name.plain) else {}
@@ -211,7 +193,7 @@ class _Expansion:
             self._look_at_star(name, pattern, groups)
         return groups
 
-    def _look_at_star(self, name: Name, pattern: NamePattern, groups: _Groups) -> None:
+    def _look_at_star(self, name: Name, pattern: NamePattern, groups: _NamesByDigits) -> None:
         """Note how many names a star stands for; what its numbers lack is a finding where it stacks."""
         gaps = [gap for bindings, found in sorted(groups.items()) if (gap := _gap_of(pattern, bindings, found))]
         stacks = any(isinstance(each, Stack) for each in self.statement.operations)
@@ -222,7 +204,9 @@ class _Expansion:
             f"line {line}: {_counts_in_words(pattern, groups)}" + "".join(f"; {gap}" for gap in gaps[:SHOWN])
         )
 
-    def _grouped(self, name: Name, pattern: NamePattern, found: list[tuple[str, tuple[str, ...], str]]) -> _Groups:
+    def _grouped(
+        self, name: Name, pattern: NamePattern, found: list[tuple[str, tuple[str, ...], str]]
+    ) -> _NamesByDigits:
         """Matches by the digits of the placeholders; those of a star in numeric order."""
         if pattern.star is None:
             return {bindings: (match,) for match, bindings, _ in found}
@@ -230,7 +214,7 @@ class _Expansion:
         for match, bindings, star in found:
             digits = star.lstrip("0")  # with its length it orders as the number does, which may be too long for an int
             many.setdefault(bindings, []).append((len(digits), digits, match))
-        groups: _Groups = {}
+        groups: _NamesByDigits = {}
         for bindings, numbered in many.items():
             numbered.sort()
             groups[bindings] = tuple([match for *_, match in numbered])
@@ -241,12 +225,12 @@ class _Expansion:
         return groups
 
     def _join(
-        self, rows: list[_Row], name: Name, pattern: NamePattern, groups: _Groups, first: NamePattern
-    ) -> list[_Row]:
+        self, rows: list[_Combination], name: Name, pattern: NamePattern, groups: _NamesByDigits, first: NamePattern
+    ) -> list[_Combination]:
         """Rows with what one more left name stands for; what has no partner is a finding."""
         fresh = [place for place, variable in enumerate(pattern.variables) if variable not in self.bound]
         partners, key_of = self._partners(pattern, groups, fresh)
-        joined: list[_Row] = []
+        joined: list[_Combination] = []
         lonely = []
         used = set()
         for bindings, done in rows:
@@ -269,7 +253,7 @@ class _Expansion:
         return joined
 
     def _partners(
-        self, pattern: NamePattern, groups: _Groups, fresh: list[int]
+        self, pattern: NamePattern, groups: _NamesByDigits, fresh: list[int]
     ) -> tuple[
         dict[tuple[str, ...], list[tuple[tuple[str, ...], tuple[str, ...]]]],
         Callable[[tuple[str, ...]], tuple[str, ...]],
@@ -285,7 +269,7 @@ class _Expansion:
             return partners, lambda bindings: bindings
         return partners, lambda bindings: tuple([bindings[place] for place in places])
 
-    def _filled(self, name: Name, pattern: NamePattern, rows: list[_Row]) -> list[tuple[str, ...]]:
+    def _filled(self, name: Name, pattern: NamePattern, rows: list[_Combination]) -> list[tuple[str, ...]]:
         """What a right name stands for in each row, where the left names say it all."""
         if name.plain is not None:
             return [(name.plain,)] * len(rows)
@@ -302,7 +286,9 @@ class _Expansion:
         self._find_all(name, negative)
         return column
 
-    def _from_target(self, name: Name, pattern: NamePattern, rows: list[_Row]) -> tuple[list[_Row], list[int]]:
+    def _from_target(
+        self, name: Name, pattern: NamePattern, rows: list[_Combination]
+    ) -> tuple[list[_Combination], list[int]]:
         """Rows with what a right name stands for in the target; and which row each comes of."""
         unbound = [f"${variable}" for variable in pattern.variables if variable not in self.bound]
         what = " and ".join([*unbound, *(["*"] if pattern.star is not None else [])])
@@ -312,7 +298,7 @@ class _Expansion:
         groups = {} if self.wanted is None else self._grouped(name, pattern, self.wanted.find(pattern))
         fresh = [place for place, variable in enumerate(pattern.variables) if variable not in self.bound]
         partners, key_of = self._partners(pattern, groups, fresh)
-        joined: list[_Row] = []
+        joined: list[_Combination] = []
         origins = []
         lonely: list[str] = []
         for origin, (bindings, done) in enumerate(rows):

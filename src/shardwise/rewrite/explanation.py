@@ -190,7 +190,7 @@ def _key(each: _Numbered) -> object:
     return each.line, numbers if any(number[0] == "0" != number for number in numbers) else ()
 
 
-class _Ranges(NamedTuple):
+class _ShownRanges(NamedTuple):
     """Lines that are one: of each number in the names of target and source the first and the last."""
 
     bounds: tuple[tuple[int, int], ...]
@@ -204,7 +204,7 @@ def _ranges(many: Sequence[_Numbered]) -> Iterator[_Cells]:
         yield _row(many[0])
         return
     width = len(many[0].target)
-    parts = [_Ranges(tuple([(int(n), int(n)) for n in (*each.target, *each.source)]), ()) for each in many]
+    parts = [_ShownRanges(tuple([(int(n), int(n)) for n in (*each.target, *each.source)]), ()) for each in many]
     primary = width or len(parts[0].bounds)
     for column in reversed(range(primary)):
         parts = _merged(parts, column, primary)
@@ -213,13 +213,13 @@ def _ranges(many: Sequence[_Numbered]) -> Iterator[_Cells]:
         yield _row(_Numbered(many[0].line, tuple(shown[:width]), tuple(shown[width:])))
 
 
-def _merged(parts: Iterable[_Ranges], column: int, primary: int) -> list[_Ranges]:
+def _merged(parts: Iterable[_ShownRanges], column: int, primary: int) -> list[_ShownRanges]:
     """Join what goes on where another ends along one of the first `primary` columns, and agrees in their rest."""
-    rows: dict[object, list[_Ranges]] = {}
+    rows: dict[object, list[_ShownRanges]] = {}
     for part in parts:
         bounds = part.bounds
         rows.setdefault((bounds[:column], bounds[column + 1 : primary], part.moved), []).append(part)
-    merged: list[_Ranges] = []
+    merged: list[_ShownRanges] = []
     for row in rows.values():
         row.sort(key=lambda part: part.bounds[column])
         before, current, step = row[0].moved, row[0], None
@@ -230,7 +230,7 @@ def _merged(parts: Iterable[_Ranges], column: int, primary: int) -> list[_Ranges
                 joined = [
                     (one[0], max(one[1], other[1])) for one, other in zip(current.bounds, part.bounds, strict=True)
                 ]
-                current = _Ranges(tuple(joined), moved)
+                current = _ShownRanges(tuple(joined), moved)
             else:
                 merged.append(current)
                 current, step = part, None

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from shardwise.errors import RewriteError
 from shardwise.rewrite.statements import Statement, TextPlace
 
-__all__ = ["SHOWN", "Faults", "Finding", "raise_all"]
+__all__ = ["SHOWN", "Faults", "StatementFinding", "raise_all"]
 
 Faults: TypeAlias = list[tuple[TextPlace, str]]
 """What is wrong within one statement, and where: findings, before they are told of which statement."""
@@ -20,7 +20,7 @@ _SHOWN_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class StatementFinding:
     """One thing that is wrong; `str()` shows the message, the statement with carets, and what it was expanded to."""
 
     place: TextPlace
@@ -37,7 +37,7 @@ class Finding:
     @classmethod
     def of(
         cls, statement: Statement, message: str, *, at: TextPlace | None = None, expansion: Iterable[str] = ()
-    ) -> "Finding":
+    ) -> "StatementFinding":
         """Return a finding about a statement, at the place of one of its names, or of all of it."""
         return cls(at or statement.place, statement.text, message, tuple(expansion), statement.place)
 
@@ -78,7 +78,7 @@ def _around(line: str, first: int, stop: int) -> tuple[str, int, int]:
     return before + line[begin:end] + after, first + moved, min(stop, end) + moved
 
 
-def raise_all(findings: Iterable[Finding]) -> None:
+def raise_all(findings: Iterable[StatementFinding]) -> None:
     """Raise one RewriteError that carries all findings, in the order of their places; nothing where there are none."""
     ordered = sorted(findings, key=lambda each: (each.place.line, each.place.column))
     if ordered:

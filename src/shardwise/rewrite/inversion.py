@@ -20,7 +20,7 @@ from shardwise.rewrite.applied_statements import AppliedInstance, InstanceGroup,
 from shardwise.rewrite.compiled_ops import CompiledOps, InverseOps
 from shardwise.rewrite.environment import Variable
 from shardwise.rewrite.expansion import Expanded
-from shardwise.rewrite.statements import Operation, Statement
+from shardwise.rewrite.statements import Statement, StatementOperation
 
 __all__ = ["Undoing", "undo"]
 
@@ -153,7 +153,9 @@ def _follows(name: str, lost: Collection[str]) -> bool:
     return split is not None and split[0] in lost
 
 
-def _task(statement: Statement, instances: Iterable[Expanded], operations: tuple[Operation, ...] = ()) -> StatementTask:
+def _task(
+    statement: Statement, instances: Iterable[Expanded], operations: tuple[StatementOperation, ...] = ()
+) -> StatementTask:
     return StatementTask(back(statement), (InstanceGroup(operations, tuple(instances)),))
 
 
@@ -190,10 +192,10 @@ class _Undone:
         self._spares = spares
         self.spare: list[str] = []
         """Names of copies that do not count."""
-        self.first: dict[tuple[Operation, ...], list[Expanded]] = {}
+        self.first: dict[tuple[StatementOperation, ...], list[Expanded]] = {}
         """What is done before, with results that are treated differently."""
-        self.main: dict[tuple[Operation, ...], list[Expanded]] = {}
-        self.last: dict[tuple[Operation, ...], list[Expanded]] = {}
+        self.main: dict[tuple[StatementOperation, ...], list[Expanded]] = {}
+        self.last: dict[tuple[StatementOperation, ...], list[Expanded]] = {}
         """What is done afterwards, with tensors that are treated differently."""
         self.added: list[Expanded] = []
         self._alike: dict[CompiledOps, list[Expanded] | None] = {}

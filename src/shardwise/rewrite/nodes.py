@@ -20,15 +20,15 @@ class Form:
 
     __slots__ = ("_made", "_parts", "_value", "meta")
 
-    def __init__(self, meta: TensorMeta, parts: "_Parts | None") -> None:
+    def __init__(self, meta: TensorMeta, parts: "_FormParts | None") -> None:
         self.meta = meta
         self._parts = parts
         """Of what it is made; None for a source."""
-        self._made: dict[_Parts, tuple[Form, ...]] = {}
+        self._made: dict[_FormParts, tuple[Form, ...]] = {}
         """What was made of this and others, this being the first."""
         self._value: ViewedTensor | None = None
 
-    def through(self, parts: "_Parts") -> "tuple[Form, ...]":
+    def through(self, parts: "_FormParts") -> "tuple[Form, ...]":
         """The forms that operations make of forms of which this is the first."""
         made = self._made.get(parts)
         if made is None:
@@ -78,7 +78,7 @@ class Form:
         return frozenset([int(view.source) for view in self.value.views])
 
 
-_Parts: TypeAlias = tuple[CompiledOps, tuple[Form, ...], tuple[tuple[str, ...], ...]]
+_FormParts: TypeAlias = tuple[CompiledOps, tuple[Form, ...], tuple[tuple[str, ...], ...]]
 """Operations, what they take, and how the sources of each are numbered in all (nothing for one: as they are)."""
 
 

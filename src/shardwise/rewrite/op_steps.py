@@ -12,19 +12,19 @@ from shardwise.rewrite.strided_views import ViewedTensor
 
 __all__ = [
     "Arrange",
+    "AxisSlice",
     "Casts",
     "Permutes",
     "Reshapes",
     "Stacks",
     "Step",
-    "Stretch",
     "Unstacks",
     "apply_steps",
     "inverted",
     "undone",
 ]
 
-Stretch: TypeAlias = tuple[int, int, int]
+AxisSlice: TypeAlias = tuple[int, int, int]
 """Which tensor; from which index along the axis; to which (exclusive)."""
 
 
@@ -58,7 +58,7 @@ class Arrange:
     axis: int
     sizes: tuple[int, ...]
     """Of the tensors, along the axis."""
-    table: tuple[tuple[Stretch, ...], ...]
+    table: tuple[tuple[AxisSlice, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def inverted(dims: Sequence[int]) -> tuple[int, ...]:
 
 def _rearranged(step: Arrange) -> Arrange:
     """Where each stretch went, in the order in which the tensors have them."""
-    went: list[list[tuple[int, Stretch]]] = [[] for _ in step.sizes]
+    went: list[list[tuple[int, AxisSlice]]] = [[] for _ in step.sizes]
     sizes = []
     for result, stretches in enumerate(step.table):
         at = 0
@@ -148,7 +148,7 @@ def _applied(step: Step, values: list[ViewedTensor]) -> list[ViewedTensor]:
 
 
 def _arranged(
-    values: list[ViewedTensor], axis: int, sizes: tuple[int, ...], stretches: tuple[Stretch, ...]
+    values: list[ViewedTensor], axis: int, sizes: tuple[int, ...], stretches: tuple[AxisSlice, ...]
 ) -> ViewedTensor:
     parts = [
         values[tensor] if stop - start == sizes[tensor] else values[tensor].crop(axis, start, stop)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardwise.plan.state_names import split_state_name, state_name
 from shardwise.rewrite.environment import Variable, note_key
 from shardwise.rewrite.nodes import Node
-from shardwise.rewrite.statements import Cast, Operation
+from shardwise.rewrite.statements import Cast, StatementOperation
 
 __all__ = ["Follow", "follow", "is_scalar", "keys_by_parameter", "states_of", "undecided", "without_casts"]
 
@@ -30,7 +30,7 @@ class Follow(NamedTuple):
     """Whether only parameters with dims tell what it is; then what comes out has to tell it too, for the way back."""
 
 
-def without_casts(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+def without_casts(operations: tuple[StatementOperation, ...]) -> tuple[StatementOperation, ...]:
     """What operations on parameters do to their optimizer state, which has dtypes of its own."""
     return tuple([each for each in operations if not isinstance(each, Cast)])
 

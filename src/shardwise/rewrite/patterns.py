@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from decimal import MAX_EMAX, Context, Decimal
 from difflib import get_close_matches
 
-from shardwise.rewrite.statements import Name, Number, Star
+from shardwise.rewrite.statements import Name, Placeholder, Star
 
 __all__ = ["NameIndex", "NamePattern", "shifted"]
 
@@ -69,7 +69,7 @@ class NamePattern:
         self.num_runs = len(runs)
         sample = "".join(part if isinstance(part, str) else "0" for part in name.parts)
         self.skeleton = _DIGITS.sub(_MARK, sample)
-        self.variables = tuple(dict.fromkeys(part.name for part in name.parts if isinstance(part, Number)))
+        self.variables = tuple(dict.fromkeys(part.name for part in name.parts if isinstance(part, Placeholder)))
         self.constants: list[tuple[int, str]] = []
         """Runs of digits that are text: which, and what they are."""
         self.numbers: list[tuple[int, str, int]] = []
@@ -82,7 +82,7 @@ class NamePattern:
         for place, run in enumerate(runs):
             self.ambiguous |= sum(not isinstance(part, str) for part in run) > 1
             for part in run:
-                if isinstance(part, Number):
+                if isinstance(part, Placeholder):
                     self.numbers.append((place, part.name, part.shift))
                 elif isinstance(part, Star):
                     self.star = place
@@ -99,7 +99,7 @@ class NamePattern:
         self._places: list[tuple[int, int, int]] = []
         """Which part is filled in, with which variable (-1: the star), and the shift."""
         for place, part in enumerate(name.parts):
-            if isinstance(part, Number):
+            if isinstance(part, Placeholder):
                 self._places.append((place, self.variables.index(part.name), part.shift))
             elif isinstance(part, Star):
                 self._places.append((place, -1, 0))
@@ -150,9 +150,9 @@ class NamePattern:
         return found[1]
 
 
-def _runs_of(name: Name) -> list[list[str | Number | Star]]:
+def _runs_of(name: Name) -> list[list[str | Placeholder | Star]]:
     """The runs of digits of a name: text and placeholders that stand side by side are one run."""
-    runs: list[list[str | Number | Star]] = []
+    runs: list[list[str | Placeholder | Star]] = []
     touching = False
     for part in name.parts:
         if not isinstance(part, str):
@@ -171,7 +171,7 @@ def _runs_of(name: Name) -> list[list[str | Number | Star]]:
     return runs
 
 
-class _Bucket:
+class _NamesOfSkeleton:
     """The names of one skeleton, with their runs of digits; on demand also by some of those runs."""
 
     __slots__ = ("by_runs", "names")
@@ -208,7 +208,7 @@ class NameIndex:
     __slots__ = ("_buckets",)
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self._buckets: dict[str, _Bucket] = {}
+        self._buckets: dict[str, _NamesOfSkeleton] = {}
         for name in names:
             self.add(name)
 
@@ -217,7 +217,7 @@ class NameIndex:
         skeleton = _DIGITS.sub(_MARK, name)
         bucket = self._buckets.get(skeleton)
         if bucket is None:
-            bucket = self._buckets[skeleton] = _Bucket()
+            bucket = self._buckets[skeleton] = _NamesOfSkeleton()
         if name not in bucket.names:
             bucket.add(name, tuple(_DIGITS.findall(name)))
 

@@ -15,7 +15,7 @@ from shardwise.rewrite.inverse_proof import gives_back
 from shardwise.rewrite.metas import TensorMeta, metas_of
 from shardwise.rewrite.sections import Section, refuse_losses
 from shardwise.rewrite.spelling_out import spelled_out
-from shardwise.rewrite.statement_arguments import Parameters
+from shardwise.rewrite.statement_arguments import TextParameters
 from shardwise.rewrite.statement_text import text_of
 from shardwise.rewrite.statements import Statement
 from shardwise.rewrite.texts import BOUNDARY, Text, parsed, texts_of, with_parameters
@@ -50,7 +50,7 @@ class Rewrite:
         self,
         source: str | Sequence[str] | Mapping[str, Any],
         *,
-        parameters: Parameters | None = None,
+        parameters: TextParameters | None = None,
     ) -> None:
         self._texts = texts_of(source, {} if parameters is None else parameters)
         self._sections = parsed(self._texts)
@@ -63,7 +63,7 @@ class Rewrite:
         return made
 
     @classmethod
-    def file(cls, path: str | PathLike[str], *, parameters: Parameters | None = None) -> "Rewrite":
+    def file(cls, path: str | PathLike[str], *, parameters: TextParameters | None = None) -> "Rewrite":
         """Read a rewrite from a file: statements, or, if its name ends in `.json`, an AOA configuration.
 
         Raises RewriteError where the file cannot be read, or holds no statement, and with everything that is wrong in
@@ -101,7 +101,7 @@ class Rewrite:
         given = [pair for each in self._texts for pair in each.given]
         return MappingProxyType({name: value for name, value in given if name not in lacking})
 
-    def with_parameters(self, parameters: Parameters) -> "Rewrite":
+    def with_parameters(self, parameters: TextParameters) -> "Rewrite":
         """Return the rewrite with more parameters given: all sides of a composed one have them that lack them.
 
         What was given before stays. Raises RewriteError as the class does, and for another value of what nothing lacks.

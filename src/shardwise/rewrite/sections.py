@@ -11,14 +11,14 @@ from shardwise.errors import RewriteError
 from shardwise.rewrite.applied_statements import AppliedInstance, StatementTask
 from shardwise.rewrite.degrees import Fusings, Laid, leaves_open
 from shardwise.rewrite.evaluation import Evaluation, evaluate
-from shardwise.rewrite.findings import Finding
+from shardwise.rewrite.findings import StatementFinding
 from shardwise.rewrite.inversion import Undoing, undo
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
 from shardwise.rewrite.statements import Statement
 from shardwise.rewrite.text_inverse import inverse_of_text, textual_losses
 
-__all__ = ["Done", "Metas", "Section", "carry_out", "nodes_of", "refuse_losses"]
+__all__ = ["AppliedSection", "Metas", "Section", "carry_out", "nodes_of", "refuse_losses"]
 
 Metas = Mapping[str, TensorMeta]
 
@@ -49,13 +49,13 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class AppliedSection:
     """A section that was carried out."""
 
     tasks: list[StatementTask]
     sources: Mapping[str, Node]
     evaluation: Evaluation
-    unfit: tuple[Finding, ...]
+    unfit: tuple[StatementFinding, ...]
     """Of an inverse that could not be exact: why what is known of the target does not fit the statements."""
 
     @property
@@ -82,7 +82,9 @@ def nodes_of(metas: Metas) -> dict[str, Node]:
     return {name: source_node(name, meta, forms) for name, meta in metas.items()}
 
 
-def carry_out(sections: Sequence[Section], sources: Metas, wanted: Metas | None, recorded: Metas | None) -> list[Done]:
+def carry_out(
+    sections: Sequence[Section], sources: Metas, wanted: Metas | None, recorded: Metas | None
+) -> list[AppliedSection]:
     """Carry sections out, one on what the other gives, up to one with findings.
 
     `wanted` is the target, where it is known; `recorded` what is known otherwise of the tensors to which inverted
@@ -112,8 +114,8 @@ def _carried_out(
     *,
     fusings: Fusings | None = None,
     laid: Sequence[Laid] = (),
-    before: Sequence[Done] = (),
-) -> Iterator[Done]:
+    before: Sequence[AppliedSection] = (),
+) -> Iterator[AppliedSection]:
     """Carry sections out, one on what the other gives; `before`: as they were carried out already."""
     added: frozenset[str] = frozenset()
     for place, section in enumerate(sections):
@@ -128,7 +130,7 @@ def _carried_out(
         here: Laid = laid[place] if place < len(laid) else {}
         evaluation = evaluate(tasks, nodes, targets, added, laid=here, fusings=fusings)
         evaluation.findings += evaluation.undecided()
-        yield Done(tasks, nodes, evaluation, unfit)
+        yield AppliedSection(tasks, nodes, evaluation, unfit)
         if evaluation.findings:
             break
         nodes, added = evaluation.outputs, evaluation.added
@@ -154,14 +156,16 @@ def _forward(section: Section) -> list[StatementTask]:
     return [StatementTask.of(replace(each, gaps=True)) for each in section.statements]
 
 
-def _tasks(section: Section, known: Metas | None, sources: Metas) -> tuple[list[StatementTask], tuple[Finding, ...]]:
+def _tasks(
+    section: Section, known: Metas | None, sources: Metas
+) -> tuple[list[StatementTask], tuple[StatementFinding, ...]]:
     """What a section carries out: for an inverse the exact one, where that is known to which it leads."""
     if not section.inverted:
         return [StatementTask.of(each) for each in section.statements], ()
-    unfit: tuple[Finding, ...] = ()
+    unfit: tuple[StatementFinding, ...] = ()
     if known is not None:
         forward_tasks = _forward(section)
-        forward = Done(forward_tasks, {}, evaluate(forward_tasks, nodes_of(known), sources), ())
+        forward = AppliedSection(forward_tasks, {}, evaluate(forward_tasks, nodes_of(known), sources), ())
         if not forward.evaluation.findings:
             undoing = forward.undoing({})
             if not section.lossy:

@@ -9,7 +9,7 @@ from lark import Token
 
 from shardwise.rewrite.findings import Faults
 from shardwise.rewrite.statement_arguments import WORDS
-from shardwise.rewrite.statements import Name, NamePart, Number, Star, TextPlace
+from shardwise.rewrite.statements import Name, NamePart, Placeholder, Star, TextPlace
 
 __all__ = ["names_of", "place_of", "quoted", "text_of_name"]
 
@@ -93,7 +93,7 @@ def _scanned(body: str, token: Token, faults: Faults, *, right: bool) -> Iterato
         if name is not None:
             if len(shift or "") > _MOST_DIGITS:
                 faults.append((place_of(token), f"'{shift}' in {token} is more than any number in a name"))
-            yield Number(name, int((shift or "0")[:_MOST_DIGITS]) - (right and name == OFFSET))
+            yield Placeholder(name, int((shift or "0")[:_MOST_DIGITS]) - (right and name == OFFSET))
         elif star is not None:
             yield Star()
         elif stray is not None:
@@ -128,7 +128,7 @@ def _faults_of(parts: tuple[NamePart, ...], text: str) -> Iterator[str]:
 
 def _symbol(part: NamePart, *, right: bool = False) -> str:
     match part:
-        case Number(name, shift):
+        case Placeholder(name, shift):
             shift += right and name == OFFSET
             return f"${name}{shift:+d}" if shift else f"${name}"
         case Star():
@@ -165,5 +165,5 @@ def _in_quotes(parts: tuple[NamePart, ...], *, right: bool) -> str:
             if after_number and re.match(r"[A-Z0-9_]|[-+][0-9]", text):  # else it would belong to the placeholder
                 text = "\\" + text
         written += text
-        after_number = isinstance(part, Number)
+        after_number = isinstance(part, Placeholder)
     return f'"{written}"'

@@ -12,7 +12,7 @@ from shardwise.rewrite.applied_statements import StatementTask
 from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.patterns import NamePattern
 from shardwise.rewrite.statement_text import text_of
-from shardwise.rewrite.statements import Name, Operation, Statement, TextPlace
+from shardwise.rewrite.statements import Name, Statement, StatementOperation, TextPlace
 from shardwise.rewrite.text_inverse import other_side
 
 __all__ = ["spelled_out"]
@@ -36,10 +36,10 @@ def spelled_out(tasks: Sequence[StatementTask], *, patterns: bool) -> tuple[Stat
     return tuple(made)
 
 
-_Sides: TypeAlias = tuple[tuple[Name, ...], tuple[Name, ...], tuple[Operation, ...]]
+_SpelledSides: TypeAlias = tuple[tuple[Name, ...], tuple[Name, ...], tuple[StatementOperation, ...]]
 
 
-def _pattern(task: StatementTask) -> _Sides | None:
+def _pattern(task: StatementTask) -> _SpelledSides | None:
     """The statement with placeholders that a task is, where it is one."""
     group = task.groups[0]
     instances = group.instances or ()
@@ -75,7 +75,7 @@ def _matches(left: Sequence[NamePattern], right: Sequence[NamePattern], instance
     return True
 
 
-def _plain(task: StatementTask) -> Iterator[_Sides]:
+def _plain(task: StatementTask) -> Iterator[_SpelledSides]:
     """The instances of a task as statements in an order in which none overwrites what another is yet to read."""
     waiting = [(group.operations, each) for group in task.groups for each in group.instances or ()]
     readers: dict[str, list[int]] = {}
@@ -105,7 +105,7 @@ def _plain(task: StatementTask) -> Iterator[_Sides]:
         yield _sides((), Expanded((new,), (name,)))
 
 
-def _sides(operations: tuple[Operation, ...], each: Expanded) -> _Sides:
+def _sides(operations: tuple[StatementOperation, ...], each: Expanded) -> _SpelledSides:
     nowhere = TextPlace(1, 1, 1)
     left, right = (tuple([Name((name,), False, nowhere) for name in names]) for names in (each.left, each.right))
     return left, right, operations

@@ -14,7 +14,6 @@ from shardwise.rewrite.statements import (
     Ffn,
     JoinOrSplit,
     Name,
-    Operation,
     Permute,
     Qkv,
     QkvPerRank,
@@ -22,11 +21,12 @@ from shardwise.rewrite.statements import (
     Split,
     Stack,
     Star,
+    StatementOperation,
     TextPlace,
     Unstack,
 )
 
-__all__ = ["RECORDED", "WORDS", "Argument", "Parameters", "StatementNames", "hint_of", "operations_of"]
+__all__ = ["RECORDED", "WORDS", "Argument", "StatementNames", "TextParameters", "hint_of", "operations_of"]
 
 RECORDED: Final = "recorded"
 """The value of what an inverse takes from the tensors that the forward rewrite was applied to."""
@@ -71,7 +71,7 @@ _DTYPES = ", ".join(ITEMSIZE_BYTES)
 _LIST = re.compile(r"\[\s*(?:-?[0-9]{1,18}\s*(?:,\s*-?[0-9]{1,18}\s*)*,?\s*)?\]")
 _PARAMETER = re.compile(r"\{([^{}]*)\}")
 
-Parameters: TypeAlias = Mapping[str, int | str]
+TextParameters: TypeAlias = Mapping[str, int | str]
 
 
 _FORMS: Final[Mapping[str, Mapping[tuple[int, int], str]]] = {
@@ -156,13 +156,13 @@ def _starred(names: Sequence[Name]) -> bool:
 
 
 def operations_of(
-    arguments: Sequence[Argument], names: StatementNames, place: TextPlace, parameters: Parameters, faults: Faults
-) -> tuple[tuple[Operation, ...], bool, bool]:
+    arguments: Sequence[Argument], names: StatementNames, place: TextPlace, parameters: TextParameters, faults: Faults
+) -> tuple[tuple[StatementOperation, ...], bool, bool]:
     """Return the operations of a statement in their order, whether it is optional, and whether it allows gaps."""
     given = [each for argument in arguments if (each := _given(argument, parameters, faults)) is not None]
     _find_repeated(given, faults)
     its_word, join_or_split = _join_or_split_of(given, names, place, faults)
-    operations: list[Operation] = []
+    operations: list[StatementOperation] = []
     cast: ReadArgument | None = None
     for each in given:
         match each.word:
@@ -209,7 +209,7 @@ def _find_repeated(given: Sequence[ReadArgument], faults: Faults) -> None:
 
 
 def _paired(
-    first: ReadArgument | None, second: ReadArgument, operations: list[Operation], faults: Faults
+    first: ReadArgument | None, second: ReadArgument, operations: list[StatementOperation], faults: Faults
 ) -> ReadArgument | None:
     """Add the cast that `src_dtype` and `dst_dtype` make; where the other is still to come, return what there is."""
     if first is None:
@@ -228,7 +228,7 @@ def _unpaired(cast: ReadArgument) -> str:
     return f"{cast.shown} is given without {other}; a cast that can be undone has both, any other is written dtype=..."
 
 
-def _given(argument: Argument, parameters: Parameters, faults: Faults) -> ReadArgument | None:
+def _given(argument: Argument, parameters: TextParameters, faults: Faults) -> ReadArgument | None:
     """What an argument says; None where there is no such argument."""
     word, place = argument.word, argument.place
     if word[0] in "\"'":
@@ -258,7 +258,7 @@ def _given(argument: Argument, parameters: Parameters, faults: Faults) -> ReadAr
     return ReadArgument(word, value, shown, place)
 
 
-def _filled(text: str, place: TextPlace, parameters: Parameters, faults: Faults) -> str | None:
+def _filled(text: str, place: TextPlace, parameters: TextParameters, faults: Faults) -> str | None:
     """The text of a value in which parameters have their values; None where one has none."""
     known = len(faults)
     for name in _PARAMETER.findall(text):

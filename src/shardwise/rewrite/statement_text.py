@@ -9,7 +9,6 @@ from shardwise.rewrite.statements import (
     Concat,
     Ffn,
     Name,
-    Operation,
     Permute,
     Qkv,
     QkvPerRank,
@@ -17,6 +16,7 @@ from shardwise.rewrite.statements import (
     Split,
     Stack,
     Statement,
+    StatementOperation,
     Unstack,
 )
 
@@ -45,7 +45,7 @@ def _side(names: Iterable[Name], *, right: bool) -> str:
     return ", ".join(text_of_name(name, right=right) for name in names) or "_"
 
 
-def _arguments(operation: Operation) -> Iterator[str]:
+def _arguments(operation: StatementOperation) -> Iterator[str]:
     match operation:
         case Permute(dims):
             yield f"permute={_list(dims or ())}"

@@ -15,9 +15,8 @@ __all__ = [
     "JoinOrSplit",
     "Name",
     "NamePart",
-    "Number",
-    "Operation",
     "Permute",
+    "Placeholder",
     "Qkv",
     "QkvPerRank",
     "Reshape",
@@ -25,6 +24,7 @@ __all__ = [
     "Stack",
     "Star",
     "Statement",
+    "StatementOperation",
     "TextPlace",
     "Unstack",
 ]
@@ -43,7 +43,7 @@ class TextPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class Placeholder:
     """A placeholder: `$LAYER_ID` stands for the digits that keys have there, the same in the whole statement."""
 
     name: str
@@ -63,7 +63,7 @@ class Star:
         return "*"
 
 
-NamePart: TypeAlias = str | Number | Star
+NamePart: TypeAlias = str | Placeholder | Star
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Ffn:
 JoinOrSplit: TypeAlias = Concat | Split | Stack | Unstack | Qkv | QkvPerRank | Ffn
 """What makes other tensors of those that are there; a statement has at most one, and needs one for several names."""
 
-Operation: TypeAlias = Permute | Reshape | Cast | JoinOrSplit
+StatementOperation: TypeAlias = Permute | Reshape | Cast | JoinOrSplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class Statement:
     """Empty: `_ -> b`, b keeps its current value."""
     right: tuple[Name, ...]
     """Empty: `a -> _`, a is dropped."""
-    operations: tuple[Operation, ...]
+    operations: tuple[StatementOperation, ...]
     optional: bool
     """Whether it may match nothing (`optional=1`)."""
     place: TextPlace

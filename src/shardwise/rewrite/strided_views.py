@@ -264,12 +264,12 @@ def _joined(a: StridedView, b: StridedView, axis: int) -> StridedView | None:
     )
 
 
-_Numbers = tuple[int, ...]
+_Indices = tuple[int, ...]
 
-_Group = tuple[slice, slice]
+_DimGroup = tuple[slice, slice]
 """Dims of the old shape and dims of the new one that hold equally many elements."""
 
-_SubBox = tuple[_Numbers, _Numbers, int, _Numbers]
+_SubBox = tuple[_Indices, _Indices, int, _Indices]
 """Within the new dims of a group a box (offset, shape), its first element, counted from the view's, and strides."""
 
 
@@ -281,7 +281,7 @@ _SubBox = tuple[_Numbers, _Numbers, int, _Numbers]
 #     rows 1 to 4 of 6, all of 5:   elements 5 to 20 of 30:   [0, 5:15] and [1, 0:5]
 
 
-def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[_Group]:
+def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[_DimGroup]:
     """Pair dims of two shapes of equally many elements and no dim of size 0 or 1, as few at a time as possible."""
     at_old = at_new = 0
     while at_old < len(old):

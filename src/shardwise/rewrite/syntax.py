@@ -14,11 +14,11 @@ from lark import Lark, Token, Transformer, UnexpectedToken
 from lark.lexer import Lexer
 
 from shardwise.rewrite.complaints import complaint
-from shardwise.rewrite.findings import Faults, Finding, raise_all
+from shardwise.rewrite.findings import Faults, StatementFinding, raise_all
 from shardwise.rewrite.spelling import names_of, place_of, quoted
 from shardwise.rewrite.statement_arguments import WORDS, Argument, StatementNames, hint_of, operations_of
 from shardwise.rewrite.statement_text import text_of
-from shardwise.rewrite.statements import Name, Operation, Statement, TextPlace
+from shardwise.rewrite.statements import Name, Statement, StatementOperation, TextPlace
 
 __all__ = ["needed_parameters", "parse", "text_of"]
 
@@ -32,7 +32,7 @@ def parse(text: str, parameters: Mapping[str, int | str]) -> tuple[Statement, ..
     ['b', 'd']
     """
     statements: list[Statement] = []
-    findings: list[Finding] = []
+    findings: list[StatementFinding] = []
     for tokens in _cut(_tokens(text)):
         faults: Faults = []
         first = tokens[0]
@@ -40,12 +40,12 @@ def parse(text: str, parameters: Mapping[str, int | str]) -> tuple[Statement, ..
         written = text[first.start_pos : last.end_pos]
         place = TextPlace(first.line or 1, first.column or 1, len(written.partition("\n")[0].rstrip("\r")))
         try:
-            left, right = cast("_Sides", _parser().parse(tokens))
+            left, right = cast("_ParsedSides", _parser().parse(tokens))
         except UnexpectedToken as error:
             faults.append(complaint(tokens, error.token, text, place))
         else:
             statements.append(_statement(left, right, place, written, parameters, faults))
-        findings.extend(Finding(where, written, message, start=place) for where, message in faults)
+        findings.extend(StatementFinding(where, written, message, start=place) for where, message in faults)
     raise_all(findings)
     return tuple(statements)
 
@@ -62,10 +62,10 @@ def needed_parameters(text: str) -> frozenset[str]:
 
 # Tokens
 
-_Item: TypeAlias = Token | tuple[Token, Token]
+_NameOrAttribute: TypeAlias = Token | tuple[Token, Token]
 """A name, or an attribute and its value."""
 
-_Sides: TypeAlias = tuple[list[Token], list[_Item]]
+_ParsedSides: TypeAlias = tuple[list[Token], list[_NameOrAttribute]]
 
 
 class _TokensAsTheyAre(Lexer):
@@ -85,7 +85,7 @@ class _Sort(Transformer[Token, object]):
         word, value = children
         return word, value
 
-    def statement(self, children: list[_Item]) -> _Sides:
+    def statement(self, children: list[_NameOrAttribute]) -> _ParsedSides:
         arrow = 1
         while cast("Token", children[arrow]).type != "ARROW":
             arrow += 1
@@ -189,7 +189,7 @@ _NOTHING: Final = "_"
 
 def _statement(
     left: Sequence[Token],
-    right: Sequence[_Item],
+    right: Sequence[_NameOrAttribute],
     place: TextPlace,
     text: str,
     parameters: Mapping[str, int | str],
@@ -197,7 +197,7 @@ def _statement(
 ) -> Statement:
     targets, arguments = _parted(right, faults)
     sources, results = _side(left, faults, right=False), _side(targets, faults, right=True)
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[StatementOperation, ...] = ()
     optional = gaps = False
     if not targets:
         word = arguments[0].word
@@ -211,7 +211,7 @@ def _statement(
     return Statement(sources, results, operations, optional, place, text, gaps)
 
 
-def _parted(right: Sequence[_Item], faults: Faults) -> tuple[list[Token], list[Argument]]:
+def _parted(right: Sequence[_NameOrAttribute], faults: Faults) -> tuple[list[Token], list[Argument]]:
     """The names of the right, and the attributes after them."""
     targets: list[Token] = []
     arguments: list[Argument] = []

@@ -16,9 +16,8 @@ from shardwise.rewrite.statements import (
     Ffn,
     Name,
     NamePart,
-    Number,
-    Operation,
     Permute,
+    Placeholder,
     Qkv,
     QkvPerRank,
     Reshape,
@@ -26,6 +25,7 @@ from shardwise.rewrite.statements import (
     Stack,
     Star,
     Statement,
+    StatementOperation,
     TextPlace,
     Unstack,
 )
@@ -147,7 +147,7 @@ def _called(prefix: str, name: Name) -> Name:
 
 
 def _made(
-    statement: Statement, left: tuple[Name, ...], right: tuple[Name, ...], operations: tuple[Operation, ...]
+    statement: Statement, left: tuple[Name, ...], right: tuple[Name, ...], operations: tuple[StatementOperation, ...]
 ) -> Statement:
     """A statement at the place of the one that it undoes; of its names no more is known than that."""
     gaps = statement.gaps and any(isinstance(part, Star) for name in (*left, *right) for part in name.parts)
@@ -162,20 +162,21 @@ def other_side(*sides: Sequence[Name]) -> list[tuple[Name, ...]]:
 
     AOA's $LAYER_ID_OFFSET, which is another number on each side, becomes $LAYER_ID where that is free.
     """
-    used = {part.name for names in sides for name in names for part in name.parts if isinstance(part, Number)}
+    used = {part.name for names in sides for name in names for part in name.parts if isinstance(part, Placeholder)}
     old = "LAYER_ID_OFFSET"
     new = old if "LAYER_ID" in used else "LAYER_ID"
 
     def turned(name: Name) -> Name:
         parts = [
-            Number(new, each.shift) if isinstance(each, Number) and each.name == old else each for each in name.parts
+            Placeholder(new, each.shift) if isinstance(each, Placeholder) and each.name == old else each
+            for each in name.parts
         ]
         return Name(tuple(parts), False, name.place)
 
     return [tuple(map(turned, names)) for names in sides]
 
 
-def _undo(operation: Operation) -> Operation:
+def _undo(operation: StatementOperation) -> StatementOperation:
     match operation:
         case Permute(None):
             return operation

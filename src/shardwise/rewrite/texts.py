@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shardwise.errors import RewriteError
 from shardwise.rewrite.sections import Section
-from shardwise.rewrite.statement_arguments import Parameters
+from shardwise.rewrite.statement_arguments import TextParameters
 from shardwise.rewrite.syntax import needed_parameters, parse
 
 __all__ = ["BOUNDARY", "Text", "parsed", "texts_of", "with_parameters"]
@@ -40,7 +40,7 @@ class Text(NamedTuple):
         """What of it has no value."""
         return self.needed - dict(self.given).keys()
 
-    def with_parameters(self, parameters: Parameters) -> "Text":
+    def with_parameters(self, parameters: TextParameters) -> "Text":
         """The text with those of the parameters that it lacks; what it was given it keeps."""
         lacking = self.lacking
         given = {**dict(self.given), **{name: value for name, value in parameters.items() if name in lacking}}

@@ -1,8 +1,8 @@
-"""Slots: where in memory elements of stored tensors go, neighbours together.
+"""Read targets: where in memory elements of stored tensors go, neighbours together.
 
 A tensor that is split into thousands of columns is thousands of stored pieces, of which every batch that is read has
 something. Planned one by one they cost more than their bytes. Where outputs of one size lie one after the other in
-memory, columns side by side are one slot.
+memory, columns side by side are one target.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,11 +13,11 @@ import torch
 from shardwise.moving.parts import part_of
 from shardwise.space import Move, Piece
 
-__all__ = ["Slot", "together"]
+__all__ = ["ReadTarget", "joined"]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ReadTarget:
     """A stored piece, and the memory that takes its elements."""
 
     source: Piece
@@ -51,37 +51,37 @@ class Slot:
             start += length
 
 
-class _Row:
-    """Slots that follow one another along a dim of their source, at even distances in memory."""
+class _Neighbours:
+    """Targets that follow one another along a dim of their source, at even distances in memory."""
 
     __slots__ = ("_dim", "_distance", "_first", "_last", "_num")
 
-    def __init__(self, slot: Slot) -> None:
-        self._first = self._last = slot
+    def __init__(self, target: ReadTarget) -> None:
+        self._first = self._last = target
         self._num = 1
         self._dim = self._distance = 0
-        """Known from the second slot on."""
+        """Known from the second target on."""
 
-    def takes(self, slot: Slot) -> bool:
-        """Add a slot, if it is the next one."""
+    def takes(self, target: ReadTarget) -> bool:
+        """Add a target, if it is the next one."""
         last = self._last
-        ours, theirs = last.source, slot.source
-        if ours.shape != theirs.shape or ours.run is not None or theirs.run is not None or last.dtypes != slot.dtypes:
+        ours, theirs = last.source, target.source
+        if ours.shape != theirs.shape or ours.run is not None or theirs.run is not None or last.dtypes != target.dtypes:
             return False
-        if last.view.dtype != slot.view.dtype or last.view.stride() != slot.view.stride():
+        if last.view.dtype != target.view.dtype or last.view.stride() != target.view.stride():
             return False
         steps = [dim for dim, (a, b) in enumerate(zip(ours.offset, theirs.offset, strict=True)) if a != b]
         if len(steps) != 1 or theirs.offset[steps[0]] != ours.offset[steps[0]] + ours.shape[steps[0]]:
             return False
-        distance = int(slot.view.storage_offset()) - int(last.view.storage_offset())
+        distance = int(target.view.storage_offset()) - int(last.view.storage_offset())
         if distance <= 0 or (self._num > 1 and (self._dim, self._distance) != (steps[0], distance)):
             return False
         self._dim, self._distance = steps[0], distance
-        self._last = slot
+        self._last = target
         self._num += 1
         return True
 
-    def slot(self) -> Slot:
+    def target(self) -> ReadTarget:
         """All of them as one."""
         first, dim = self._first, self._dim
         if self._num == 1:
@@ -98,13 +98,13 @@ class _Row:
         return replace(first, source=source, view=first.view.as_strided(source.shape, strides))
 
 
-def together(slots: Iterable[Slot]) -> list[Slot]:
-    """The same elements in as few slots as neighbours allow. All lie in one memory."""
-    rows: list[_Row] = []
-    latest: dict[str, _Row] = {}
-    for slot in slots:
-        row = latest.get(slot.source.name)
-        if row is None or not row.takes(slot):
-            row = latest[slot.source.name] = _Row(slot)
+def joined(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
+    """The same elements in as few targets as neighbours allow. All lie in one memory."""
+    rows: list[_Neighbours] = []
+    latest: dict[str, _Neighbours] = {}
+    for target in targets:
+        row = latest.get(target.source.name)
+        if row is None or not row.takes(target):
+            row = latest[target.source.name] = _Neighbours(target)
             rows.append(row)
-    return [row.slot() for row in rows]
+    return [row.target() for row in rows]
