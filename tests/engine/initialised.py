@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from shardwise.engine.initialisation import Initialisation, initialise
+from shardwise.engine.meta_init import Initialisation, initialise
 
 Build = Callable[[], nn.Module]
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.comm import Channel, Work, alone
-from shardwise.engine.initialisation import initialise
+from shardwise.engine.meta_init import initialise
 from shardwise.errors import ModelError
 from tests.checkpoint.layouts import Whole, assembled
 from tests.checkpoint.test_matrix import same_bits, state_of

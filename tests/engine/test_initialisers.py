@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engine.initialisation import Initialisation, forget_initialised, initialise
+from shardwise.engine.meta_init import Initialisation, forget_initialised, initialise
 from shardwise.errors import ModelError
 from tests.engine.initialised import Build, assert_equal, built, initialised, one_by_one, tensors
 
@@ -254,9 +254,22 @@ class Raising(Deciding):
         raise OverflowError("too much")
 
 
+class Aside(Deciding):
+    """Initialises its parameters through a list in which they have not been replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = [(self.weight, self.bias)]
+
+    def reset_parameters(self) -> None:
+        for each in self.pairs[0]:
+            nn.init.ones_(each)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (Aside, r"reset_parameters\(\) of 'the model' raised .* by another way than through its modules"),
         (plain_attribute, "'table' is a tensor without values .* in a plain attribute"),
         (overlapping, "'weight' and 'head', which have no values yet, share a part of one storage"),
         (lambda: nn.LazyLinear(3), "'weight' has no shape before the first forward"),

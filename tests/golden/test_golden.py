@@ -2,9 +2,10 @@
 
 import pytest
 
-from shardwise.plan import Ownership, Plan
+from shardwise.plan import Plan
 from tests.golden.cases import FOLDER, PLANS, ownership_of, path_of, text_of
 from tests.golden.surfaces import TEXTS
+from tests.plan.texts import ownership_from
 
 
 @pytest.mark.parametrize("case", PLANS)
@@ -16,7 +17,7 @@ def test_a_plan_decides_what_the_golden_text_says(case: str) -> None:
 def test_golden_texts_parse_back(case: str) -> None:
     plan, ownership, _ = path_of(case).read_text(encoding="ascii").split("\n\n")
     assert Plan.parse(plan) == PLANS[case]
-    assert Ownership.parse(ownership) == ownership_of(PLANS[case])
+    assert ownership_from(ownership) == ownership_of(PLANS[case])
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -5,15 +5,14 @@ import json
 import math
 from dataclasses import replace
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardwise.errors import PlanError
 from shardwise.plan import Bucket, Ownership, Parameter, Sharding, plan_ownership
 from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
 from shardwise.plan.dtypes import itemsize_bytes
 from tests.plan.strategies import models, names, ownerships, precisions, proven, shardings
+from tests.plan.texts import ownership_from
 
 counts = st.integers(1, 9)
 any_model = precisions.flatmap(models)
@@ -197,26 +196,7 @@ def test_a_model_without_parameters_has_no_buckets() -> None:
 @proven
 @given(precisions.flatmap(ownerships))
 def test_text_form_parses_back(ownership: Ownership) -> None:
-    assert Ownership.parse(ownership.text()) == ownership
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("", 1),
-        ("owners two replicas 1\n", 1),
-        ("bucket bfloat16 float32 trainable parts 16\n", 1),
-        ("owners 1 replicas 1\nowners 1 replicas 1\n", 2),
-        ('owners 1 replicas 1\n  0 +4 "w"\n', 2),
-        ("owners 1 replicas 1\nbucket bfloat16 float32 thawed parts 16\n", 2),
-        ("owners 1 replicas 1\nbucket bfloat16 float32 trainable parts 16,\n", 2),
-        ("owners 1 replicas 1\nbucket bfloat16 float32 trainable parts 16\n  0 +4 w\n", 3),
-        ("owners 1 replicas 1\nbucket bfloat16 float32 trainable parts 16\n  0 +4\n", 3),
-    ],
-)
-def test_a_text_that_is_not_understood_is_refused_with_its_line(text: str, number: int) -> None:
-    with pytest.raises(PlanError, match=f"line {number} of the ownership is not understood: "):
-        Ownership.parse(text)
+    assert ownership_from(ownership.text()) == ownership
 
 
 @proven
@@ -228,7 +208,7 @@ def test_any_names_stand_in_the_text_on_one_line_each(odd: list[str]) -> None:
     text = ownership.text()
     assert text.splitlines()[-1] == f"  {(len(odd) - 1) * 16} +1 {json.dumps(odd[0])}"
     assert text.isascii()
-    assert Ownership.parse(text) == ownership
+    assert ownership_from(text) == ownership
 
 
 def test_the_figure_of_the_module_holds() -> None:

@@ -13,6 +13,7 @@ from shardwise.plan import Outline, Pipeline, Placement, place
 from shardwise.plan.cuts import cut_evenly, least_largest_load
 from tests.plan.outlines import Tree, layers, model, trees
 from tests.plan.strategies import names, proven
+from tests.plan.texts import placement_from
 
 
 def stages_of(tree: Tree | Outline, stages: dict[str, int], num_ranks: int = 2) -> Placement:
@@ -354,5 +355,5 @@ def test_stages_are_dealt_out_to_ranks_in_turns() -> None:
 @given(st.dictionaries(names, st.integers(0, 5)), st.dictionaries(names, st.integers(0, 5)))
 def test_the_text_of_a_placement_parses_back(modules: dict[str, int], parameters: dict[str, int]) -> None:
     placement = Placement(num_ranks=3, num_stages=6, modules=modules, parameters=parameters)
-    assert Placement.parse(placement.text()) == placement
+    assert placement_from(placement.text()) == placement
     assert len(placement.text().splitlines()) == 2 + len(modules) + len(parameters)

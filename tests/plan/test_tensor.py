@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.plan.tensor import TensorPlan, plan_tensor
+from shardwise.plan.tensor import plan_tensor
 from shardwise.plan.tensor_outline import Computes, TensorModule, TensorOutline
 from shardwise.plan.tensor_rules import RULES, read_rule, rule_problems
 from tests.plan.strategies import proven
+from tests.plan.texts import tensor_plan_from
 
 
 def linear(
@@ -253,5 +254,5 @@ def test_cuts_cover_every_index_once_and_the_text_parses_back(
         held = [sum(stop - start for start, stop in ranges) for ranges in cut.ranges]
         assert max(held) - min(held) <= unit * len(sizes)
         assert all(start % unit == 0 for ranges in cut.ranges for start, _ in ranges)
-    assert TensorPlan.parse(plan.text()) == plan
-    assert TensorPlan.parse(plan.text()).text() == plan.text()
+    assert tensor_plan_from(plan.text()) == plan
+    assert tensor_plan_from(plan.text()).text() == plan.text()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.engine.initialisation import initialise
+from shardwise.engine.meta_init import initialise
 from shardwise.errors import ModelError
 from shardwise.train.build import build_model
 from tests.train.runs import finished, laid_out, small_run

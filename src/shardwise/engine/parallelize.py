@@ -24,8 +24,8 @@ from shardwise.engine.counters import Counters
 from shardwise.engine.engine import Engine
 from shardwise.engine.given_dtensors import portions_of_dtensors
 from shardwise.engine.hand_over import ModelNames
-from shardwise.engine.initialisation import Initialisation
 from shardwise.engine.inventory import Inventory, describe_model, take_inventory
+from shardwise.engine.meta_init import Initialisation
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import KnownOptimizer, know
 from shardwise.engine.optimizers import OptimizerSource, build, check_coverage, describe_settings, swap

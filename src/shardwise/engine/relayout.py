@@ -22,9 +22,9 @@ from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.hand_over import HandOver
 from shardwise.engine.inventory import named_places
+from shardwise.engine.meta_init import with_values
 from shardwise.engine.parallelize import parallelize_with
 from shardwise.engine.restore import EngineRestoration
-from shardwise.engine.skeleton import with_values
 from shardwise.engine.state import whole
 from shardwise.engine.values import Later
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError

@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.meta_init import with_values
 from shardwise.engine.pipeline.ties import StageTies
-from shardwise.engine.skeleton import with_values
 from shardwise.engine.tensor.cutting import portion_of
 from shardwise.engine.zero.flat_params import FlatParams
 

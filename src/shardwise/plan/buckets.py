@@ -15,9 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from typing import Self
 
-from shardwise.errors import PlanError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.parameters import Parameter
 from shardwise.plan.specs import Sharding
@@ -92,7 +90,7 @@ class Ownership:
     buckets: tuple[Bucket, ...]
 
     def text(self) -> str:
-        """A line per bucket and slot; `Ownership.parse` gives an equal value."""
+        """A line per bucket and slot; another ownership has another text."""
         lines = [f"owners {self.num_owners} replicas {self.num_replicas}"]
         for bucket in self.buckets:
             kind = "trainable" if bucket.trainable else "frozen"
@@ -101,46 +99,6 @@ class Ownership:
             lines.append(f"bucket {bucket.working} {bucket.master} {kind} parts {parts}{unit}")
             lines += [f"  {slot.start} +{slot.num_elements} {json.dumps(slot.name)}" for slot in bucket.slots]
         return "\n".join(lines) + "\n"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The value that `text` was written from. Raises PlanError naming the first line that is not understood."""
-        buckets: list[Bucket] = []
-        owners = replicas = 0
-        for number, line in enumerate(text.splitlines() or [""]):
-            try:
-                match line.split(maxsplit=2 if line.startswith(" ") else 7):
-                    case ["owners", num_owners, "replicas", num_replicas] if number == 0:
-                        owners, replicas = int(num_owners), int(num_replicas)
-                    case ["bucket", working, master, "trainable" | "frozen" as kind, "parts", parts, *rest] if number:
-                        bucket = Bucket(
-                            working=working,
-                            master=master,
-                            trainable=kind == "trainable",
-                            slots=(),
-                            counts=tuple(map(int, parts.split(","))),
-                            unit=_parse_unit(rest),
-                        )
-                        buckets.append(bucket)
-                    case [start, length, name] if buckets:
-                        slot = Slot(name=json.loads(name), start=int(start), num_elements=int(length))
-                        buckets[-1] = replace(buckets[-1], slots=(*buckets[-1].slots, slot))
-                    case _:
-                        raise ValueError
-            except ValueError:
-                raise PlanError(f"line {number + 1} of the ownership is not understood: {line!r}") from None
-        return cls(num_owners=owners, num_replicas=replicas, buckets=tuple(buckets))
-
-
-def _parse_unit(rest: Sequence[str]) -> str | None:
-    match rest:
-        case []:
-            return None
-        case ["unit", text]:
-            name = json.loads(text)
-            if isinstance(name, str):
-                return name
-    raise ValueError
 
 
 def plan_ownership(

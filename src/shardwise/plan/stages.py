@@ -1,9 +1,7 @@
 """Which module runs on which stage of a pipeline: given by names, or balanced by load."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from shardwise.plan.balance import balanced_stages
 from shardwise.plan.given_stages import given_stages
@@ -35,16 +33,11 @@ class Placement:
         return stage % self.num_ranks
 
     def text(self) -> str:
-        """The placement as TOML, a line for each module and parameter in the order of the model; `parse` reads it."""
+        """The placement as TOML, a line for each module and parameter in the order of the model."""
         lines = [f"num_ranks = {self.num_ranks}", f"num_stages = {self.num_stages}"]
         for kind, stages in (("modules", self.modules), ("parameters", self.parameters)):
             lines += [f"{kind}.{toml_text(name)} = {stage}" for name, stage in stages.items()]
         return "\n".join(lines) + "\n"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The placement that `text` writes down."""
-        return cls(**{"modules": {}, "parameters": {}, **tomllib.loads(text)})
 
 
 def place(

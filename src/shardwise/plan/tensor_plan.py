@@ -1,9 +1,8 @@
 """The plan of tensor parallelism as a value: how each parameter is cut, and what each module does with its values."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Literal
 
 from shardwise.plan.toml_text import toml_text
 from shardwise.space import Portion
@@ -79,7 +78,7 @@ class TensorPlan:
         return {name: Portion(cut.shape, cut.dim, cut.ranges[coordinate]) for name, cut in self.cuts.items()}
 
     def text(self) -> str:
-        """The plan as TOML, a line for each parameter and module in the order of the model; `parse` reads it."""
+        """The plan as TOML, a line for each parameter and module in the order of the model."""
         lines = [f"num_ranks = {self.num_ranks}"]
         lines += [f"{key} = {toml_text(tuple(sorted(getattr(self, key))))}" for key in ("summed", "named")]
         for name, cut in self.cuts.items():
@@ -90,28 +89,6 @@ class TensorPlan:
             lines.append(f"styles.{toml_text(name)} = {toml_text(tables)}")
         return "\n".join(lines) + "\n"
 
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The plan that `text` writes down."""
-        table = tomllib.loads(text)
-        return cls(
-            num_ranks=table["num_ranks"],
-            summed=frozenset(table["summed"]),
-            named=frozenset(table["named"]),
-            cuts={name: ParameterCut(**_tuples(cut)) for name, cut in table.get("cuts", {}).items()},
-            styles={
-                name: tuple(Style(**_tuples(each)) for each in styles)
-                for name, styles in table.get("styles", {}).items()
-            },
-        )
-
 
 def _items(style: Style) -> list[tuple[str, object]]:
     return [(name, getattr(style, name)) for name in _DEFAULTS]
-
-
-def _tuples(table: Mapping[str, Any]) -> dict[str, Any]:
-    def tupled(value: Any) -> Any:
-        return tuple(map(tupled, value)) if isinstance(value, list) else value
-
-    return {key: tupled(value) for key, value in table.items()}

@@ -13,7 +13,6 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from shardwise.errors import PlanError
 from shardwise.plan.names import meant_by, nearest
@@ -46,41 +45,13 @@ class Units:
         return {parameter: unit.name for unit in self.units for parameter in unit.parameters}
 
     def text(self) -> str:
-        """A line per unit, module and parameter; `Units.parse` gives an equal value."""
+        """A line per unit, module and parameter; other units have another text."""
         lines = []
         for unit in self.units:
             lines.append(f"unit {json.dumps(unit.name)}")
             lines += [f"  before {json.dumps(name)}" for name in unit.modules]
             lines += [f"  {json.dumps(name)}" for name in unit.parameters]
         return "".join(f"{line}\n" for line in lines)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The value that `text` was written from. Raises PlanError naming the first line that is not understood."""
-        units: list[tuple[str, list[str], list[str]]] = []
-        for number, line in enumerate(text.splitlines()):
-            try:
-                if line.startswith("unit "):
-                    units.append((_name(line[5:]), [], []))
-                elif line.startswith("  before "):
-                    units[-1][1].append(_name(line[9:]))
-                else:
-                    units[-1][2].append(_name(line))
-            except (ValueError, IndexError):
-                raise PlanError(f"line {number + 1} of the units is not understood: {line!r}") from None
-        return cls(
-            units=tuple(
-                Unit(name=name, modules=tuple(modules), parameters=tuple(parameters))
-                for name, modules, parameters in units
-            )
-        )
-
-
-def _name(text: str) -> str:
-    value = json.loads(text)
-    if not isinstance(value, str):
-        raise ValueError(text)
-    return value
 
 
 def plan_units(

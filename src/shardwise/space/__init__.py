@@ -13,7 +13,7 @@ from shardwise.space.meshes import AXES, Mesh
 from shardwise.space.moves import Move, Part, moves, overlap
 from shardwise.space.pieces import Piece, check_cover
 from shardwise.space.portions import Portion, even_cuts
-from shardwise.space.runs import Run, boxes_of_run, boxes_of_run_in_box, runs_of_box
+from shardwise.space.runs import Run, boxes_of_run, boxes_of_run_in_box
 
 __all__ = [
     "AXES",
@@ -36,5 +36,4 @@ __all__ = [
     "even_cuts",
     "moves",
     "overlap",
-    "runs_of_box",
 ]

@@ -1,15 +1,13 @@
 """Runs: half-open ranges of row-major elements, and how they and boxes become each other."""
 
 import math
-from collections.abc import Iterator
-from itertools import product
-from operator import add, mul
+from operator import add
 from typing import NamedTuple
 
 from shardwise.errors import PlanError
 from shardwise.space.boxes import Box, index_of_element, row_major_strides
 
-__all__ = ["Run", "boxes_of_run", "boxes_of_run_in_box", "runs_of_box"]
+__all__ = ["Run", "boxes_of_run", "boxes_of_run_in_box"]
 
 
 class _Bounds(NamedTuple):
@@ -106,23 +104,3 @@ def boxes_of_run_in_box(box: Box, run: Run) -> tuple[Box, ...]:
     They are those of `boxes_of_run(box.shape, run)`, moved to where the box is.
     """
     return tuple(Box(tuple(map(add, part.offset, box.offset)), part.shape) for part in boxes_of_run(box.shape, run))
-
-
-def runs_of_box(shape: tuple[int, ...], box: Box) -> Iterator[Run]:
-    """Return the runs of a tensor of `shape` that hold the elements of `box`: in order, the longest possible.
-
-    Raises `PlanError` when the box does not lie in the tensor.
-    """
-    if not Box((0,) * len(shape), shape).contains(box):
-        raise PlanError(f"{box} does not lie in shape {shape}")
-    if not box.num_elements:
-        return iter(())
-    # Dims after `dim` are full, so that one row along `dim` is one run.
-    dim = max(len(shape) - 1, 0)
-    while dim > 0 and box.shape[dim] == shape[dim]:
-        dim -= 1
-    strides = row_major_strides(shape)
-    length = math.prod(box.shape[dim:])
-    origin = sum(map(mul, box.offset, strides))
-    rows = product(*(range(0, n * stride, stride) for n, stride in zip(box.shape[:dim], strides, strict=False)))
-    return (Run(start, start + length) for start in (origin + sum(row) for row in rows))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.initialisation import Initialisation, forget_initialised
+from shardwise.engine.meta_init import Initialisation, forget_initialised
 from shardwise.errors import ConfigError, ModelError
 from shardwise.train.config import RunConfig
 from shardwise.train.references import resolve

@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwise.comm.dtypes import torch_dtype
 from shardwise.engine.inventory import Inventory, named_places
-from shardwise.engine.skeleton import with_values
+from shardwise.engine.meta_init import with_values
 from shardwise.plan import Parameter, Placement
 
 
