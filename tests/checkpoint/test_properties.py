@@ -21,7 +21,10 @@ from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Box, Piece
 from tests.checkpoint.small_states import bits, same, same_tensor, unsigned
 
-SMALL = [(rounds, each) for each in ("ROUND_BYTES", "OWN_BYTES", "ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE")]
+SMALL = [
+    (rounds, each)
+    for each in ("ROUND_BYTES", "OWN_BYTES", "IN_PLACE_BYTES", "ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE")
+]
 SMALL += [
     (windows, "WINDOW_BYTES"),
     (writing, "_CHUNK_BYTES"),

@@ -47,7 +47,7 @@ _READ_LIMIT = 1.05
 __all__ = ["LoadReport", "Loaded", "Verify", "load"]
 
 Verify = bool | Literal["first"]
-"""True: every block is verified before it is used. "first": all blocks are, before any is used. False: none is."""
+"""True: every block is verified as it is read. "first": all blocks are, before the target is touched. False: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def load(
         are in the report. Shapes always have to agree. Tensors that are tied in the target and stored under each of
         their names have to be equal to the bit.
     cast: allow another dtype than the wanted one.
-    verify: compare blocks with their checksums before they are used. "first" reads everything twice and verifies all
+    verify: compare every block with its checksum as it is read. "first" reads everything twice and verifies all
         of it before the target is touched.
     shared: whether all ranks see the storage. If not, those that find the checkpoint read for the others.
     rewrite: from the names and shapes of the checkpoint to those of `state`; the same on all ranks. Optimizer state

@@ -107,6 +107,17 @@ class BatchReader:
         self.read_bytes += sum(each.stop - each.start for each in stretches)
         return elements_of(batch, buffer, self._stored, block_bytes=self._contents.block_bytes)
 
+    def read_to(self, span: Span, memory: torch.Tensor) -> None:
+        """Read a span straight to where its bytes are wanted, and verify it there.
+
+        Raises CheckpointError as `read` does; damaged bytes have been written by then.
+        """
+        start, stop = _bytes_of_span(span, self._stored[span.ordinal], self._contents.block_bytes)
+        findings = self._fill([_Stretch(self._stored[span.ordinal].file, start, stop, 0, [span])], memory)
+        if findings:
+            raise CheckpointError(*findings)
+        self.read_bytes += stop - start
+
     def _fill(self, stretches: Sequence[_Stretch], buffer: torch.Tensor) -> list[str]:
         readers: dict[str, Reader] = {}
         findings: list[str] = []

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import xxhash
@@ -22,6 +23,7 @@ from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.parts import copy_moves, parts_of
 from shardwise.space import Piece, Run, moves
+from shardwise.space.moves import runs_of
 
 __all__ = ["Traffic", "read_exactly", "read_in_rounds"]
 
@@ -37,7 +39,10 @@ ROUND_BYTES = 4 << 20
 OWN_BYTES = 1 << 20
 """So much it reads at a time for itself alone: it is verified and copied out of the cache."""
 
-OWN_BATCHES = 1024
+IN_PLACE_BYTES = 4 << 20
+"""So much it reads at a time straight into a tensor: nothing has to stay in the cache but what is verified."""
+
+OWN_BATCHES = 256
 """After so many of those it waits for the others, so that none waits for it longer than the channel allows."""
 
 
@@ -70,9 +75,9 @@ def read_in_rounds(
     rounds are read and verified before the first is used.
     Raises the same CheckpointError on all ranks; it says so when tensors have been written by then.
     """
-    rounds = _Rounds(channel, plan, stored, contents.block_bytes)
-    reader = BatchReader(store, contents, stored, verify=verify)
     handover = _Handover(channel, contents.block_bytes, stored, plan, tensors)
+    rounds = _Rounds(channel, plan, stored, contents.block_bytes, handover)
+    reader = BatchReader(store, contents, stored, verify=verify)
     buffers = _Buffers(channel, rounds.num_bytes)
     number = 0
     try:
@@ -90,17 +95,28 @@ def read_in_rounds(
     return Traffic(read_bytes=reader.read_bytes, received_bytes=handover.received_bytes, in_place=buffers.in_place)
 
 
+_OwnBatch = tuple[list[Span], torch.Tensor | None]
+"""Spans that are read together, and for a single one maybe the memory of the target that takes its bytes."""
+
+
 class _Rounds:
     """What this rank reads when: as many rounds on every rank, though some of them are empty."""
 
     handed: list[list[Span]]
     """Batches that all ranks read in step, because others need something of them."""
-    own: list[list[list[Span]]]
+    own: list[list[_OwnBatch]]
     """Then batches that nobody else needs, in groups between which ranks wait for each other."""
     num_bytes: int
     """Bytes of the largest batch of any rank that others may look into."""
 
-    def __init__(self, channel: Channel, plan: ReadPlan, stored: Sequence[StoredPiece], block_bytes: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        plan: ReadPlan,
+        stored: Sequence[StoredPiece],
+        block_bytes: int,
+        handover: "_Handover",
+    ) -> None:
         def cut(spans: Sequence[Span], max_bytes: int) -> list[list[Span]]:
             return batches_of(spans, stored, block_bytes=block_bytes, max_bytes=max_bytes)
 
@@ -109,7 +125,16 @@ class _Rounds:
 
         at_once = cut(plan.reads, ONE_ROUND_BYTES_ALONE if channel.size == 1 else ONE_ROUND_BYTES)
         self.handed = cut(plan.handed_reads, ROUND_BYTES)
-        batches = cut(plan.own_reads, OWN_BYTES)
+        batches: list[_OwnBatch] = []
+        for is_large, spans in groupby(plan.own_reads, lambda span: largest([[span]]) >= OWN_BYTES):
+            if not is_large:
+                batches += [(batch, None) for batch in cut(list(spans), OWN_BYTES)]
+                continue
+            for span in spans:
+                for batch in cut([span], IN_PLACE_BYTES):
+                    memory = handover.memory_of(batch[0])
+                    pieces = cut(batch, OWN_BYTES) if memory is None else [batch]
+                    batches += [(each, memory) for each in pieces]
         self.own = [batches[start : start + OWN_BATCHES] for start in range(0, len(batches), OWN_BATCHES)]
         own = [len(at_once), largest(at_once), len(self.handed), largest(self.handed), len(self.own)]
         answers = channel.exchange(json.dumps([own, _digest(stored)]).encode(), purpose="number of rounds")
@@ -138,14 +163,18 @@ def _digest(stored: Sequence[StoredPiece]) -> str:
 def _read_for_itself(
     channel: Channel,
     reader: BatchReader,
-    batches: Sequence[Sequence[Span]],
+    batches: Sequence[_OwnBatch],
     handover: "_Handover | None",
     *,
     is_late: bool,
 ) -> None:
     """Read, verify and use batches that nobody else needs; raises the same error on all ranks if one could not."""
     with agreed(channel, purpose="verdict on blocks that each rank read for itself"), _naming_damage(is_late=is_late):
-        for batch in batches:
+        for batch, memory in batches:
+            # Bytes that lie in the target as they do in the file need no copy: they are verified where they are wanted.
+            if memory is not None and handover is not None:
+                reader.read_to(batch[0], memory)
+                continue
             read = reader.read(batch)
             if handover is not None:
                 handover.take(read)
@@ -261,6 +290,24 @@ class _Handover:
         for span, elements in read.items():
             for index, parts in self._plan.transfers(span, self._channel.rank):
                 copy_moves(parts, elements, self._tensors[index])
+
+    def memory_of(self, span: Span) -> torch.Tensor | None:
+        """The bytes of a tensor that are just the bytes of a span, where this rank needs them once and as they are."""
+        transfers = self._plan.transfers(span, self._channel.rank)
+        if len(transfers) != 1:
+            return None
+        ((index, moves),) = transfers
+        tensor = self._tensors[index]
+        if tensor.dtype != torch_dtype(self._stored[span.ordinal].piece.dtype) or not is_plain(tensor):
+            return None
+        source, target = next(runs_of(moves))
+        whole = source.num_elements == sum(move.num_elements for move in moves)
+        memory = plain_bytes(tensor, target.start, target.stop)
+        return memory if whole and memory.numel() == self._num_bytes(span) else None
+
+    def _num_bytes(self, span: Span) -> int:
+        stored = self._stored[span.ordinal]
+        return min(span.last_block * self._block_bytes, stored.num_bytes) - span.first_block * self._block_bytes
 
     def _deliveries(self, by_rank: Sequence[Sequence[Span]]) -> Iterator[Delivery[Span, int]]:
         """What others need of this rank's spans, and what it needs of theirs."""

@@ -22,6 +22,7 @@ __all__ = [
     "moves",
     "overlap",
     "reach",
+    "runs_of",
     "shared_elements",
     "stretch_of",
 ]
@@ -136,7 +137,7 @@ def overlap(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
     in order in both. The work grows with the number of pairs, and not with the tensor.
     Raises `PlanError` for pieces of different tensors. The dtypes may differ.
     """
-    return _joined(moves(a, b))
+    return runs_of(moves(a, b))
 
 
 def elements_together(move: Move) -> int:
@@ -151,8 +152,8 @@ def elements_together(move: Move) -> int:
     return together
 
 
-def _joined(moves: Iterable[Move]) -> Iterator[tuple[Run, Run]]:
-    """The rows of moves that lie together on both sides. A row that ends where the next begins goes on with it."""
+def runs_of(moves: Iterable[Move]) -> Iterator[tuple[Run, Run]]:
+    """Return what moves copy as runs of (the source's storage, the target's), as long as possible, in their order."""
     source = target = Run(0, 0)
     for move in moves:
         length = elements_together(move)
