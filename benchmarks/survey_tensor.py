@@ -13,6 +13,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -206,10 +207,13 @@ def _attends(model: nn.Module) -> bool:
 
 def _trained(num_ranks: int, made: Any, batch: Any, rules: Any) -> tuple[list[torch.Tensor], float]:
     """Losses, norms and parameters after two updates, and the share of elements that are cut."""
+    building = threading.Lock()
 
     def run(channel: sw.Channel) -> tuple[list[torch.Tensor], float]:
+        with building:  # ranks are threads, and draw from one generator
+            model = made()
         engine = sw.parallelize(
-            made(),
+            model,
             sw.Plan(mesh=sw.Mesh(tp=num_ranks), tensor=sw.Tensor(rules=rules)),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
             loss=lambda output, _: _loss(output),
