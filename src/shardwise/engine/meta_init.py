@@ -162,7 +162,7 @@ class _Initialiser:
         return any(shape.numel() == target.empty.numel() for shape, _, _ in self.writes.get(target, ()))
 
 
-class _Watch(TorchDispatchMode):
+class _CallTrace(TorchDispatchMode):
     """Follows one call: seeds what it draws, and notes which tensors of the twin it reads and writes."""
 
     def __init__(
@@ -259,7 +259,7 @@ class _LikeCpu(TorchFunctionMode):
 
 
 @contextmanager
-def _truncated_at_once(watch: _Watch) -> Iterator[None]:
+def _truncated_at_once(trace: _CallTrace) -> Iterator[None]:
     """`trunc_normal_` is one draw: torch's goes by values, and draws again until all are within the bounds."""
     original: Callable[..., torch.Tensor] = nn.init._no_grad_trunc_normal_
 
@@ -268,7 +268,7 @@ def _truncated_at_once(watch: _Watch) -> Iterator[None]:
             is_meta = tensor.is_meta
         if is_meta:
             return tensor.normal_(generator=generator)  # one draw as well, which overwrites all
-        with watch.one_draw() if generator is None else nullcontext():
+        with trace.one_draw() if generator is None else nullcontext():
             return original(tensor, *args, generator=generator)
 
     nn.init._no_grad_trunc_normal_ = truncated  # type: ignore[assignment]
@@ -388,20 +388,20 @@ class Initialisation:
 
     def _note(self, initialiser: _Initialiser, inside: Iterable[_TwinTensor]) -> None:
         """Note what a call reads and writes."""
-        watch = self._run(initialiser, inside)
-        initialiser.reads, initialiser.writes = watch.reads, watch.writes
+        trace = self._run(initialiser, inside)
+        initialiser.reads, initialiser.writes = trace.reads, trace.writes
         if initialiser.needs_all:  # what numpy reads and writes, nobody sees
             initialiser.reads = set(inside)
-            for target in initialiser.reads - watch.writes.keys():
+            for target in initialiser.reads - trace.writes.keys():
                 if bool(_bytes(target.current()).ne(_UNSET).any()):
-                    watch.writes[target] = [_region(target.installed)]
+                    trace.writes[target] = [_region(target.installed)]
 
-    def _run(self, initialiser: _Initialiser, targets: Iterable[_TwinTensor]) -> _Watch:
+    def _run(self, initialiser: _Initialiser, targets: Iterable[_TwinTensor]) -> _CallTrace:
         """Make a call, and follow it. `targets`: where the twin may hold another tensor afterwards."""
-        watch = _Watch(initialiser, self._seed, self._held, self._foreign)
+        trace = _CallTrace(initialiser, self._seed, self._held, self._foreign)
         attributes = dict(vars(initialiser.module))
         try:
-            with watch.following():
+            with trace.following():
                 initialiser.call()
         finally:  # a method may have noted that it need not run again
             vars(initialiser.module).clear()
@@ -409,9 +409,9 @@ class Initialisation:
         for target in targets:
             storage = _storage(target.current())
             if storage != target.storage:
-                watch.writes[target] = [_region(target.installed)]
-                watch.reads |= {self._held[storage]} if storage in self._held else set()
-        return watch
+                trace.writes[target] = [_region(target.installed)]
+                trace.reads |= {self._held[storage]} if storage in self._held else set()
+        return trace
 
     def _with_what_they_need(self, targets: Iterable[_TwinTensor]) -> set[_TwinTensor]:
         """These targets and all that must have values where the initialisers of these, and of those, are called."""
