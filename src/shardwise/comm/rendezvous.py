@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -242,7 +243,9 @@ def _record(host: str) -> str:
     return f"wire format {WIRE} (shardwise {_own_version()})\n{host}"
 
 
+@cache
 def _own_version() -> str:
+    """Found once: to parse what pip has installed takes longer than to meet."""
     try:
         return metadata.version("shardwise")
     except metadata.PackageNotFoundError:
