@@ -196,7 +196,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _carries(model: nn.Module) -> bool:
-    from shardwise.engine.tensor.outline import tensor_outline
+    from shardwise.engine.tensor.cut_outline import tensor_outline
 
     return bool(tensor_outline(model).carried)
 

@@ -26,7 +26,7 @@ import shardwise as sw
 from benchmarks.pipeline.models import Batch
 from benchmarks.pipeline.ours import runner_of
 from benchmarks.pipeline.outcome import Clipping
-from shardwise.engine.pipeline.calls import Operation
+from shardwise.engine.pipeline.staged_calls import StagedOperation
 
 __all__ = ["PHASES", "measure_clipping"]
 
@@ -104,7 +104,7 @@ def _clocked(engine: sw.Engine, clock: Clock) -> Iterator[None]:
             else:
                 outer = clock.on("foreign", vars(unit.module)["forward"])
                 patches.enter_context(patch.dict(vars(unit.module), {"forward": outer}))
-        patches.enter_context(patch.object(Operation, "run", _method(clock, Operation.run)))
+        patches.enter_context(patch.object(StagedOperation, "run", _method(clock, StagedOperation.run)))
         patches.enter_context(patch.object(runner.post, "send", clock.on("sending", runner.post.send)))
         patches.enter_context(patch.object(runner.post, "take", clock.on("waiting", runner.post.take)))
         patches.enter_context(patch.object(runner, "_end", clock.on("waiting", runner._end)))

@@ -12,7 +12,7 @@ from benchmarks.pipeline.models import Batch
 from benchmarks.pipeline.ours import Ours
 from benchmarks.pipeline.outcome import Cell, Memory
 from benchmarks.pipeline.timelines import most_in_flight
-from shardwise.engine.pipeline.flows import Flow
+from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.runner import PipelineRunner
 
 __all__ = ["measure_memory", "parameter_bytes", "resident_bytes"]
@@ -72,7 +72,7 @@ def _marked(runner: PipelineRunner) -> Iterator[None]:
             if not runner.stages.is_local(unit.stage):
                 outer = _mark(FOREIGN, vars(unit.module)["forward"])
                 patches.enter_context(patch.dict(vars(unit.module), {"forward": outer}))
-        patches.enter_context(patch.object(Flow, "_depart", _mark(SENDING, Flow._depart)))
+        patches.enter_context(patch.object(MicrobatchFlow, "_depart", _mark(SENDING, MicrobatchFlow._depart)))
         yield
 
 

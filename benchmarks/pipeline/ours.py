@@ -12,7 +12,7 @@ from benchmarks.pipeline.models import ADAMW, Batch, Kind, Shape, loss_of, net
 from benchmarks.pipeline.step import Taken
 from shardwise.comm import Channel
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.plan.timeline import Span
+from shardwise.plan.timeline import TimeSpan
 
 __all__ = ["SCHEDULES", "Ours", "engine_of", "num_stages_of", "runner_of"]
 
@@ -70,7 +70,7 @@ class Ours:
 
     def do(self, batch: Batch) -> Taken:
         """One update."""
-        spans: list[Span] = []
+        spans: list[TimeSpan] = []
         self.runner.spans = spans
         start_s = time.perf_counter()
         report = self.engine.step(batch)

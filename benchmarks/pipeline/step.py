@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.pipeline.models import Batch
-from shardwise.plan.timeline import Span
+from shardwise.plan.timeline import TimeSpan
 
 __all__ = ["Do", "Taken"]
 
@@ -23,7 +23,7 @@ class Taken:
     """Processor seconds of the process from the first forward to the last backward, all its threads."""
     loss: float
     """The mean of the microbatches, where this rank knows it; else nan."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TimeSpan, ...] = ()
 
 
 Do = Callable[[Batch], Taken]

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from benchmarks.pipeline.models import Shape
 from shardwise.comm import Channel
-from shardwise.engine.pipeline.post import Key, Kind, Post
+from shardwise.engine.pipeline.post import Key, MessageKind, Post
 from shardwise.plan.schedule_walk import Transfers
 from shardwise.plan.schedules import Schedule
-from shardwise.plan.timeline import Span, Timeline, simulate_schedule
+from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 
 __all__ = ["StageTimes", "known", "measured", "most_in_flight", "predicted", "transfer_seconds"]
 
@@ -57,7 +57,7 @@ def predicted(schedule: Schedule, transfers: Transfers, times: StageTimes, trans
     )
 
 
-def most_in_flight(spans: Sequence[Span], stage: int) -> int:
+def most_in_flight(spans: Sequence[TimeSpan], stage: int) -> int:
     """The microbatches whose forward on a stage has begun and whose backward has not ended, at most at a time."""
     changes = [(span.start_s, 1) for span in spans if span.kind == "F" and span.stage == stage]
     changes += [(span.stop_s, -1) for span in spans if span.kind == "B" and span.stage == stage]
@@ -78,7 +78,7 @@ def transfer_seconds(channel: Channel, shape: Shape) -> float:
     seconds = []
     dist.barrier()
     for number in range(NUM_ROUND_TRIPS if channel.rank < 2 else 0):
-        there, back = Key(Kind.VALUE, number, 0), Key(Kind.GRADIENT, number, 0)
+        there, back = Key(MessageKind.VALUE, number, 0), Key(MessageKind.GRADIENT, number, 0)
         start_s = time.perf_counter()
         if channel.rank == 0:
             post.send(1, there, value)

@@ -17,7 +17,7 @@ from benchmarks.pipeline.ours import SCHEDULES
 from benchmarks.pipeline.outcome import Cell, Clipping, Outcome
 from benchmarks.pipeline.rank import prove
 from benchmarks.pipeline.theirs import PEERS
-from shardwise.plan.timeline import Span, Timeline
+from shardwise.plan.timeline import Timeline, TimeSpan
 
 SMALL = Shape(num_layers=4, width=64, num_tokens=8)
 
@@ -85,16 +85,16 @@ def test_losses_that_do_not_fall_are_refused() -> None:
 
 
 def test_stage_times_are_medians_without_the_waits_inside() -> None:
-    spans = [Span(0, "F", at, 0, 10.0 * at, 10.0 * at + length) for at, length in enumerate((5.0, 6.0, 9.0))]
-    spans += [Span(0, "wait", 1, 0, 11.0, 13.0), Span(0, "B", 0, 0, 40.0, 41.0)]
+    spans = [TimeSpan(0, "F", at, 0, 10.0 * at, 10.0 * at + length) for at, length in enumerate((5.0, 6.0, 9.0))]
+    spans += [TimeSpan(0, "wait", 1, 0, 11.0, 13.0), TimeSpan(0, "B", 0, 0, 40.0, 41.0)]
     times = timelines.measured(Timeline(1, tuple(spans)), 1)
     assert times.forward_s == (5.0,)
     assert times.backward_s == (1.0,)
 
 
 def test_microbatches_in_flight_are_counted_from_the_forward_to_the_end_of_the_backward() -> None:
-    spans = [Span(0, "F", 0, 0, 0.0, 1.0), Span(0, "F", 1, 0, 1.0, 2.0), Span(0, "B", 0, 0, 2.0, 3.0)]
-    spans += [Span(0, "F", 2, 0, 3.0, 4.0), Span(0, "F", 9, 1, 2.5, 2.6)]
+    spans = [TimeSpan(0, "F", 0, 0, 0.0, 1.0), TimeSpan(0, "F", 1, 0, 1.0, 2.0), TimeSpan(0, "B", 0, 0, 2.0, 3.0)]
+    spans += [TimeSpan(0, "F", 2, 0, 3.0, 4.0), TimeSpan(0, "F", 9, 1, 2.5, 2.6)]
     assert timelines.most_in_flight(spans, 0) == 2
     assert timelines.most_in_flight(spans[:1], 0) == 1
 

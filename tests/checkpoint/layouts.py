@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.tensor.outline import tensor_outline
+from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.plan.specs import Owners, Partition
 from shardwise.plan.tensor import plan_tensor
 from shardwise.space import Portion

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.buffers import Buffer
+from shardwise.checkpoint.buffers import GrowingBuffer
 
 _MIB = 1 << 20
 
@@ -16,19 +16,19 @@ def _resident() -> int:
 
 
 def test_a_buffer_is_kept_and_grows_where_more_is_needed() -> None:
-    buffer = Buffer(1000)
+    buffer = GrowingBuffer(1000)
     first = buffer.room(10)
     assert (first.dtype, first.numel()) == (torch.uint8, 1000)
     assert buffer.room(1000).data_ptr() == first.data_ptr()
     assert buffer.room(5000).numel() == 5000
-    assert Buffer().room(0).numel() > 0
+    assert GrowingBuffer().room(0).numel() > 0
     first.fill_(7)  # views hold what they view
     assert int(first.sum()) == 7000
 
 
 def test_a_buffer_takes_no_memory_before_it_is_used_nor_after() -> None:
     before = _resident()
-    buffer = Buffer(64 * _MIB)
+    buffer = GrowingBuffer(64 * _MIB)
     memory = buffer.room(1)
     assert _resident() - before < 8 * _MIB
     memory.fill_(1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import assignment, reading, rounds, saving, transfers, windows, writing
+from shardwise.checkpoint import assignment, file_writing, reading, rounds, saving, transfers, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
@@ -27,7 +27,7 @@ SMALL = [
 ]
 SMALL += [
     (windows, "WINDOW_BYTES"),
-    (writing, "_CHUNK_BYTES"),
+    (file_writing, "_CHUNK_BYTES"),
     (reading, "_STRETCH_BYTES"),
     (reading, "_PART_BYTES"),
     (transfers, "_BOUNCE_BYTES"),

@@ -11,10 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpoint.contents import StoredPiece
-from shardwise.checkpoint.read_plan import ReadPlan, Span, Wanted, count_exact_ranges, exact_ranges, missing, plan_reads
+from shardwise.checkpoint.read_plan import (
+    BlockSpan,
+    ReadPlan,
+    Wanted,
+    count_exact_ranges,
+    exact_ranges,
+    missing,
+    plan_reads,
+)
 from shardwise.plan import Ownership, Parameter, Sharding, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import Box, Layout, Mesh, Move, Part, Piece, Shard
+from shardwise.space import BlockPart, Box, Layout, Mesh, Move, Piece, Shard
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, runs_within, shapes
 
 proven: Callable[[Any], Any] = settings(deadline=None, max_examples=60)
@@ -33,7 +41,7 @@ class Case:
     def plans(self) -> list[ReadPlan]:
         return [self.plan(rank) for rank in range(len(self.wanted))]
 
-    def elements_of_span(self, span: Span) -> list[int]:
+    def elements_of_span(self, span: BlockSpan) -> list[int]:
         """The elements of the tensor that the span has, in the order of its bytes."""
         piece = self.stored[span.ordinal].piece
         per_block = self.block_bytes // itemsize_bytes(piece.dtype)
@@ -159,7 +167,7 @@ def test_what_a_rank_reads_for_itself_nobody_else_needs(case: Case) -> None:
                     assert (needers[span.ordinal, block] <= {rank}) == alone
 
 
-def places(part: Part, shape: Shape) -> list[int]:
+def places(part: BlockPart, shape: Shape) -> list[int]:
     return [part.start + element for element in elements_of_box(part.block, Box(part.offset, shape))]
 
 
@@ -176,7 +184,9 @@ def test_every_wanted_element_arrives_exactly_once_and_all_ranks_agree(case: Cas
     plans = case.plans()
     spans = [span for plan in plans for span in plan.reads]
     if in_blocks:  # whoever executes the plan may cut spans
-        spans = [Span(span.ordinal, at, at + 1) for span in spans for at in range(span.first_block, span.last_block)]
+        spans = [
+            BlockSpan(span.ordinal, at, at + 1) for span in spans for at in range(span.first_block, span.last_block)
+        ]
     ranks = range(len(case.wanted))
     held: list[list[list[list[int]]]] = [
         [[[] for _ in range(want.piece.num_elements)] for want in wants] for wants in case.wanted
@@ -283,9 +293,9 @@ def test_strips_read_only_the_blocks_that_they_touch() -> None:
     strip = box((100, 4000), (0, 40), (100, 20))
     stored = stored_in_files([box((100, 4000), (0, 0), (100, 4000))])
     case = Case(stored=stored, wanted=[[Wanted(strip, "w")]], readers=frozenset({0}), block_bytes=80)
-    assert case.plan(0).reads == tuple(Span(0, 50 * row, 50 * row + 1) for row in range(100))
+    assert case.plan(0).reads == tuple(BlockSpan(0, 50 * row, 50 * row + 1) for row in range(100))
     coarse = Case(stored=stored, wanted=case.wanted, readers=case.readers, block_bytes=4000)
-    assert coarse.plan(0).reads == (Span(0, 0, 100),)
+    assert coarse.plan(0).reads == (BlockSpan(0, 0, 100),)
 
 
 def test_what_all_need_is_read_in_equal_parts_by_all_who_see_the_storage() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardwise.checkpoint import safetensors_files
 from shardwise.checkpoint.safetensors_files import (
-    Entry,
+    TensorEntry,
     dtype_of,
     header,
     read_header,
@@ -54,7 +54,7 @@ def reading(data: bytes) -> Callable[[int, int], bytes]:
     return lambda start, num_bytes: data[start : start + num_bytes]
 
 
-def parsed(data: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
+def parsed(data: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     return read_header(reading(data), len(data))
 
 

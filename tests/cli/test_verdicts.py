@@ -4,17 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.verdicts import Verdict, tell, weighed
+from shardwise.cli.exit_verdicts import ExitVerdict, tell, weighed
 from shardwise.errors import ConfigError, DataError, MismatchError, PeerError, ShardwiseError
 
 
 def test_the_words_of_a_rank_that_failed_go_before_those_of_its_peers(tmp_path: Path) -> None:
     assert weighed(tmp_path) is None
-    Verdict.of(PeerError("rank 2 stopped: ValueError", rank=2), rank=0, debug=False).leave(tmp_path, 0)
-    assert weighed(tmp_path) == Verdict(paragraph="Error: rank 2 stopped: ValueError", exit_code=1, is_about_peer=True)
+    ExitVerdict.of(PeerError("rank 2 stopped: ValueError", rank=2), rank=0, debug=False).leave(tmp_path, 0)
+    assert weighed(tmp_path) == ExitVerdict(
+        paragraph="Error: rank 2 stopped: ValueError", exit_code=1, is_about_peer=True
+    )
     for rank in (10, 2):
-        Verdict.of(ValueError("seven"), rank=rank, debug=False).leave(tmp_path, rank)
-    assert weighed(tmp_path) == Verdict(paragraph="Error: rank 2: ValueError: seven", exit_code=1, is_about_peer=False)
+        ExitVerdict.of(ValueError("seven"), rank=rank, debug=False).leave(tmp_path, rank)
+    assert weighed(tmp_path) == ExitVerdict(
+        paragraph="Error: rank 2: ValueError: seven", exit_code=1, is_about_peer=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,13 +33,13 @@ def test_the_words_of_a_rank_that_failed_go_before_those_of_its_peers(tmp_path: 
     ],
 )
 def test_what_the_user_asked_for_wrongly_has_exit_code_2_and_the_rest_1(error: Exception, code: int) -> None:
-    assert Verdict.of(error, rank=None, debug=False).exit_code == code
+    assert ExitVerdict.of(error, rank=None, debug=False).exit_code == code
 
 
 def test_notes_of_an_error_are_told_too() -> None:
     error = ValueError("seven")
     error.add_note("in microbatch 3 of 4")
-    assert Verdict.of(error, rank=None, debug=False).paragraph == "Error: ValueError: seven\nin microbatch 3 of 4"
+    assert ExitVerdict.of(error, rank=None, debug=False).paragraph == "Error: ValueError: seven\nin microbatch 3 of 4"
 
 
 def test_the_traceback_that_is_told_is_that_of_the_rank_that_failed(
@@ -45,7 +49,7 @@ def test_the_traceback_that_is_told_is_that_of_the_rank_that_failed(
         try:
             raise raised
         except Exception as error:
-            Verdict.of(error, rank=rank, debug=True).leave(tmp_path, rank)
+            ExitVerdict.of(error, rank=rank, debug=True).leave(tmp_path, rank)
     chosen = weighed(tmp_path)
     assert chosen is not None
     tell(chosen)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.comm import simulated
-from shardwise.engine.pipeline.ties import StageTies
+from shardwise.engine.pipeline.stage_ties import StageTies
 from tests.cli.processes import done, in_this_process
 from tests.train.runs import small_run
 

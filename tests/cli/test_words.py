@@ -32,7 +32,7 @@ SETTINGS = re.compile(
 """A flag, a command, or a setting of a configuration."""
 
 OF_PROGRAMS = {
-    "checkpoint/arguments.py": "arguments of a call have no wrong type on the command line",
+    "checkpoint/state_arguments.py": "arguments of a call have no wrong type on the command line",
     "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
     "checkpoint/full_tensors.py": "sw.full",
     "checkpoint/foreign/unread.py": "pickles, which no command reads",

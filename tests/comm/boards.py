@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from shardwise.comm.links import Link
+from shardwise.comm.links import PeerLink
 from shardwise.comm.processes import ProcessChannel
 from shardwise.comm.switchboard import Switchboard
 
@@ -23,13 +23,13 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 def boards(size: int, *, remote: Collection[int] = (), timeout_seconds: float = 20.0) -> list[Switchboard]:
     """Connected switchboards; ranks in `remote` share no memory with the others."""
-    links: list[dict[int, Link]] = [{} for _ in range(size)]
+    links: list[dict[int, PeerLink]] = [{} for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
             local = not {low, high} & set(remote)
             ends = socket.socketpair() if local else _tcp_pair()
-            links[low][high] = Link(ends[0], rank=high, local=local)
-            links[high][low] = Link(ends[1], rank=low, local=local)
+            links[low][high] = PeerLink(ends[0], rank=high, local=local)
+            links[high][low] = PeerLink(ends[1], rank=low, local=local)
     return [Switchboard(rank, links[rank], timeout_seconds=timeout_seconds) for rank in range(size)]
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from shardwise.comm.frames import FORMAT, IN_PLACE, IN_SLOT, Kind
-from shardwise.comm.links import Link
+from shardwise.comm.frames import FORMAT, IN_PLACE, IN_SLOT, FrameKind
+from shardwise.comm.links import PeerLink
 from shardwise.comm.processes import ProcessChannel
 from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SLOT_BYTES
 from shardwise.comm.switchboard import Switchboard
@@ -118,22 +118,22 @@ def test_the_same_ranks_have_one_channel_wherever_it_was_asked_for() -> None:
     [
         b"GET / HTTP/1.1\r\nHost: anybody\r\nAccept: everything\r\n\r\n",
         b"\xff" * 200,
-        FORMAT.pack(Kind.CHUNK, 0, 0, 0, 1, 1, 0, 1 << 62, 0, (1 << 32) - 1),
-        FORMAT.pack(Kind.SEGMENT, 0, 5, 0, 0, 0, 0, 1 << 62, 0, 0),
-        FORMAT.pack(Kind.CONSUMED, 0, 9, 9, 0, 0, 0, 0, 0, 0),
-        FORMAT.pack(Kind.CREDIT, 0, 0, 0, 7, 0, 0, 0, 3, 0),
-        FORMAT.pack(Kind.ANSWER, 0, 0, 0, 7, 0, 0, 0, 3, 0),
-        FORMAT.pack(Kind.CHUNK, IN_SLOT, 9, 9, 1, 1, 0, 9, 0, 0),
-        FORMAT.pack(Kind.CHUNK, IN_PLACE, 9, 9, 1, 1, 0, 9, 0, 3) + b"abc",
-        FORMAT.pack(Kind.SIGNATURE, 0, 0, 0, 0, 1, 0, 0, 0, 2) + b"\xff\xfe",
-        FORMAT.pack(Kind.STATUS, 0, 0, 0, 0, 0, 0, 0, 0, 2) + b"[]",
-        FORMAT.pack(Kind.FAILED, 0, 0, 0, 0, 0, 0, 0, 0, 4) + b"null",
+        FORMAT.pack(FrameKind.CHUNK, 0, 0, 0, 1, 1, 0, 1 << 62, 0, (1 << 32) - 1),
+        FORMAT.pack(FrameKind.SEGMENT, 0, 5, 0, 0, 0, 0, 1 << 62, 0, 0),
+        FORMAT.pack(FrameKind.CONSUMED, 0, 9, 9, 0, 0, 0, 0, 0, 0),
+        FORMAT.pack(FrameKind.CREDIT, 0, 0, 0, 7, 0, 0, 0, 3, 0),
+        FORMAT.pack(FrameKind.ANSWER, 0, 0, 0, 7, 0, 0, 0, 3, 0),
+        FORMAT.pack(FrameKind.CHUNK, IN_SLOT, 9, 9, 1, 1, 0, 9, 0, 0),
+        FORMAT.pack(FrameKind.CHUNK, IN_PLACE, 9, 9, 1, 1, 0, 9, 0, 3) + b"abc",
+        FORMAT.pack(FrameKind.SIGNATURE, 0, 0, 0, 0, 1, 0, 0, 0, 2) + b"\xff\xfe",
+        FORMAT.pack(FrameKind.STATUS, 0, 0, 0, 0, 0, 0, 0, 0, 2) + b"[]",
+        FORMAT.pack(FrameKind.FAILED, 0, 0, 0, 0, 0, 0, 0, 0, 4) + b"null",
     ],
     ids=lambda garbage: garbage[:4].hex(),
 )
 def test_what_is_no_frame_of_ours_is_an_error_that_names_its_rank(garbage: bytes) -> None:
     ours, theirs = socket.socketpair()
-    board = Switchboard(0, {1: Link(ours, rank=1, local=True)}, timeout_seconds=5.0)
+    board = Switchboard(0, {1: PeerLink(ours, rank=1, local=True)}, timeout_seconds=5.0)
     channel = ProcessChannel(board, (0, 1), owns_board=True)
     theirs.sendall(garbage)
     with pytest.raises(PeerError, match=r"^rank 1 sent a frame of kind") as caught:

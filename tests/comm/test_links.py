@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.comm.frames import HEADER_BYTES, Header, Kind, frame
-from shardwise.comm.links import READ_BYTES, Link
-from shardwise.comm.shared_memory import Segment, map_segment
+from shardwise.comm.frames import HEADER_BYTES, FrameKind, Header, frame
+from shardwise.comm.links import READ_BYTES, PeerLink
+from shardwise.comm.shared_memory import SharedSegment, map_segment
 
 Arrived = list[tuple[int, int, bytes]]
 
 
-def pair() -> tuple[Link, Link]:
+def pair() -> tuple[PeerLink, PeerLink]:
     one, other = socket.socketpair()
-    return Link(one, rank=1, local=True), Link(other, rank=0, local=True)
+    return PeerLink(one, rank=1, local=True), PeerLink(other, rank=0, local=True)
 
 
 def shared_descriptors() -> list[str]:
@@ -31,10 +31,10 @@ def shared_descriptors() -> list[str]:
     return [link for link in links if "memfd:shardwise" in link]
 
 
-def drain(sender: Link, receiver: Link) -> Arrived:
+def drain(sender: PeerLink, receiver: PeerLink) -> Arrived:
     arrived: Arrived = []
 
-    def take(link: Link, header: Header, payload: bytes | memoryview) -> None:
+    def take(link: PeerLink, header: Header, payload: bytes | memoryview) -> None:
         arrived.append((header[0], header[8], bytes(payload)))
 
     quiet = 0
@@ -58,11 +58,11 @@ def test_frames_arrive_whole_and_in_order_whatever_their_lengths(frames: list[tu
     for number, (size, in_one) in enumerate(frames):
         payload = bytes([number + 1]) * size
         if in_one:
-            sender.put(frame(Kind.CHUNK, number=number, payload=payload))
+            sender.put(frame(FrameKind.CHUNK, number=number, payload=payload))
         else:
-            sender.put(frame(Kind.CHUNK, number=number, length=size))
+            sender.put(frame(FrameKind.CHUNK, number=number, length=size))
             sender.put(memoryview(payload), whole=False, on_sent=partial(sent.append, number))
-        expected.append((Kind.CHUNK, number, payload))
+        expected.append((FrameKind.CHUNK, number, payload))
     assert drain(sender, receiver) == expected
     assert not sender.wants_to_write
     assert sent == sorted(sent)
@@ -72,15 +72,15 @@ def test_frames_arrive_whole_and_in_order_whatever_their_lengths(frames: list[tu
 
 def test_segments_are_mapped_by_the_reader_and_announced_once() -> None:
     sender, receiver = pair()
-    segments = [Segment(number, 64) for number in range(3)]
+    segments = [SharedSegment(number, 64) for number in range(3)]
     for segment in segments:
         map_segment(os.dup(segment.descriptor), 64).fill_(segment.number + 5)
-        sender.put(frame(Kind.BYE, payload=b"x" * 100))
+        sender.put(frame(FrameKind.BYE, payload=b"x" * 100))
         sender.tell_segment(segment)
         sender.tell_segment(segment)
 
-    def take(link: Link, header: Header, payload: bytes | memoryview) -> None:
-        if header[0] == Kind.SEGMENT:
+    def take(link: PeerLink, header: Header, payload: bytes | memoryview) -> None:
+        if header[0] == FrameKind.SEGMENT:
             link.map_announced(header[2], header[7])
 
     while sender.wants_to_write:
@@ -103,34 +103,34 @@ def test_segments_are_mapped_by_the_reader_and_announced_once() -> None:
 def test_last_words_overtake_what_has_not_begun_but_never_cut_a_frame() -> None:
     sender, receiver = pair()
     large = bytes(3_000_000)
-    sender.put(frame(Kind.CHUNK, number=0, length=len(large)))
+    sender.put(frame(FrameKind.CHUNK, number=0, length=len(large)))
     sender.put(memoryview(large), whole=False)
-    sender.put(frame(Kind.CHUNK, number=1, length=len(large)))
+    sender.put(frame(FrameKind.CHUNK, number=1, length=len(large)))
     sender.put(memoryview(large), whole=False)
     sender.flush()  # the first has begun: the socket does not take 3 MB
-    sender.put_last(frame(Kind.FAILED, payload=b"words"))
-    sender.put(frame(Kind.CHUNK, number=2))
-    assert drain(sender, receiver) == [(Kind.CHUNK, 0, large), (Kind.FAILED, 0, b"words")]
+    sender.put_last(frame(FrameKind.FAILED, payload=b"words"))
+    sender.put(frame(FrameKind.CHUNK, number=2))
+    assert drain(sender, receiver) == [(FrameKind.CHUNK, 0, large), (FrameKind.FAILED, 0, b"words")]
     sender.close()
     receiver.close()
 
 
 def test_a_closed_link_is_noticed_after_what_was_sent_before() -> None:
     sender, receiver = pair()
-    sender.put(frame(Kind.BYE))
+    sender.put(frame(FrameKind.BYE))
     sender.flush()
     sender.close()
-    assert drain(sender, receiver) == [(Kind.BYE, 0, b"")]
+    assert drain(sender, receiver) == [(FrameKind.BYE, 0, b"")]
     receiver.receive(lambda link, header, payload: None)
     assert receiver.ended
-    receiver.put(frame(Kind.BYE))  # to nobody
+    receiver.put(frame(FrameKind.BYE))  # to nobody
     assert not receiver.wants_to_write
     receiver.close()
 
 
 def test_links_give_back_every_descriptor_and_every_mapping() -> None:
     sender, receiver = pair()
-    segment = Segment(0, 2)
+    segment = SharedSegment(0, 2)
     sender.tell_segment(segment)
     sender.flush()
     receiver.receive(lambda link, header, payload: None)  # received, never mapped

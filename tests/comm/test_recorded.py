@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from shardwise.comm import Call, Channel, Recorded, alone, simulate
+from shardwise.comm import Channel, Recorded, RecordedCall, alone, simulate
 
 
 def record(size: int) -> list[Recorded]:
@@ -29,7 +29,7 @@ def record(size: int) -> list[Recorded]:
 
 def test_every_call_is_listed_with_what_it_moved() -> None:
     lengths, parameters, gradients, activation = record(3)[1].calls
-    assert lengths == Call(
+    assert lengths == RecordedCall(
         operation="exchange",
         purpose="lengths",
         dtype=torch.uint8,
@@ -39,7 +39,7 @@ def test_every_call_is_listed_with_what_it_moved() -> None:
         bytes_received=2,
         peers=(0, 2),
     )
-    assert parameters == Call(
+    assert parameters == RecordedCall(
         operation="all_gather",
         purpose="parameters",
         dtype=torch.float32,
@@ -49,7 +49,7 @@ def test_every_call_is_listed_with_what_it_moved() -> None:
         bytes_received=(1 + 3) * 4,
         peers=(0, 2),
     )
-    assert gradients == Call(
+    assert gradients == RecordedCall(
         operation="reduce_scatter",
         purpose="gradients",
         dtype=torch.bfloat16,
@@ -59,7 +59,7 @@ def test_every_call_is_listed_with_what_it_moved() -> None:
         bytes_received=2 * (2 * 2),
         peers=(0, 2),
     )
-    assert activation == Call(
+    assert activation == RecordedCall(
         operation="receive",
         purpose="activation",
         dtype=torch.float64,

@@ -15,16 +15,16 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from shardwise.comm import frames, hellos, rendezvous
-from shardwise.comm.links import Link
+from shardwise.comm.links import PeerLink
 from shardwise.comm.processes import processes
-from shardwise.comm.rendezvous import Meeting, connect
+from shardwise.comm.rendezvous import Rendezvous, connect
 from shardwise.errors import MismatchError, PeerError, PlanError
 
 T = TypeVar("T")
 
 
-def meeting(rank: int, size: int, store: Store, *, patience_seconds: float = 20.0) -> Meeting:
-    return Meeting(
+def meeting(rank: int, size: int, store: Store, *, patience_seconds: float = 20.0) -> Rendezvous:
+    return Rendezvous(
         rank=rank,
         size=size,
         device=torch.device("cpu"),
@@ -49,11 +49,11 @@ def on_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
     return [results[number] for number in range(len(bodies))]
 
 
-def connected(shared_memory: Sequence[bool]) -> list[dict[int, Link]]:
+def connected(shared_memory: Sequence[bool]) -> list[dict[int, PeerLink]]:
     store = HashStore()
     size = len(shared_memory)
 
-    def connector(rank: int) -> Callable[[], dict[int, Link]]:
+    def connector(rank: int) -> Callable[[], dict[int, PeerLink]]:
         return lambda: connect(meeting(rank, size, store), shared_memory=shared_memory[rank])
 
     return on_threads([connector(rank) for rank in range(size)])
@@ -85,7 +85,7 @@ def test_strangers_are_turned_away_and_do_not_hold_up_the_others() -> None:
     store = HashStore()
     answers: list[bytes] = []
 
-    def intrude() -> dict[int, Link]:
+    def intrude() -> dict[int, PeerLink]:
         ours = PrefixStore("meeting", store)
         _, port = json.loads(ours.get("address/0").decode())
         right, wrong = ours.get("token/0"), b"0" * 32
@@ -100,7 +100,7 @@ def test_strangers_are_turned_away_and_do_not_hold_up_the_others() -> None:
                     answers.append(stranger.recv(100))
         return connect(meeting(1, 2, store), shared_memory=False)
 
-    def host() -> dict[int, Link]:
+    def host() -> dict[int, PeerLink]:
         return connect(meeting(0, 2, store), shared_memory=False)
 
     # The host waits for the record of rank 1 before it listens, so that is given in advance.

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.comm.messages import Chunk, Inbound, as_bytes
+from shardwise.comm.messages import Inbound, MessageChunk, as_bytes
 from shardwise.comm.shared_memory import SLOT_BYTES
-from shardwise.comm.transfers import Summing
+from shardwise.comm.transfers_in_flight import Summing
 
 ELEMENTS_PER_SLOT = SLOT_BYTES // 2
 PAIRS = [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)]
@@ -63,7 +63,7 @@ def test_the_sum_is_the_plain_one_in_rank_order_whatever_arrives_first(
         assert isinstance(term, Inbound)
         assert rank in summing.awaited or term.chunks or term.num_received
         term.total = count * dtype.itemsize
-        term.chunks.append(Chunk(link, start * dtype.itemsize, as_bytes(part.clone()), b"ack"))  # type: ignore[arg-type]
+        term.chunks.append(MessageChunk(link, start * dtype.itemsize, as_bytes(part.clone()), b"ack"))  # type: ignore[arg-type]
         summing.advance()
         if not waiting[rank]:
             del waiting[rank]

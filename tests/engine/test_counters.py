@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm import Call
+from shardwise.comm import RecordedCall
 from shardwise.engine.counters import Counters
 from tests.covering import covering
 from tests.engine.expected import adamw, points, seeded, square_loss
@@ -37,7 +37,7 @@ class Run:
         recorded = sw.Recorded(channel)
         self.engine = sw.parallelize(seeded(Tower)(), plan, optimizer=adamw, loss=square_loss, channel=recorded)
         recorded.clear()
-        self.calls: list[list[Call]] = []
+        self.calls: list[list[RecordedCall]] = []
         for seed in range(steps):
             self.engine.step(points(seed, plan.merge.microbatches))
             self.calls.append(list(recorded.calls))

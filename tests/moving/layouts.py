@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from shardwise.comm.dtypes import torch_dtype
-from shardwise.moving.states import stored_shape
+from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.moving.live_states import stored_shape
 from shardwise.space import Cut, Layout, Mesh, Piece, Replicate, Shard
 from shardwise.space.layouts import Placement
 

@@ -98,7 +98,7 @@ def test_every_element_that_is_wanted_comes_once_from_its_place_in_one_holder(gi
             assert [places[place] for place in range(target.num_elements)] == elements_of_piece(target)
 
 
-def box(part: "shardwise.space.Part", shape: Shape) -> Box:
+def box(part: "shardwise.space.BlockPart", shape: Shape) -> Box:
     return Box(part.offset, shape)
 
 

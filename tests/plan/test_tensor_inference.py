@@ -3,18 +3,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.tensor_inference import Trace, TracedMap, infer_rules
+from shardwise.plan.tensor_inference import ForwardTrace, TracedMap, infer_rules
 
 
 def repeated(groups: range, unit: int) -> tuple[int, ...]:
     return tuple(group for group in groups for _ in range(unit))
 
 
-def chain(outputs: tuple[int, ...], inputs: tuple[int, ...], **settings: object) -> Trace:
+def chain(outputs: tuple[int, ...], inputs: tuple[int, ...], **settings: object) -> ForwardTrace:
     """Two maps, one after the other."""
     up = TracedMap(module="up", outputs=outputs, has_whole_input=True, weight="up.weight")
     down = TracedMap(module="down", outputs=(0,) * 4, inputs=(inputs,), weight="down.weight")
-    return Trace(maps=(up, down), **settings)  # type: ignore[arg-type]
+    return ForwardTrace(maps=(up, down), **settings)  # type: ignore[arg-type]
 
 
 @given(st.integers(2, 5), st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=4))
@@ -53,10 +53,10 @@ def test_a_map_between_two_families_is_what_the_first_needs() -> None:
         TracedMap(module="b", inputs=((1, 2),), outputs=(3, 4), weight="b"),
         TracedMap(module="c", inputs=((3, 4),), outputs=(0, 0), weight="c"),
     )
-    found = infer_rules(Trace(maps=maps), num_ranks=2)
+    found = infer_rules(ForwardTrace(maps=maps), num_ranks=2)
     assert found.rules == {"a": "column(groups=2)", "b": "row(groups=2)"}
     assert found.left["c"] == "'b' is cut along its other dim (row)"
-    found = infer_rules(Trace(maps=maps), num_ranks=2, without={"a": "it is asked to be whole"})
+    found = infer_rules(ForwardTrace(maps=maps), num_ranks=2, without={"a": "it is asked to be whole"})
     assert found.rules == {"b": "column(groups=2)", "c": "row(groups=2)"}
 
 
@@ -65,7 +65,7 @@ def test_a_map_that_reads_both_cut_and_whole_values_leaves_its_family_whole() ->
         TracedMap(module="a", outputs=(1, 2), has_whole_input=True, weight="a"),
         TracedMap(module="b", inputs=((1, 2),), has_whole_input=True, outputs=(0, 0), weight="b"),
     )
-    assert "in another" in infer_rules(Trace(maps=maps), num_ranks=2).left["a"]
+    assert "in another" in infer_rules(ForwardTrace(maps=maps), num_ranks=2).left["a"]
 
 
 def test_a_shared_weight_is_cut_as_a_vocabulary_or_not_at_all() -> None:
@@ -73,5 +73,5 @@ def test_a_shared_weight_is_cut_as_a_vocabulary_or_not_at_all() -> None:
     head = TracedMap(
         module="h", inputs=((0, 0),), outputs=(0,) * 9, is_head=True, vocabulary=9, weight="w", num_holders=2
     )
-    assert infer_rules(Trace(maps=(embed, head)), num_ranks=2).rules == {"e": "vocab", "h": "vocab"}
-    assert infer_rules(Trace(maps=(embed,)), num_ranks=2).rules == {}
+    assert infer_rules(ForwardTrace(maps=(embed, head)), num_ranks=2).rules == {"e": "vocab", "h": "vocab"}
+    assert infer_rules(ForwardTrace(maps=(embed,)), num_ranks=2).rules == {}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwise.errors import PlanError
 from shardwise.plan.schedule_walk import chain
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
-from shardwise.plan.timeline import Span, Timeline, ideal_bubble, simulate_schedule
+from shardwise.plan.timeline import Timeline, TimeSpan, ideal_bubble, simulate_schedule
 from shardwise.plan.timeline_text import draw_timeline, seconds_text
 from tests.plan.strategies import proven
 
@@ -97,16 +97,16 @@ def test_the_time_of_an_action_lies_in_equal_parts_between_its_waits() -> None:
         schedule, [(0, 1), (1, 0)], forward_s=[4.0, 3.0], backward_s=[8.0, 5.0], transfer_s=0.5
     )
     assert timeline.spans == (
-        Span(0, "F", 0, 0, 0.0, 2.0),
-        Span(0, "wait", 0, 0, 2.0, 6.0),
-        Span(0, "F", 0, 0, 6.0, 8.0),
-        Span(0, "B", 0, 0, 8.0, 12.0),
-        Span(0, "wait", 0, 0, 12.0, 18.0),
-        Span(0, "B", 0, 0, 18.0, 22.0),
-        Span(1, "wait", 0, 1, 0.0, 2.5),
-        Span(1, "F", 0, 1, 2.5, 5.5),
-        Span(1, "wait", 0, 1, 5.5, 12.5),
-        Span(1, "B", 0, 1, 12.5, 17.5),
+        TimeSpan(0, "F", 0, 0, 0.0, 2.0),
+        TimeSpan(0, "wait", 0, 0, 2.0, 6.0),
+        TimeSpan(0, "F", 0, 0, 6.0, 8.0),
+        TimeSpan(0, "B", 0, 0, 8.0, 12.0),
+        TimeSpan(0, "wait", 0, 0, 12.0, 18.0),
+        TimeSpan(0, "B", 0, 0, 18.0, 22.0),
+        TimeSpan(1, "wait", 0, 1, 0.0, 2.5),
+        TimeSpan(1, "F", 0, 1, 2.5, 5.5),
+        TimeSpan(1, "wait", 0, 1, 5.5, 12.5),
+        TimeSpan(1, "B", 0, 1, 12.5, 17.5),
     )
 
 
@@ -144,12 +144,12 @@ def test_waits_inside_a_measured_forward_are_not_busy_time() -> None:
     timeline = Timeline(
         2,
         (
-            Span(0, "F", 0, 0, 100.0, 110.0),
-            Span(0, "wait", 0, 0, 99.0, 101.0),
-            Span(0, "send", 0, 0, 109.0, 110.0),
-            Span(0, "wait", 0, 0, 104.0, 106.0),
-            Span(0, "wait", 0, 0, 105.0, 107.0),
-            Span(1, "B", 0, 1, 110.0, 120.0),
+            TimeSpan(0, "F", 0, 0, 100.0, 110.0),
+            TimeSpan(0, "wait", 0, 0, 99.0, 101.0),
+            TimeSpan(0, "send", 0, 0, 109.0, 110.0),
+            TimeSpan(0, "wait", 0, 0, 104.0, 106.0),
+            TimeSpan(0, "wait", 0, 0, 105.0, 107.0),
+            TimeSpan(1, "B", 0, 1, 110.0, 120.0),
         ),
     )
     assert [(span.start_s, span.stop_s) for span in timeline.busy_spans()] == [

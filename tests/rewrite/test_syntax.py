@@ -16,7 +16,7 @@ from shardwise.rewrite.statements import (
     Qkv,
     QkvPerRank,
     Reshape,
-    Split,
+    SplitStatement,
     Stack,
     Star,
     Statement,
@@ -44,15 +44,15 @@ OPERATIONS: dict[str, tuple[StatementOperation, ...]] = {
     "a -> b": (),
     "a, b -> c, axis=0": (Concat(0),),
     "a, b -> c, axis = -1": (Concat(-1),),
-    "a -> b, c, axis=1": (Split(1),),
+    "a -> b, c, axis=1": (SplitStatement(1),),
     "a -> b, axis=1": (),  # one to one, AOA's axis says nothing
     "a, b -> c, axis=0, sizes='[3,5]'": (Concat(0, (3, 5)),),
-    "a -> b, c, sizes=[3, 5], axis=0": (Split(0, (3, 5)),),
-    "a -> b, c, axis=0, sizes='[3,0,]'": (Split(0, (3, 0)),),
-    "a -> b, c, axis=0, sizes=recorded": (Split(0, recorded=True),),
+    "a -> b, c, sizes=[3, 5], axis=0": (SplitStatement(0, (3, 5)),),
+    "a -> b, c, axis=0, sizes='[3,0,]'": (SplitStatement(0, (3, 0)),),
+    "a -> b, c, axis=0, sizes=recorded": (SplitStatement(0, recorded=True),),
     "e.*.w -> b, axis=0": (Concat(0),),
-    "b -> e.*.w, axis=0": (Split(0),),
-    "b -> e.*.w, axis=0, sizes='[1,2,3]'": (Split(0, (1, 2, 3)),),
+    "b -> e.*.w, axis=0": (SplitStatement(0),),
+    "b -> e.*.w, axis=0, sizes='[1,2,3]'": (SplitStatement(0, (1, 2, 3)),),
     "a, b -> c, stack=0": (Stack(0),),
     "a -> b, c, stack=-1": (Unstack(-1),),
     "e.*.w -> b, stack=0": (Stack(0),),
@@ -210,7 +210,7 @@ def test_parameters_stand_for_values() -> None:
     assert only(text, heads=8, groups="2").operations == (Qkv(8, 2, None, True),)
     text = "a -> b, c, axis={axis}, sizes='[{first}, {second}]', permute={dims}, dtype='{kind}'"
     statement = only(text, axis=-1, first=3, second=5, dims="[1,0]", kind="float16", unused=1)
-    assert statement.operations == (Split(-1, (3, 5)), Permute((1, 0)), Cast("float16"))
+    assert statement.operations == (SplitStatement(-1, (3, 5)), Permute((1, 0)), Cast("float16"))
 
 
 def test_needed_parameters_are_those_of_values_also_where_the_text_is_wrong() -> None:
@@ -240,6 +240,6 @@ def test_text_of_a_statement_is_short_and_plain(statement: str, text: str) -> No
     assert text_of(only(statement)) == text
 
 
-@pytest.mark.parametrize("joint", [Concat(0), Concat(0, (3,)), Split(0), Split(0, recorded=True)])
+@pytest.mark.parametrize("joint", [Concat(0), Concat(0, (3,)), SplitStatement(0), SplitStatement(0, recorded=True)])
 def test_what_joins_or_parts_nothing_is_not_written(joint: StatementOperation) -> None:
     assert text_of(replace(only("a -> b"), operations=(Permute(None), joint))) == "a -> b, permute='[]'"

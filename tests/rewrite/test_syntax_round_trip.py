@@ -21,7 +21,7 @@ from shardwise.rewrite.statements import (
     Qkv,
     QkvPerRank,
     Reshape,
-    Split,
+    SplitStatement,
     Stack,
     Star,
     Statement,
@@ -82,7 +82,7 @@ def joints(draw: st.DrawFn) -> tuple[StatementOperation | None, int | None, int 
             return Concat(axis, draw(st.none() | sizes(many))), many, 1
         case "split":
             recorded = draw(st.booleans())
-            return Split(axis, None if recorded else draw(st.none() | sizes(many)), recorded), 1, many
+            return SplitStatement(axis, None if recorded else draw(st.none() | sizes(many)), recorded), 1, many
         case "stack":
             return Stack(axis), many, 1
         case "unstack":

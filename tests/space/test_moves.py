@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.space import Box, Cut, Layout, Mesh, Move, Part, Piece, Shard, moves, overlap
+from shardwise.space import BlockPart, Box, Cut, Layout, Mesh, Move, Piece, Shard, moves, overlap
 from shardwise.space.moves import reach
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, proven, shapes
 
@@ -23,7 +23,7 @@ def piece_pairs(draw: st.DrawFn) -> tuple[Piece, Piece]:
     return draw(pieces_of(shape)), draw(pieces_of(shape))
 
 
-def places(part: Part, shape: Shape) -> list[int]:
+def places(part: BlockPart, shape: Shape) -> list[int]:
     """The elements of the storage that a part of `shape` takes, one by one, in row-major order of the part."""
     return [part.start + element for element in elements_of_box(part.block, Box(part.offset, shape))]
 
@@ -101,24 +101,26 @@ def test_there_are_few_moves_however_many_rows(pair: tuple[Piece, Piece]) -> Non
 
 def test_columns_to_rows_is_one_move() -> None:
     columns, rows = piece((6, 8), (0, 4), (6, 4)), piece((6, 8), (2, 0), (3, 8), dtype="bfloat16")
-    assert moves(columns, rows) == [Move((3, 4), Part(0, (6, 4), (2, 0)), Part(0, (3, 8), (0, 4)))]
+    assert moves(columns, rows) == [Move((3, 4), BlockPart(0, (6, 4), (2, 0)), BlockPart(0, (3, 8), (0, 4)))]
 
 
 def test_runs_of_one_sequence_collapse_to_one_flat_move() -> None:
     layout = Layout(Mesh(dp_shard=2, tp=2), {"tp": Shard(1), "dp_shard": Cut((0, 7, 16))})
     part = layout.piece(2, name="w", dtype="float32", global_shape=(4, 8))
     assert part.run == (7, 16)
-    assert moves(part, piece((4, 8), (0, 0), (4, 4), (5, 12))) == [Move((5,), Part(0, (5,), (0,)), Part(2, (5,), (0,)))]
+    assert moves(part, piece((4, 8), (0, 0), (4, 4), (5, 12))) == [
+        Move((5,), BlockPart(0, (5,), (0,)), BlockPart(2, (5,), (0,)))
+    ]
     whole_rows, of_tensor = piece((4, 8), (2, 0), (2, 8), (3, 14)), piece((4, 8), (0, 0), (4, 8), (0, 25))
-    assert moves(whole_rows, of_tensor) == [Move((6,), Part(0, (6,), (0,)), Part(19, (6,), (0,)))]
+    assert moves(whole_rows, of_tensor) == [Move((6,), BlockPart(0, (6,), (0,)), BlockPart(19, (6,), (0,)))]
     assert moves(piece((4,), (0,), (4,), (0, 2)), piece((4,), (0,), (4,), (2, 4))) == []
 
 
 def test_a_run_to_a_tensor_with_a_shape_keeps_the_dims() -> None:
     assert moves(piece((4, 8), (0, 0), (4, 8), (6, 19)), piece((4, 8), (0, 0), (4, 8))) == [
-        Move((1, 2), Part(0, (1, 2), (0, 0)), Part(0, (4, 8), (0, 6))),
-        Move((1, 8), Part(2, (1, 8), (0, 0)), Part(0, (4, 8), (1, 0))),
-        Move((1, 3), Part(10, (1, 3), (0, 0)), Part(0, (4, 8), (2, 0))),
+        Move((1, 2), BlockPart(0, (1, 2), (0, 0)), BlockPart(0, (4, 8), (0, 6))),
+        Move((1, 8), BlockPart(2, (1, 8), (0, 0)), BlockPart(0, (4, 8), (1, 0))),
+        Move((1, 3), BlockPart(10, (1, 3), (0, 0)), BlockPart(0, (4, 8), (2, 0))),
     ]
 
 
@@ -130,7 +132,7 @@ def test_work_does_not_grow_with_the_tensor() -> None:
 
 
 def test_scalars_move_and_empty_pieces_do_not() -> None:
-    assert moves(piece((), (), ()), piece((), (), (), (0, 1))) == [Move((), Part(0, (), ()), Part(0, (), ()))]
+    assert moves(piece((), (), ()), piece((), (), (), (0, 1))) == [Move((), BlockPart(0, (), ()), BlockPart(0, (), ()))]
     assert moves(piece((0, 3), (0, 0), (0, 3)), piece((0, 3), (0, 0), (0, 3))) == []
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.train.corpus import Corpus
-from shardwise.train.loop import Place, Position, evaluate, fit
+from shardwise.train.loop import DataPlace, Position, evaluate, fit
 from shardwise.train.metrics import StepMetrics
 from shardwise.train.tables import TrainTable
 
@@ -73,7 +73,7 @@ def test_the_pace_counts_updates_and_not_evaluations() -> None:
     engine, notes = NotingEngine(), Notes()
     train = TrainTable(steps=5, global_batch=5, evaluate_every=2)
     held_out = CORPUS.held_out.astype(np.int64)
-    last = fit(engine, train, CORPUS, held_out, place=Place(), observers=[notes], now_s=lambda: engine.seconds)
+    last = fit(engine, train, CORPUS, held_out, place=DataPlace(), observers=[notes], now_s=lambda: engine.seconds)
     assert [metrics.tokens_per_second for metrics in notes.metrics] == [20.0] * 5
     assert [metrics.elapsed_s for metrics in notes.metrics] == [1.0, 4.0, 5.0, 8.0, 11.0]
     assert [metrics.held_out_loss is not None for metrics in notes.metrics] == [False, True, False, True, True]
@@ -86,7 +86,7 @@ def test_data_ranks_together_evaluate_every_held_out_row_once() -> None:
         batches: list[list[int]] = [[], []]
         for data_rank in range(num_data_ranks):
             engine = NotingEngine()
-            place = Place(data_rank=data_rank, num_data_ranks=num_data_ranks)
+            place = DataPlace(data_rank=data_rank, num_data_ranks=num_data_ranks)
             loss = evaluate(engine, held_out, place, global_batch=5)
             assert num_data_ranks > 1 or loss == pytest.approx(held_out.mean())
             for batch, rows in zip(batches, engine.evaluated, strict=True):
@@ -98,7 +98,7 @@ def test_every_optimizer_of_the_engine_follows_the_schedule() -> None:
     optimizers = tuple(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr) for lr in (1.0, 8.0))
     engine = NotingEngine(optimizers=optimizers)
     train = TrainTable(steps=2, global_batch=4, decay="linear", min_learning_rate=0.25)
-    fit(engine, train, CORPUS, CORPUS.held_out.astype(np.int64), place=Place(), observers=[])
+    fit(engine, train, CORPUS, CORPUS.held_out.astype(np.int64), place=DataPlace(), observers=[])
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.25, 2.0]
 
 
@@ -118,7 +118,14 @@ def test_from_each_position_the_loop_goes_on_as_it_would_have() -> None:
     held_out = CORPUS.held_out.astype(np.int64)
     engine, notes, keeping = NotingEngine(), Notes(), Keeping()
     last = fit(
-        engine, train, CORPUS, held_out, place=Place(), observers=[notes], keeper=keeping, now_s=lambda: engine.seconds
+        engine,
+        train,
+        CORPUS,
+        held_out,
+        place=DataPlace(),
+        observers=[notes],
+        keeper=keeping,
+        now_s=lambda: engine.seconds,
     )
     assert [position.step for position in keeping.positions] == [1, 2, 3, 4, 5]
     for begin in keeping.positions:
@@ -127,7 +134,14 @@ def test_from_each_position_the_loop_goes_on_as_it_would_have() -> None:
             group["initial_lr"] = group["lr"]
         later, before = Notes(), len(engine.evaluated)
         again = fit(
-            engine, train, CORPUS, held_out, place=Place(), observers=[later], begin=begin, now_s=lambda: engine.seconds
+            engine,
+            train,
+            CORPUS,
+            held_out,
+            place=DataPlace(),
+            observers=[later],
+            begin=begin,
+            now_s=lambda: engine.seconds,
         )
         assert later.metrics == notes.metrics[begin.step :]
         assert again == last

@@ -158,7 +158,7 @@ def test_old_saves_that_cannot_be_removed_stop_the_run_on_all_ranks(
     def refuse(path: str, *, keep: int) -> None:
         raise CheckpointError(f"{path}: not to be removed")
 
-    monkeypatch.setattr("shardwise.train.keeping.prune", refuse)
+    monkeypatch.setattr("shardwise.train.checkpointing.prune", refuse)
     with pytest.raises(CheckpointError, match=r"rank 0: .*not to be removed"):
         finished(small_run(tmp_path, "checkpoint.every=2", num_processes=2))
     assert checkpoint.open(tmp_path / "out" / "checkpoints").step == 2

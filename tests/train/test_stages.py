@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.plan.timeline import Span, Timeline
+from shardwise.plan.timeline import Timeline, TimeSpan
 from shardwise.train.announcement import abbreviated
-from shardwise.train.tracing import clock_offset, stage_times
+from shardwise.train.run_trace import clock_offset, stage_times
 from tests.train.runs import finished, laid_out, small_run, without_times
 
 NOISY = "model.factory=net.py:Noisy"
@@ -91,12 +91,12 @@ def test_a_run_that_is_over_leaves_the_trace_of_the_earlier_one_alone(tmp_path: 
 
 def test_the_times_of_stages_are_means_without_waits() -> None:
     spans = [
-        Span(0, "F", 0, 0, 1.0, 2.0),
-        Span(0, "F", 1, 0, 2.0, 6.0),
-        Span(0, "wait", 1, 0, 3.0, 4.0),
-        Span(1, "F", 0, 0, 0.0, 2.0),
-        Span(1, "B", 0, 1, 5.0, 5.5),
-        Span(1, "other", 0, 1, 6.0, 9.0),
+        TimeSpan(0, "F", 0, 0, 1.0, 2.0),
+        TimeSpan(0, "F", 1, 0, 2.0, 6.0),
+        TimeSpan(0, "wait", 1, 0, 3.0, 4.0),
+        TimeSpan(1, "F", 0, 0, 0.0, 2.0),
+        TimeSpan(1, "B", 0, 1, 5.0, 5.5),
+        TimeSpan(1, "other", 0, 1, 6.0, 9.0),
     ]
     assert stage_times(Timeline(2, tuple(spans))) == {("F", 0): 2.0, ("B", 1): 0.5}
 

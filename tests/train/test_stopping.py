@@ -12,9 +12,9 @@ from rich.console import Console
 
 from shardwise import checkpoint
 from shardwise.comm import Channel, alone, simulate
-from shardwise.train import stopping
+from shardwise.train import stop_signals
 from shardwise.train.rank import run
-from shardwise.train.stopping import Stopped, StopSignals
+from shardwise.train.stop_signals import Stopped, StopSignals
 from tests.train.runs import finished, laid_out, small_run, without_times
 
 
@@ -99,7 +99,7 @@ def test_a_signal_in_the_last_update_ends_a_run_that_is_complete(tmp_path: Path)
 
 @pytest.fixture
 def default_signals() -> Iterator[None]:
-    previous = {number: signal.signal(number, signal.SIG_DFL) for number in stopping.STOP_SIGNALS}
+    previous = {number: signal.signal(number, signal.SIG_DFL) for number in stop_signals.STOP_SIGNALS}
     yield
     for number, handler in previous.items():
         signal.signal(number, handler)

@@ -9,7 +9,7 @@ import pytest
 from shardwise.errors import PlanError
 from shardwise.plan.schedule_walk import chain
 from shardwise.plan.schedules import make_schedule
-from shardwise.plan.timeline import Span, Timeline, simulate_schedule
+from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 from shardwise.train.chrome_trace import save_trace
 from shardwise.train.timeline_figure import save_picture
 
@@ -63,9 +63,9 @@ def test_another_suffix_is_refused_before_anything_is_written(tmp_path: Path) ->
 
 def test_the_trace_has_a_named_row_per_rank_and_every_span_in_microseconds(tmp_path: Path) -> None:
     spans = (
-        Span(1, "F", 3, 5, 100.25, 100.5),
-        Span(0, "wait", 2, 4, 100.0, 100.125),
-        Span(0, "B", 2, 4, 100.125, 101.0),
+        TimeSpan(1, "F", 3, 5, 100.25, 100.5),
+        TimeSpan(0, "wait", 2, 4, 100.0, 100.125),
+        TimeSpan(0, "B", 2, 4, 100.125, 101.0),
     )
     save_trace(Timeline(2, spans), tmp_path / "trace.json", title="a run")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -12,8 +12,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import simulated
 from shardwise.engine.norm import divide_and_square
-from shardwise.engine.pipeline.post import Kind, Post
-from shardwise.engine.pipeline.ties import StageTies
+from shardwise.engine.pipeline.post import MessageKind, Post
+from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.train.verification.report import Divergence, VerificationReport
 from tests.engine.models import NUM_WORDS
 from tests.train.verified import Net, compared, plan, tied, verified
@@ -195,7 +195,7 @@ def test_a_value_that_is_rounded_where_it_crosses(monkeypatch: Monkeypatch) -> N
     real = Post.send
 
     def rounded(self: Post, rank: int, key: Any, content: torch.Tensor | None, **more: Any) -> None:
-        if key.kind is Kind.VALUE and content is not None and content.is_floating_point():
+        if key.kind is MessageKind.VALUE and content is not None and content.is_floating_point():
             content = 5 * content - (5 * content - content)
         real(self, rank, key, content, **more)
 

@@ -21,16 +21,16 @@ from typing import Any, Self
 import torch
 
 from shardwise.checkpoint.addresses import Address
-from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.checkpoint.commit import SaveReport, Written, commit, discard, storing
+from shardwise.checkpoint.file_writing import FileFilling
 from shardwise.checkpoint.held import Held, bytes_of
 from shardwise.checkpoint.saves import read_file
-from shardwise.checkpoint.saving import Arguments, Memory, Prepared, prepare, write_pieces
+from shardwise.checkpoint.saving import Arguments, Prepared, SaveMemory, prepare, write_pieces
 from shardwise.checkpoint.shared_storage import check_shared_storage
+from shardwise.checkpoint.state_arguments import wrong_rewrite
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.streaming import stream_whole
-from shardwise.checkpoint.writing import Filling
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.default import channel_of
@@ -86,8 +86,8 @@ class AsyncSaver:
         self._rewrite = rewrite
         self._timeout_seconds = timeout_seconds
         self._snapshot = torch.empty(0, dtype=torch.uint8)
-        self._memory = Memory()
-        self._task: _Task | None = None
+        self._memory = SaveMemory()
+        self._task: _SaveTask | None = None
         self._checked: Channel | None = None
         """Whose ranks are known to share the storage."""
         if channel is not None:
@@ -102,7 +102,7 @@ class AsyncSaver:
         self.wait()
         channel = self._channel_for(state)
         if channel is not self._channel:
-            self._channel, self._memory = channel, Memory()
+            self._channel, self._memory = channel, SaveMemory()
         self._open(channel)
         try:
             arguments = Arguments(extra, step, self._layout, self._rewrite)
@@ -114,7 +114,7 @@ class AsyncSaver:
             channel.abort(f"{type(error).__name__} in the snapshot of a save: {error}")
             raise
         prepared = replace(prepared, held=Held(tensors={}))  # the snapshot is all that is needed now
-        self._task = _Task(prepared, channel, self._snapshot, self._timeout_seconds)
+        self._task = _SaveTask(prepared, channel, self._snapshot, self._timeout_seconds)
         self._task.start()
 
     def wait(self) -> SaveReport | None:
@@ -215,14 +215,14 @@ class AsyncSaver:
         num_bytes = sum(file.sizes)
         if self._snapshot.numel() < num_bytes:
             self._snapshot = torch.empty(num_bytes, dtype=torch.uint8)
-        sink = _Memory(self._snapshot)
+        sink = _MemoryWriter(self._snapshot)
         if self._layout == "whole":
             stream_whole(channel, prepared.arrangement, prepared.held, sink)
         else:
             write_pieces(file.pieces, prepared.held, sink)
 
 
-class _Memory:
+class _MemoryWriter:
     """Takes bytes into a buffer, one chunk after the other."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -240,7 +240,7 @@ class _EchoError(Exception):
     """A save was not made because another rank, which says more, has failed or has ended."""
 
 
-class _Task:
+class _SaveTask:
     """One save in the background, seen from one rank."""
 
     def __init__(self, prepared: Prepared, channel: Channel, snapshot: torch.Tensor, timeout_seconds: float) -> None:
@@ -320,7 +320,7 @@ class _Task:
             return Written([])
         name = attempt.folder + attempt.data_file(self._rank)
         with storing(self._store, name, "written"), self._store.write(name, num_bytes=file.num_bytes) as writer:
-            filling = Filling(file, writer, block_bytes=self.prepared.description.block_bytes)
+            filling = FileFilling(file, writer, block_bytes=self.prepared.description.block_bytes)
             filling.write(bytes_of(self._snapshot[: sum(file.sizes)]))
             filling.flush()
         return Written(filling.checksums)

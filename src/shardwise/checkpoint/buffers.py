@@ -5,10 +5,10 @@ import mmap
 
 import torch
 
-__all__ = ["Buffer"]
+__all__ = ["GrowingBuffer"]
 
 
-class Buffer:
+class GrowingBuffer:
     """Memory that each use takes over from the one before, and that grows where one needs more.
 
     It is mapped for itself, not taken from the heap. glibc takes what is as large as blocks that were freed before, up

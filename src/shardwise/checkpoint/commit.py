@@ -12,12 +12,12 @@ from typing import Any
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTensor
+from shardwise.checkpoint.file_writing import DataFile
 from shardwise.checkpoint.foreign import format_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
 from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, reason
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.writing import DataFile
 from shardwise.errors import CheckpointError
 
 __all__ = ["Attempt", "Description", "SaveReport", "Written", "begin", "commit", "discard", "storing"]

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from shardwise.checkpoint.addresses import Address, store_of
-from shardwise.checkpoint.arguments import check_arguments
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.copying import Progress
 from shardwise.checkpoint.destinations import (
-    Made,
+    WrittenCopy,
     check_save,
     leaving_no_folder,
     make_folder,
@@ -34,7 +33,6 @@ from shardwise.checkpoint.model_config import (
     model_files,
     parsed_config,
 )
-from shardwise.checkpoint.names import model_name_of_master
 from shardwise.checkpoint.output_dtypes import casting, check_dtype, main_dtype, with_masters
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
 from shardwise.checkpoint.renamed_settings import rewrite_of_record
@@ -48,6 +46,8 @@ from shardwise.checkpoint.saves import (
     remove_save,
 )
 from shardwise.checkpoint.sources import read_contents
+from shardwise.checkpoint.state_arguments import check_arguments
+from shardwise.checkpoint.stored_names import model_name_of_master
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite
@@ -332,7 +332,7 @@ class Conversion:
                 store.create(name, data)
         return self._report(made, files=(*kept, *beside), certificate=certificate)
 
-    def _certified_save(self, store: Store, made: Made) -> Certificate:
+    def _certified_save(self, store: Store, made: WrittenCopy) -> Certificate:
         """Certify a save, or remove it."""
         name = folder_of(made.number) + CERTIFICATE
         try:
@@ -395,7 +395,12 @@ class Conversion:
         )
 
     def _report(
-        self, made: Made, *, files: tuple[str, ...], missing: tuple[str, ...] = (), certificate: Certificate | None
+        self,
+        made: WrittenCopy,
+        *,
+        files: tuple[str, ...],
+        missing: tuple[str, ...] = (),
+        certificate: Certificate | None,
     ) -> ConvertReport:
         outputs = self.outputs
         used = {*outputs.contents.tensors, *self.masters}

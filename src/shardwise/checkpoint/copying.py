@@ -8,13 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from shardwise.checkpoint.buffers import Buffer
+from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.commit import Written
+from shardwise.checkpoint.file_writing import DataFile, FileFilling
 from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.stores import Store, Writer
 from shardwise.checkpoint.windows import BATCH_BYTES
-from shardwise.checkpoint.writing import DataFile, Filling
 
 __all__ = ["Copying", "Progress"]
 
@@ -27,7 +27,7 @@ class Copying:
 
     def __init__(self, store: Store, outputs: Outputs, progress: Progress) -> None:
         self._outputs = outputs
-        batch = Buffer(BATCH_BYTES)  # windows are read one after the other
+        batch = GrowingBuffer(BATCH_BYTES)  # windows are read one after the other
         self._readers = (outputs.reader(store, batch), outputs.reader(store, batch))
         self._progress = progress
         self._done = 0
@@ -40,7 +40,7 @@ class Copying:
 
     def fill(self, file: DataFile, writer: Writer) -> Written:
         """Write a file. Raises CheckpointError for what cannot be read, and OSError for what cannot be written."""
-        filling = Filling(file, writer, block_bytes=self._outputs.contents.block_bytes)
+        filling = FileFilling(file, writer, block_bytes=self._outputs.contents.block_bytes)
         with ThreadPoolExecutor(1, thread_name_prefix="shardwise-write") as thread:
             writing: Future[int] | None = None
             for turn, window in enumerate(self._outputs.windows(file.pieces)):
@@ -57,7 +57,7 @@ class Copying:
             self._progress(self._done, self._total)
 
 
-def _write(filling: Filling, parts: Sequence[torch.Tensor]) -> int:
+def _write(filling: FileFilling, parts: Sequence[torch.Tensor]) -> int:
     """Write the elements of a window; returns how many bytes they have."""
     num_bytes = 0
     for elements in parts:

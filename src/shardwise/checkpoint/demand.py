@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from shardwise.checkpoint.contents import StoredPiece
 from shardwise.space import Piece, PieceIndex
 
-__all__ = ["Demand", "Share", "Wanted", "demands", "under_name"]
+__all__ = ["Demand", "Wanted", "WantedShare", "demands", "under_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Share:
+class WantedShare:
     """A piece that somebody wants, under its stored name."""
 
     piece: Piece
@@ -60,9 +60,9 @@ class Shares:
                 lasts[share] = entry
         self._index = PieceIndex(self._pieces)
 
-    def overlapping(self, piece: Piece) -> list[Share]:
+    def overlapping(self, piece: Piece) -> list[WantedShare]:
         """The shares that have an element of `piece`."""
-        return [Share(self._pieces[share], self._holders(share)) for share in self._index.overlapping(piece)]
+        return [WantedShare(self._pieces[share], self._holders(share)) for share in self._index.overlapping(piece)]
 
     def of_rank(self, rank: int) -> list[Piece]:
         """What `rank` wants."""

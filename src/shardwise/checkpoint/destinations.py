@@ -12,18 +12,18 @@ from shardwise.checkpoint.assignment import assign_tensors
 from shardwise.checkpoint.commit import Description, Written, begin, commit, discard, storing
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.copying import Copying, Progress
-from shardwise.checkpoint.huggingface_files import Shard, check_folder, shards_of, write_folder
+from shardwise.checkpoint.huggingface_files import ShardFile, check_folder, shards_of, write_folder
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 
-__all__ = ["Made", "check_save", "leaving_no_folder", "make_folder", "make_save", "planned_shards"]
+__all__ = ["WrittenCopy", "check_save", "leaving_no_folder", "make_folder", "make_save", "planned_shards"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class WrittenCopy:
     """What was written."""
 
     location: str
@@ -41,7 +41,7 @@ def make_save(
     to: Literal["pieces", "whole"],
     extra: Mapping[str, Any],
     progress: Progress,
-) -> Made:
+) -> WrittenCopy:
     """Make a save. Raises CheckpointError; then none was made."""
     attempt = begin(store)
     arrangement = _arrangement(outputs, to)
@@ -60,7 +60,7 @@ def make_save(
     except BaseException:
         discard(store, attempt, 0)
         raise
-    return Made(
+    return WrittenCopy(
         location=f"{store.location}/{attempt.folder}".rstrip("/"),
         number=attempt.number,
         read_bytes=copying.read_bytes,
@@ -75,7 +75,7 @@ def make_folder(
     max_shard_bytes: int,
     finish: Callable[[Store, str], None],
     progress: Progress,
-) -> Made:
+) -> WrittenCopy:
     """Make a folder of Hugging Face files; `finish` adds others, given the folder as it is made and its path to be.
 
     Raises CheckpointError; then nothing was made.
@@ -83,10 +83,10 @@ def make_folder(
     path, shards = planned_shards(outputs, destination, max_shard_bytes=max_shard_bytes)
     copying = Copying(source, outputs, progress)
     write_folder(path, shards, copying.fill, lambda store: finish(store, path))
-    return Made(location=path, number=0, read_bytes=copying.read_bytes)
+    return WrittenCopy(location=path, number=0, read_bytes=copying.read_bytes)
 
 
-def planned_shards(outputs: Outputs, destination: Address, *, max_shard_bytes: int) -> tuple[str, list[Shard]]:
+def planned_shards(outputs: Outputs, destination: Address, *, max_shard_bytes: int) -> tuple[str, list[ShardFile]]:
     """The path of a folder of Hugging Face files, and the files. Raises CheckpointError where they cannot be made."""
     path = check_folder(destination)
     tensors = list(outputs.tensors.values())

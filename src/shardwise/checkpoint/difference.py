@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardwise.checkpoint.addresses import Address, store_of
-from shardwise.checkpoint.buffers import Buffer
+from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.conversion import Progress
 from shardwise.checkpoint.elements import Elements, ElementValue, compare, larger
-from shardwise.checkpoint.names import is_model_name, printable
 from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.sources import with_contents
+from shardwise.checkpoint.stored_names import is_model_name, printable
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import BATCH_BYTES, PieceReader, check_whole, part_of_piece, windows
 from shardwise.errors import CheckpointError
@@ -148,7 +148,7 @@ def _difference(
         _check_sizes(store, side)
     pairs, alone = _paired(*sides)
     unread, by_checksum = _sorted_out(pairs, *sides)
-    batch = Buffer(BATCH_BYTES)  # sides are read one after the other
+    batch = GrowingBuffer(BATCH_BYTES)  # sides are read one after the other
     readers = PieceReader(stores[0], sides[0], batch=batch), PieceReader(stores[1], sides[1], batch=batch)
     different = _compared([pair for pair in pairs if pair.name in unread], *readers, progress)
     rows = [row for pair in pairs if (row := _row(pair, different.get(pair.name)))] + alone

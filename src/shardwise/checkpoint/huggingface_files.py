@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from shardwise.checkpoint.addresses import Address
 from shardwise.checkpoint.contents import StoredTensor
+from shardwise.checkpoint.file_writing import DataFile, lay_out
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.safetensors_files import stored_as, unique_keys
 from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.stores import Store, Writer
-from shardwise.checkpoint.writing import DataFile, lay_out
 from shardwise.errors import CheckpointError
 
-__all__ = ["Shard", "check_folder", "shards_of", "write_folder"]
+__all__ = ["ShardFile", "check_folder", "shards_of", "write_folder"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -33,7 +33,7 @@ Finish = Callable[[Store], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class ShardFile:
     """A file of the folder."""
 
     name: str
@@ -43,7 +43,7 @@ class Shard:
 
 def shards_of(
     tensors: Sequence[StoredTensor], *, max_bytes: int, aliases: Mapping[str, str], metadata: Mapping[str, str]
-) -> list[Shard]:
+) -> list[ShardFile]:
     """The files of these tensors, in order: each is full when the next tensor would bring it over `max_bytes`.
 
     A larger tensor has a file of its own. Ties stand in the metadata of the file as safetensors.torch.save_model has
@@ -65,7 +65,7 @@ def shards_of(
         pieces = [tensor.whole for tensor in group]
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
         file = lay_out(pieces, metadata={**ties, **metadata}, empty=True)
-        shards.append(Shard(name=name, tensors=tuple(group), file=file))
+        shards.append(ShardFile(name=name, tensors=tuple(group), file=file))
     return shards
 
 
@@ -89,7 +89,7 @@ def check_folder(destination: Address) -> str:
     return path
 
 
-def write_folder(path: str, shards: Sequence[Shard], fill: Fill, finish: Finish) -> None:
+def write_folder(path: str, shards: Sequence[ShardFile], fill: Fill, finish: Finish) -> None:
     """Make the folder `path` with these files and what `finish` adds, whole or not at all, and durable.
 
     They are written to a hidden folder beside, `.<name>.<8 hex digits>.new`, which gets its name at the end. A process
@@ -118,7 +118,7 @@ def write_folder(path: str, shards: Sequence[Shard], fill: Fill, finish: Finish)
         raise
 
 
-def _index(shards: Sequence[Shard]) -> bytes:
+def _index(shards: Sequence[ShardFile]) -> bytes:
     tensors = [(tensor, shard.name) for shard in shards for tensor in shard.tensors]
     total = sum(tensor.num_bytes for tensor, _ in tensors)
     fields = {"metadata": {"total_size": total}, "weight_map": {tensor.name: file for tensor, file in tensors}}

@@ -14,11 +14,10 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.addresses import Address
-from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.extra_values import unpacked
 from shardwise.checkpoint.held import Held, hold
-from shardwise.checkpoint.matching import Kind, Match, apart, match
+from shardwise.checkpoint.name_matching import Match, WantedTensor, apart, match
 from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
 from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.rewrite_agreement import Late, Located, compare_numbers, locate, view_for_load, without_place
@@ -26,6 +25,7 @@ from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sharing import gather_findings
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
+from shardwise.checkpoint.state_arguments import wrong_rewrite
 from shardwise.checkpoint.states import Restorable, Restoration, State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.targets import check_targets
@@ -97,7 +97,7 @@ class _Options:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _LoadTarget:
     """What this rank wants filled."""
 
     held: Held
@@ -198,10 +198,10 @@ def _was_removed(channel: Channel, source: Source) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _FilledTarget:
     """A target that has all its elements, and not yet made them its own."""
 
-    target: _Target
+    target: _LoadTarget
     late: Sequence[Late]
     report: LoadReport
 
@@ -215,7 +215,7 @@ class _Reading:
         return Loaded(extra, self.report)
 
 
-def _read(channel: Channel, source: Source, state: State, options: _Options) -> _Reading:
+def _read(channel: Channel, source: Source, state: State, options: _Options) -> _FilledTarget:
     store, contents, readers = source.store, source.contents, source.readers
     view = None if options.rewrite is None else view_for_load(channel, contents, state, options.rewrite)
     target, wanted, found = _settle(channel, state, contents, view, options)
@@ -253,11 +253,11 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         dropped=() if view is None else view.dropped,
         added=() if view is None else view.added,
     )
-    return _Reading(target, located.late, report)
+    return _FilledTarget(target, located.late, report)
 
 
 def _locate(
-    channel: Channel, view: RewriteView | None, target: _Target, wanted: Sequence[Sequence[Piece]], found: Match
+    channel: Channel, view: RewriteView | None, target: _LoadTarget, wanted: Sequence[Sequence[Piece]], found: Match
 ) -> Located:
     """Where all that ranks want lies."""
     own, tensors = wanted[channel.rank], target.held.tensors
@@ -265,7 +265,7 @@ def _locate(
         return locate(channel, view, own, found.source, tensors)
     return Located(
         names=list(dict.fromkeys(found.source.values())),
-        sources=[[Wanted(piece, found.source[Kind.of(piece)]) for piece in each] for each in wanted],
+        sources=[[Wanted(piece, found.source[WantedTensor.of(piece)]) for piece in each] for each in wanted],
         tensors=[tensors[piece] for piece in own],
     )
 
@@ -285,7 +285,7 @@ def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence
 
 def _settle(
     channel: Channel, state: State, contents: Contents, view: RewriteView | None, options: _Options
-) -> tuple[_Target, list[list[Piece]], Match]:
+) -> tuple[_LoadTarget, list[list[Piece]], Match]:
     """What every rank wants, without what is missing, and where it comes from; raises the same error on all ranks."""
     contents = contents if view is None else view.contents
     with Gathering("pieces, ties and findings of the target").agreed(channel) as gathered:
@@ -297,7 +297,7 @@ def _settle(
     texts, facts_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     wanted = [pieces_of[text] for text in texts]
-    kinds = dict.fromkeys(Kind.of(piece) for pieces in pieces_of.values() for piece in pieces)
+    kinds = dict.fromkeys(WantedTensor.of(piece) for pieces in pieces_of.values() for piece in pieces)
     known = [json.loads(text) for text in dict.fromkeys(facts_of)]
     aliases = {alias: name for ties, _ in known for alias, name in ties.items()}
     accounted = {name for _, names in known for name in names}
@@ -324,16 +324,16 @@ def _settle(
     if findings:
         raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
     found.unexpected.extend(unfit)
-    present = [[piece for piece in pieces if Kind.of(piece) in found.source] for pieces in wanted]
+    present = [[piece for piece in pieces if WantedTensor.of(piece) in found.source] for pieces in wanted]
     return target, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
 
 
-def _target(state: State, contents: Contents) -> _Target:
+def _target(state: State, contents: Contents) -> _LoadTarget:
     if not isinstance(state, Restorable):
-        return _Target(hold(state, what="the target"), None)
+        return _LoadTarget(hold(state, what="the target"), None)
     stored = {name: tensor.whole for name, tensor in contents.tensors.items()}
     restoration = state.restore(stored, contents.settings)
-    return _Target(hold(restoration.wanted, what="the target"), restoration)
+    return _LoadTarget(hold(restoration.wanted, what="the target"), restoration)
 
 
 def _coverage(wanted: Sequence[Wanted], contents: Contents) -> list[str]:

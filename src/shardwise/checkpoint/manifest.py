@@ -47,11 +47,11 @@ _SUM = re.compile(rb'"checksum": "xxh3_64:([0-9a-f]{16})"')
 _NO_SUM = "xxh3_64:" + "0" * 16
 
 
-class _Entry(BaseModel):
+class _ManifestEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class FileEntry(_Entry):
+class FileEntry(_ManifestEntry):
     """A file of the save."""
 
     name: str
@@ -77,7 +77,7 @@ class FileEntry(_Entry):
         return self
 
 
-class Head(_Entry):
+class Head(_ManifestEntry):
     """What `manifest.json` says."""
 
     format: Literal["shardwise-checkpoint"] = FORMAT

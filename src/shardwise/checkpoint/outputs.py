@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from shardwise.checkpoint.buffers import Buffer
+from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.model_config import CONFIG, parameters_of
-from shardwise.checkpoint.names import is_model_name
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
+from shardwise.checkpoint.stored_names import is_model_name
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import (
     LARGE_WINDOW_BYTES,
@@ -69,7 +69,7 @@ class Outputs:
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
-    def reader(self, store: Store, batch: Buffer | None = None) -> PieceReader:
+    def reader(self, store: Store, batch: GrowingBuffer | None = None) -> PieceReader:
         """A reader of any pieces of the outputs, out of the store that has the checkpoint.
 
         batch: memory that it shares with readers which read when it does not.

@@ -22,17 +22,17 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
 
 from shardwise.checkpoint.contents import StoredPiece
-from shardwise.checkpoint.demand import Demand, Share, Wanted, demands, under_name
+from shardwise.checkpoint.demand import Demand, Wanted, WantedShare, demands, under_name
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Move, Piece, PieceIndex, Run, moves, overlap
 from shardwise.space.moves import elements_together, reach, shared_elements
 from shardwise.space.pieces import taken_in_order
 
-__all__ = ["ReadPlan", "Span", "Wanted", "count_exact_ranges", "exact_ranges", "missing", "plan_reads"]
+__all__ = ["BlockSpan", "ReadPlan", "Wanted", "count_exact_ranges", "exact_ranges", "missing", "plan_reads"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BlockSpan:
     """Blocks `first_block` up to, not including, `last_block` of the stored piece at position `ordinal`."""
 
     ordinal: int
@@ -76,7 +76,7 @@ class ReadPlan:
         self._readers = readers
         self._all_readers = tuple(sorted(readers))
         self._demands = demands(stored, wanted)
-        self._meeting: _Meeting | None = None
+        self._meeting: _SpanShares | None = None
         self._needed = {
             ordinal
             for name in {want.tensor for want in wanted[rank]}
@@ -95,9 +95,9 @@ class ReadPlan:
             )
         found = [each for ordinal in examined for each in self._spans(ordinal)]
         found.sort(key=lambda each: self._place(each[0]))
-        self.own_reads: tuple[Span, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
+        self.own_reads: tuple[BlockSpan, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
         """What this rank reads for itself alone, in order of file and byte. Spans are disjoint."""
-        self.handed_reads: tuple[Span, ...] = tuple(span for span, is_handed_on in found if is_handed_on)
+        self.handed_reads: tuple[BlockSpan, ...] = tuple(span for span, is_handed_on in found if is_handed_on)
         """What this rank reads and others need something of, in the same order."""
 
     @property
@@ -110,16 +110,16 @@ class ReadPlan:
         )
 
     @property
-    def reads(self) -> tuple[Span, ...]:
+    def reads(self) -> tuple[BlockSpan, ...]:
         """All that this rank reads, in order of file and byte. Spans are disjoint."""
         return tuple(sorted((*self.own_reads, *self.handed_reads), key=self._place))
 
-    def needers(self, span: Span) -> tuple[int, ...]:
+    def needers(self, span: BlockSpan) -> tuple[int, ...]:
         """Return the ranks that need something of the span, in increasing order."""
         shares = self._met(span).shares
         return tuple(sorted({rank for share in shares for rank in share.holders}))
 
-    def transfers(self, span: Span, rank: int) -> list[tuple[int, list[Move]]]:
+    def transfers(self, span: BlockSpan, rank: int) -> list[tuple[int, list[Move]]]:
         """Return what `rank` needs of the span: (index into its wanted list, moves into that piece), in order.
 
         The source of the moves is the span, read as the flat storage of its elements. The answer does not depend on
@@ -136,17 +136,17 @@ class ReadPlan:
         found.sort(key=lambda transfer: transfer[0])
         return found
 
-    def _place(self, span: Span) -> tuple[str, int]:
+    def _place(self, span: BlockSpan) -> tuple[str, int]:
         stored = self._stored[span.ordinal]
         return stored.file, stored.start + span.first_block * self._block_bytes
 
-    def _met(self, span: Span) -> "_Meeting":
+    def _met(self, span: BlockSpan) -> "_SpanShares":
         if self._meeting is None or self._meeting.span != span:
             stored = self._stored[span.ordinal]
-            self._meeting = _Meeting(span, stored, self._demands[stored.piece.name], self._block_bytes)
+            self._meeting = _SpanShares(span, stored, self._demands[stored.piece.name], self._block_bytes)
         return self._meeting
 
-    def _spans(self, ordinal: int) -> Iterator[tuple[Span, bool]]:
+    def _spans(self, ordinal: int) -> Iterator[tuple[BlockSpan, bool]]:
         """What this rank reads of one stored piece, and whether others need something of it; as long as possible."""
         stored = self._stored[ordinal]
         shares = self._demands[stored.piece.name].shares.overlapping(stored.piece)
@@ -165,13 +165,13 @@ class ReadPlan:
             if low < high:
                 if low != end or is_handed_on != was_handed_on:
                     if begun < end:
-                        yield Span(ordinal, begun, end), was_handed_on
+                        yield BlockSpan(ordinal, begun, end), was_handed_on
                     begun, was_handed_on = low, is_handed_on
                 end = high
         if begun < end:
-            yield Span(ordinal, begun, end), was_handed_on
+            yield BlockSpan(ordinal, begun, end), was_handed_on
 
-    def _parties(self, shares: Sequence[Share]) -> tuple[tuple[int, ...], bool]:
+    def _parties(self, shares: Sequence[WantedShare]) -> tuple[tuple[int, ...], bool]:
         """The ranks among which blocks that these shares need are dealt out, in increasing order.
 
         And whether a rank besides this one needs them.
@@ -239,12 +239,12 @@ def missing(stored: Sequence[StoredPiece], wanted: Piece) -> int:
     return sum(box.num_elements for box in taken_in_order(piece, found)[1])
 
 
-class _Meeting:
+class _SpanShares:
     """A span and the shares that have something of it."""
 
     __slots__ = ("_moves", "_source", "shares", "span")
 
-    def __init__(self, span: Span, stored: StoredPiece, demand: Demand, block_bytes: int) -> None:
+    def __init__(self, span: BlockSpan, stored: StoredPiece, demand: Demand, block_bytes: int) -> None:
         self.span = span
         self._source = _piece_of_span(span, stored, block_bytes)
         self.shares = demand.shares.overlapping(self._source)
@@ -257,7 +257,7 @@ class _Meeting:
         return self._moves[at]
 
 
-def _piece_of_span(span: Span, stored: StoredPiece, block_bytes: int) -> Piece:
+def _piece_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> Piece:
     """The elements of a stored piece that lie in the blocks of a span."""
     piece = stored.piece
     item_bytes = itemsize_bytes(piece.dtype)

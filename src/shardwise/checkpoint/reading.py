@@ -8,13 +8,13 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.blocks import damaged_blocks
-from shardwise.checkpoint.buffers import Buffer
+from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of
-from shardwise.checkpoint.read_plan import Span
+from shardwise.checkpoint.read_plan import BlockSpan
 from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.stores import Reader, Store
-from shardwise.comm.dtypes import torch_dtype
+from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 
@@ -30,7 +30,7 @@ _ALIGNMENT_BYTES = 64
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _FileStretch:
     """Spans that lie one after the other in one file, and where in the buffer they go."""
 
     file: str
@@ -38,14 +38,14 @@ class _Stretch:
     stop: int
     at: int
     """First byte in the buffer, which is congruent to `start`, so that elements aligned in the file are in memory."""
-    spans: list[Span]
+    spans: list[BlockSpan]
 
 
 def batches_of(
-    spans: Sequence[Span], stored: Sequence[StoredPiece], *, block_bytes: int, max_bytes: int
-) -> list[list[Span]]:
+    spans: Sequence[BlockSpan], stored: Sequence[StoredPiece], *, block_bytes: int, max_bytes: int
+) -> list[list[BlockSpan]]:
     """The spans in batches of at most `max_bytes` each (one block at least); long spans are cut between blocks."""
-    batches: list[list[Span]] = []
+    batches: list[list[BlockSpan]] = []
     room = 0
     for span in spans:
         first = span.first_block
@@ -54,7 +54,7 @@ def batches_of(
                 batches.append([])
                 room = max(max_bytes, block_bytes)
             last = min(span.last_block, first + room // block_bytes)
-            part = Span(span.ordinal, first, last)
+            part = BlockSpan(span.ordinal, first, last)
             batches[-1].append(part)
             start, stop = _bytes_of_span(part, stored[span.ordinal], block_bytes)
             # What lies between two stretches of a file is not read, but alignment may cost that much.
@@ -73,7 +73,7 @@ class BatchReader:
         stored: Sequence[StoredPiece],
         *,
         verify: bool,
-        buffer: Buffer | None = None,
+        buffer: GrowingBuffer | None = None,
     ) -> None:
         """`buffer` is memory for batches that others had before; None: it has its own."""
         self.read_bytes = 0
@@ -82,7 +82,7 @@ class BatchReader:
         self._contents = contents
         self._stored = stored
         self._verify = verify
-        self._buffer = buffer or Buffer()
+        self._buffer = buffer or GrowingBuffer()
         self._threads: ThreadPoolExecutor | None = None
         if store.parallel_reads > 1:
             self._threads = ThreadPoolExecutor(store.parallel_reads, thread_name_prefix="shardwise-read")
@@ -92,7 +92,7 @@ class BatchReader:
         if self._threads is not None:
             self._threads.shutdown()
 
-    def read(self, batch: Sequence[Span], buffer: torch.Tensor | None = None) -> dict[Span, torch.Tensor]:
+    def read(self, batch: Sequence[BlockSpan], buffer: torch.Tensor | None = None) -> dict[BlockSpan, torch.Tensor]:
         """The elements of every span, flat, in the dtype in which they are stored.
 
         They are views of `buffer` (at least `buffer_bytes` of the batch), or of one that the next batch takes over.
@@ -107,18 +107,18 @@ class BatchReader:
         self.read_bytes += sum(each.stop - each.start for each in stretches)
         return elements_of(batch, buffer, self._stored, block_bytes=self._contents.block_bytes)
 
-    def read_to(self, span: Span, memory: torch.Tensor) -> None:
+    def read_to(self, span: BlockSpan, memory: torch.Tensor) -> None:
         """Read a span straight to where its bytes are wanted, and verify it there.
 
         Raises CheckpointError as `read` does; damaged bytes have been written by then.
         """
         start, stop = _bytes_of_span(span, self._stored[span.ordinal], self._contents.block_bytes)
-        findings = self._fill([_Stretch(self._stored[span.ordinal].file, start, stop, 0, [span])], memory)
+        findings = self._fill([_FileStretch(self._stored[span.ordinal].file, start, stop, 0, [span])], memory)
         if findings:
             raise CheckpointError(*findings)
         self.read_bytes += stop - start
 
-    def _fill(self, stretches: Sequence[_Stretch], buffer: torch.Tensor) -> list[str]:
+    def _fill(self, stretches: Sequence[_FileStretch], buffer: torch.Tensor) -> list[str]:
         readers: dict[str, Reader] = {}
         findings: list[str] = []
         try:
@@ -129,7 +129,7 @@ class BatchReader:
                     findings.append(f"{self._store.location}/{name} cannot be read: {reason(error)}")
             jobs = [(stretch, readers[stretch.file]) for stretch in stretches if stretch.file in readers]
 
-            def fill(job: tuple[_Stretch, Reader]) -> list[str]:
+            def fill(job: tuple[_FileStretch, Reader]) -> list[str]:
                 return self._fill_one(*job, buffer)
 
             done = map(fill, jobs) if self._threads is None else self._threads.map(fill, jobs)
@@ -140,7 +140,7 @@ class BatchReader:
                 reader.close()
         return list(dict.fromkeys(findings))
 
-    def _fill_one(self, stretch: _Stretch, reader: Reader, buffer: torch.Tensor) -> list[str]:
+    def _fill_one(self, stretch: _FileStretch, reader: Reader, buffer: torch.Tensor) -> list[str]:
         size = self._contents.block_bytes
         findings = []
         part_bytes = _PART_BYTES if self._threads is None else _STRETCH_BYTES
@@ -154,7 +154,7 @@ class BatchReader:
                 findings += [each for span in part.spans for each in self._damage(span, part, memory)]
         return findings
 
-    def _damage(self, span: Span, stretch: _Stretch, memory: memoryview) -> list[str]:
+    def _damage(self, span: BlockSpan, stretch: _FileStretch, memory: memoryview) -> list[str]:
         stored = self._stored[span.ordinal]
         if stored.checksums is None:
             return []
@@ -165,7 +165,9 @@ class BatchReader:
         return [damage_finding(stored, block, self._contents, self._store.location) for block in damaged]
 
 
-def _parts(stretch: _Stretch, stored: Sequence[StoredPiece], block_bytes: int, part_bytes: int) -> Iterator[_Stretch]:
+def _parts(
+    stretch: _FileStretch, stored: Sequence[StoredPiece], block_bytes: int, part_bytes: int
+) -> Iterator[_FileStretch]:
     """A stretch in parts of about so many bytes: a long span is cut between blocks, short ones stay together."""
     if len(stretch.spans) > 1 or stretch.stop - stretch.start <= part_bytes:
         yield stretch
@@ -173,19 +175,19 @@ def _parts(stretch: _Stretch, stored: Sequence[StoredPiece], block_bytes: int, p
     (span,) = stretch.spans
     step = max(1, part_bytes // block_bytes)
     for first in range(span.first_block, span.last_block, step):
-        part = Span(span.ordinal, first, min(first + step, span.last_block))
+        part = BlockSpan(span.ordinal, first, min(first + step, span.last_block))
         start, stop = _bytes_of_span(part, stored[span.ordinal], block_bytes)
-        yield _Stretch(stretch.file, start, stop, stretch.at + start - stretch.start, [part])
+        yield _FileStretch(stretch.file, start, stop, stretch.at + start - stretch.start, [part])
 
 
-def buffer_bytes(batch: Sequence[Span], stored: Sequence[StoredPiece], *, block_bytes: int) -> int:
+def buffer_bytes(batch: Sequence[BlockSpan], stored: Sequence[StoredPiece], *, block_bytes: int) -> int:
     """Bytes of the buffer into which a batch is read."""
     return _end(list(_stretches(batch, stored, block_bytes)))
 
 
 def elements_of(
-    batch: Sequence[Span], buffer: torch.Tensor, stored: Sequence[StoredPiece], *, block_bytes: int
-) -> dict[Span, torch.Tensor]:
+    batch: Sequence[BlockSpan], buffer: torch.Tensor, stored: Sequence[StoredPiece], *, block_bytes: int
+) -> dict[BlockSpan, torch.Tensor]:
     """The elements of every span of a batch, in the buffer into which any rank has read it."""
     found = {}
     for stretch in _stretches(batch, stored, block_bytes):
@@ -200,9 +202,9 @@ def elements_of(
     return found
 
 
-def _stretches(batch: Sequence[Span], stored: Sequence[StoredPiece], block_bytes: int) -> Iterator[_Stretch]:
+def _stretches(batch: Sequence[BlockSpan], stored: Sequence[StoredPiece], block_bytes: int) -> Iterator[_FileStretch]:
     """Spans that follow one another in a file are read together, up to a limit."""
-    current: _Stretch | None = None
+    current: _FileStretch | None = None
     end = 0
     for span in batch:
         piece = stored[span.ordinal]
@@ -216,12 +218,12 @@ def _stretches(batch: Sequence[Span], stored: Sequence[StoredPiece], block_bytes
             end = current.at + current.stop - current.start
             yield current
         at = end + (start - end) % _ALIGNMENT_BYTES
-        current = _Stretch(piece.file, start, stop, at, [span])
+        current = _FileStretch(piece.file, start, stop, at, [span])
     if current is not None:
         yield current
 
 
-def _end(stretches: Sequence[_Stretch]) -> int:
+def _end(stretches: Sequence[_FileStretch]) -> int:
     """The byte of the buffer after the last stretch."""
     return stretches[-1].at + stretches[-1].stop - stretches[-1].start if stretches else 0
 
@@ -274,7 +276,7 @@ def damage_finding(stored: StoredPiece, block: int, contents: Contents, location
     )
 
 
-def _bytes_of_span(span: Span, stored: StoredPiece, block_bytes: int) -> tuple[int, int]:
+def _bytes_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> tuple[int, int]:
     """Where in its file a span lies."""
     start = stored.start + span.first_block * block_bytes
     return start, min(stored.start + span.last_block * block_bytes, stored.start + stored.num_bytes)

@@ -18,8 +18,7 @@ import torch
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.held import Held, hold
-from shardwise.checkpoint.matching import Kind
-from shardwise.checkpoint.names import model_name_of_master
+from shardwise.checkpoint.name_matching import WantedTensor
 from shardwise.checkpoint.read_plan import Wanted
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import (
@@ -34,12 +33,13 @@ from shardwise.checkpoint.rewrite_view import (
 )
 from shardwise.checkpoint.sharing import merge_ties
 from shardwise.checkpoint.states import State
+from shardwise.checkpoint.stored_names import model_name_of_master
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.transfers import cast_through
 from shardwise.checkpoint.twins import compare_in_turns
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.dtypes import torch_dtype
+from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.state_names import is_state_name, split_state_name, state_name
@@ -263,7 +263,7 @@ def locate(
     channel: Channel,
     view: RewriteView,
     wanted: Sequence[Piece],
-    source: Mapping[Kind, str],
+    source: Mapping[WantedTensor, str],
     tensors: Mapping[Piece, torch.Tensor],
 ) -> Located:
     """Find the stored pieces of what this rank wants, and learn what the others want. All ranks call it together.
@@ -274,7 +274,7 @@ def locate(
     rooms: list[torch.Tensor] = []
     late: list[Late] = []
     for piece in wanted:
-        for target in view.read_targets(piece, tensors[piece], source[Kind.of(piece)]):
+        for target in view.read_targets(piece, tensors[piece], source[WantedTensor.of(piece)]):
             room, cast = _room_for(target.view, target.dtypes)
             own.append(target.source)
             rooms.append(room)

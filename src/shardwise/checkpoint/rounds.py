@@ -11,21 +11,21 @@ import xxhash
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of
-from shardwise.checkpoint.read_plan import ReadPlan, Span, Wanted, exact_ranges
+from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan, Wanted, exact_ranges
 from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
 from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.stores import Reader, Store
 from shardwise.checkpoint.transfers import is_plain, plain_bytes
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.dtypes import torch_dtype
+from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.parts import copy_moves, parts_of
 from shardwise.space import Piece, Run, moves
 from shardwise.space.moves import runs_of
 
-__all__ = ["Traffic", "read_exactly", "read_in_rounds"]
+__all__ = ["ReadTraffic", "read_exactly", "read_in_rounds"]
 
 ONE_ROUND_BYTES = 16 << 20
 """Where no rank reads more, everything is read and agreed upon before anything is written."""
@@ -47,7 +47,7 @@ OWN_BATCHES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class ReadTraffic:
     """What a rank has read, and how it got what others have read."""
 
     read_bytes: int
@@ -68,7 +68,7 @@ def read_in_rounds(
     *,
     verify: bool,
     twice: bool,
-) -> Traffic:
+) -> ReadTraffic:
     """Fill this rank's wanted `tensors`.
 
     In each round every rank reads a batch, all agree that theirs is good, and only then it is used. With `twice` all
@@ -92,17 +92,17 @@ def read_in_rounds(
                 _read_for_itself(channel, reader, batches, None if dry else handover, is_late=not dry)
     finally:
         reader.close()
-    return Traffic(read_bytes=reader.read_bytes, received_bytes=handover.received_bytes, in_place=buffers.in_place)
+    return ReadTraffic(read_bytes=reader.read_bytes, received_bytes=handover.received_bytes, in_place=buffers.in_place)
 
 
-_OwnBatch = tuple[list[Span], torch.Tensor | None]
+_OwnBatch = tuple[list[BlockSpan], torch.Tensor | None]
 """Spans that are read together, and for a single one maybe the memory of the target that takes its bytes."""
 
 
 class _Rounds:
     """What this rank reads when: as many rounds on every rank, though some of them are empty."""
 
-    handed: list[list[Span]]
+    handed: list[list[BlockSpan]]
     """Batches that all ranks read in step, because others need something of them."""
     own: list[list[_OwnBatch]]
     """Then batches that nobody else needs, in groups between which ranks wait for each other."""
@@ -117,10 +117,10 @@ class _Rounds:
         block_bytes: int,
         handover: "_Handover",
     ) -> None:
-        def cut(spans: Sequence[Span], max_bytes: int) -> list[list[Span]]:
+        def cut(spans: Sequence[BlockSpan], max_bytes: int) -> list[list[BlockSpan]]:
             return batches_of(spans, stored, block_bytes=block_bytes, max_bytes=max_bytes)
 
-        def largest(batches: Sequence[Sequence[Span]]) -> int:
+        def largest(batches: Sequence[Sequence[BlockSpan]]) -> int:
             return max((buffer_bytes(batch, stored, block_bytes=block_bytes) for batch in batches), default=0)
 
         at_once = cut(plan.reads, ONE_ROUND_BYTES_ALONE if channel.size == 1 else ONE_ROUND_BYTES)
@@ -211,14 +211,14 @@ class _Buffers:
 
 
 def _agreed(
-    channel: Channel, reader: BatchReader, batch: Sequence[Span], buffer: torch.Tensor, *, is_late: bool
-) -> tuple[dict[Span, torch.Tensor], list[list[Span]]]:
+    channel: Channel, reader: BatchReader, batch: Sequence[BlockSpan], buffer: torch.Tensor, *, is_late: bool
+) -> tuple[dict[BlockSpan, torch.Tensor], list[list[BlockSpan]]]:
     """What this rank has read, and which spans each rank has; raises the same error on all ranks if one could not."""
     with agreed(channel, purpose="verdict on blocks that were read") as agreement, _naming_damage(is_late=is_late):
         read = reader.read(batch, buffer)
         spans = [(each.ordinal, each.first_block, each.last_block) for each in batch]
         agreement.value = json.dumps(spans, separators=(",", ":")).encode()
-    return read, [[Span(*each) for each in json.loads(answer)] for answer in agreement.values]
+    return read, [[BlockSpan(*each) for each in json.loads(answer)] for answer in agreement.values]
 
 
 @contextmanager
@@ -251,9 +251,9 @@ class _Handover:
         self._stored = stored
         self._plan = plan
         self._tensors = tensors
-        self._read: Mapping[Span, torch.Tensor] = {}
+        self._read: Mapping[BlockSpan, torch.Tensor] = {}
         """What this rank has read in the round."""
-        self._mover: Mover[Span, int] = Mover(
+        self._mover: Mover[BlockSpan, int] = Mover(
             channel,
             take=lambda span, moves: parts_of(self._read[span], moves),
             room=tensors.__getitem__,
@@ -268,8 +268,8 @@ class _Handover:
 
     def use(
         self,
-        read: Mapping[Span, torch.Tensor],
-        by_rank: Sequence[Sequence[Span]],
+        read: Mapping[BlockSpan, torch.Tensor],
+        by_rank: Sequence[Sequence[BlockSpan]],
         buffers: Sequence[torch.Tensor] | None,
     ) -> None:
         """Carry out a round: `read` is what this rank has, `by_rank` the spans that each has in its buffer."""
@@ -285,13 +285,13 @@ class _Handover:
             rank = (own + shift) % self._channel.size
             self.take(elements_of(by_rank[rank], buffers[rank], self._stored, block_bytes=self._block_bytes))
 
-    def take(self, read: Mapping[Span, torch.Tensor]) -> None:
+    def take(self, read: Mapping[BlockSpan, torch.Tensor]) -> None:
         """Take what this rank needs out of spans, whoever has read them."""
         for span, elements in read.items():
             for index, parts in self._plan.transfers(span, self._channel.rank):
                 copy_moves(parts, elements, self._tensors[index])
 
-    def memory_of(self, span: Span) -> torch.Tensor | None:
+    def memory_of(self, span: BlockSpan) -> torch.Tensor | None:
         """The bytes of a tensor that are just the bytes of a span, where this rank needs them once and as they are."""
         transfers = self._plan.transfers(span, self._channel.rank)
         if len(transfers) != 1:
@@ -305,11 +305,11 @@ class _Handover:
         memory = plain_bytes(tensor, target.start, target.stop)
         return memory if whole and memory.numel() == self._num_bytes(span) else None
 
-    def _num_bytes(self, span: Span) -> int:
+    def _num_bytes(self, span: BlockSpan) -> int:
         stored = self._stored[span.ordinal]
         return min(span.last_block * self._block_bytes, stored.num_bytes) - span.first_block * self._block_bytes
 
-    def _deliveries(self, by_rank: Sequence[Sequence[Span]]) -> Iterator[Delivery[Span, int]]:
+    def _deliveries(self, by_rank: Sequence[Sequence[BlockSpan]]) -> Iterator[Delivery[BlockSpan, int]]:
         """What others need of this rank's spans, and what it needs of theirs."""
         own = self._channel.rank
         for giver, spans in enumerate(by_rank):
@@ -327,7 +327,7 @@ def read_exactly(
     stored: Sequence[StoredPiece],
     wanted: Sequence[Wanted],
     tensors: Sequence[torch.Tensor],
-) -> Traffic:
+) -> ReadTraffic:
     """Fill this rank's wanted `tensors` from just the byte ranges that it needs, unverified.
 
     Raises the same CheckpointError on all ranks.
@@ -353,7 +353,7 @@ def read_exactly(
         finally:
             for reader in readers.values():
                 reader.close()
-    return Traffic(read_bytes=read_bytes, received_bytes=0, in_place=False)
+    return ReadTraffic(read_bytes=read_bytes, received_bytes=0, in_place=False)
 
 
 def _read_run(reader: Reader, start: int, dtype: torch.dtype, tensor: torch.Tensor, piece: Piece, target: Run) -> None:

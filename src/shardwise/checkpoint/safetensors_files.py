@@ -14,7 +14,7 @@ from shardwise.checkpoint.contents import MAX_INDEX, can_exist
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 
-__all__ = ["Entry", "dtype_of", "header", "read_header", "stored_as", "unique_keys"]
+__all__ = ["TensorEntry", "dtype_of", "header", "read_header", "stored_as", "unique_keys"]
 
 ALIGNMENT_BYTES = 64
 """The data starts at a multiple of this: as far as any reader that maps files into memory asks for."""
@@ -55,7 +55,7 @@ Read = Callable[[int, int], bytes]
 """Reads (first byte, number of bytes) of a file; gives fewer bytes, or raises EOFError, where the file ends before."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of a file."""
 
     code: str
@@ -142,7 +142,7 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mappin
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, [data + start for start in starts]
 
 
-def read_header(read: Read, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(read: Read, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors of a file of `size` bytes, in the order in which they lie there, and its metadata.
 
     Raises `CheckpointError`, with all findings, for everything that safetensors would not read either.
@@ -205,7 +205,7 @@ def _refused(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _entry(field: Any) -> Entry | str:
+def _entry(field: Any) -> TensorEntry | str:
     """A tensor, its bytes counted from the start of the data, or what is wrong with it."""
     if not isinstance(field, dict) or not {"dtype", "shape", "data_offsets"} <= field.keys():
         return "it has no dtype, shape and data_offsets"
@@ -224,7 +224,7 @@ def _entry(field: Any) -> Entry | str:
         if not shape or shape[-1] % 2:
             return f"shape {_shown(shape)} of F4 does not end with an even number, as torch needs it for its pairs"
         shape[-1] //= 2
-    return Entry(code, tuple(shape), start, stop)
+    return TensorEntry(code, tuple(shape), start, stop)
 
 
 def _shown(value: object) -> str:
@@ -248,7 +248,7 @@ def _num_elements(shape: Sequence[int], limit: int) -> int:
     return product
 
 
-def _laid_out(entries: list[tuple[str, Entry]], data: int, size: int) -> dict[str, Entry]:
+def _laid_out(entries: list[tuple[str, TensorEntry]], data: int, size: int) -> dict[str, TensorEntry]:
     """The entries in the order of their bytes, counted from the start of the file, once these fill it exactly."""
     entries.sort(key=lambda each: each[1][2:])
     problems = []

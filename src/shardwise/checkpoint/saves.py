@@ -20,7 +20,7 @@ from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign import format_of, no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
-from shardwise.checkpoint.names import printable
+from shardwise.checkpoint.stored_names import printable
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, few_of
 

@@ -15,24 +15,24 @@ from typing import Any, get_args
 import torch
 
 from shardwise.checkpoint.addresses import Address, store_of
-from shardwise.checkpoint.arguments import wrong_rewrite
 from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard, storing
 from shardwise.checkpoint.contents import BLOCK_BYTES
 from shardwise.checkpoint.extra_values import packed
+from shardwise.checkpoint.file_writing import FileFilling, Sink
 from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, hold
 from shardwise.checkpoint.renamed_settings import renamed_settings
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.sharing import merge_ties
+from shardwise.checkpoint.state_arguments import wrong_rewrite
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.streaming import stream_whole
 from shardwise.checkpoint.transfers import row_major_bytes
-from shardwise.checkpoint.writing import Filling, Sink
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.default import channel_of, given_or_default
-from shardwise.comm.dtypes import torch_dtype
+from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, PlanError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
 from shardwise.plan import Plan
@@ -40,7 +40,7 @@ from shardwise.plan.merged_settings import merge_settings
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
-__all__ = ["Arguments", "Memory", "Prepared", "prepare", "save", "write_pieces"]
+__all__ = ["Arguments", "Prepared", "SaveMemory", "prepare", "save", "write_pieces"]
 
 VISIBLE_SECONDS = 30.0
 """After so long every network file system shows what another host has written, unless it is told otherwise."""
@@ -177,7 +177,7 @@ def _write_file(channel: Channel, prepared: Prepared) -> Written:
     try:
         if file.pieces:
             with storing(store, name, "written"), store.write(name, num_bytes=file.num_bytes) as writer:
-                filling = Filling(file, writer, block_bytes=prepared.description.block_bytes)
+                filling = FileFilling(file, writer, block_bytes=prepared.description.block_bytes)
                 if others_wait:
                     others_wait = False
                     stream_whole(channel, arrangement, prepared.held, filling)
@@ -213,7 +213,7 @@ class _Again:
         return True
 
 
-class Memory:
+class SaveMemory:
     """What the last save found out, and holds for the next one of a state that is cut alike."""
 
     def __init__(self) -> None:
@@ -243,10 +243,10 @@ class Memory:
 
 
 def prepare(
-    channel: Channel, path: Address, state: State, arguments: Arguments, memory: Memory | None = None
+    channel: Channel, path: Address, state: State, arguments: Arguments, memory: SaveMemory | None = None
 ) -> Prepared:
     """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse."""
-    memory = memory if memory is not None else Memory()
+    memory = memory if memory is not None else SaveMemory()
     with memory.gathering.agreed(channel) as gathered:
         arguments = arguments.checked()
         store = store_of(path)

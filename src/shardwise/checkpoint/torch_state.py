@@ -10,12 +10,12 @@ from torch import nn
 
 from shardwise.checkpoint.held import place_of
 from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
-from shardwise.comm.dtypes import dtype_name
+from shardwise.comm.torch_dtypes import dtype_name
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.model_settings import origin_of, settings_of_model
 from shardwise.plan.optimizer_entries import (
-    Entry,
     LiveParameter,
+    OptimizerEntry,
     has_updated,
     names_without_elements,
     plan_optimizers,
@@ -240,7 +240,7 @@ class _Trained:
             dtype = dtype_name(parameter.dtype)
             yield LiveParameter(name=name, shape=tuple(parameter.shape), dtype=dtype, has_state=has_state)
 
-    def room_for(self, name: str, entry: Entry) -> torch.Tensor:
+    def room_for(self, name: str, entry: OptimizerEntry) -> torch.Tensor:
         """The live tensor where it can take the entry, else a fresh one, cut like the parameter."""
         parameter, group = self.parameters[name]
         dtype, shape = _torch_dtype(entry.whole.dtype), entry.whole.global_shape

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.matching import apart
+from shardwise.checkpoint.name_matching import apart
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.sharing import gather_findings

@@ -8,7 +8,7 @@ from shardwise.checkpoint.blocks import num_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.foreign import recognise
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.read_plan import Span
+from shardwise.checkpoint.read_plan import BlockSpan
 from shardwise.checkpoint.reading import BatchReader, batches_of, check_file
 from shardwise.checkpoint.saves import folder_of, list_saves, load_contents, metadata_files, select, strays
 from shardwise.checkpoint.sources import read_contents, was_removed, with_contents
@@ -147,7 +147,7 @@ def _damage(store: Store, contents: Contents, stored: list[StoredPiece]) -> Iter
     """Batch by batch: damage that was found, and the bytes that were read."""
     size = contents.block_bytes
     stored = sorted(stored, key=lambda piece: (piece.file, piece.start))
-    spans = [Span(ordinal, 0, num_blocks(piece.num_bytes, size)) for ordinal, piece in enumerate(stored)]
+    spans = [BlockSpan(ordinal, 0, num_blocks(piece.num_bytes, size)) for ordinal, piece in enumerate(stored)]
     reader = BatchReader(store, contents, stored, verify=True)
     try:
         for batch in batches_of(spans, stored, block_bytes=size, max_bytes=_BATCH_BYTES):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from shardwise.checkpoint.buffers import Buffer
+from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
 from shardwise.checkpoint.read_targets import ReadTarget, joined
@@ -15,7 +15,7 @@ from shardwise.checkpoint.reading import BatchReader, batches_of
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.strided_copies import copy_strided
 from shardwise.checkpoint.transfers import cast_through
-from shardwise.comm.dtypes import torch_dtype
+from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.parts import part_of
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
@@ -103,7 +103,12 @@ class PieceReader:
     """
 
     def __init__(
-        self, store: Store, contents: Contents, targets_of: TargetsOf | None = None, *, batch: Buffer | None = None
+        self,
+        store: Store,
+        contents: Contents,
+        targets_of: TargetsOf | None = None,
+        *,
+        batch: GrowingBuffer | None = None,
     ) -> None:
         """targets_of: what stored pieces make up a piece, where a rewrite is between; None: pieces of stored tensors.
 
@@ -115,8 +120,8 @@ class PieceReader:
         """Bytes of data files read so far."""
         self._store = store
         self._targets_of = targets_of
-        self._buffer = Buffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
-        self._batch = batch or Buffer(BATCH_BYTES)
+        self._buffer = GrowingBuffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
+        self._batch = batch or GrowingBuffer(BATCH_BYTES)
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The elements of each piece, flat, in its dtype; they hold until the next call.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.verdicts import told
+from shardwise.cli.exit_verdicts import told
 
 if TYPE_CHECKING:
     from shardwise.plan.schedules import Schedule

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.verdicts import launched, place_here, told
+from shardwise.cli.exit_verdicts import launched, place_here, told
 from shardwise.errors import in_words
-from shardwise.train.stopping import Stopped, StopSignals
+from shardwise.train.stop_signals import Stopped, StopSignals
 
 if TYPE_CHECKING:
     from shardwise.train import RunConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.verdicts import FAILED, launched, place_here, told
+from shardwise.cli.exit_verdicts import FAILED, launched, place_here, told
 from shardwise.errors import in_words
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def verify(
 def _checked(path: Path, layout: str, overrides: tuple[str, ...], num_processes: int | None) -> "RunConfig":
     """The configuration under the layout, with everything imported that it names."""
     from shardwise.train import check_references, read_config
-    from shardwise.train.verification.layouts import layout_overrides
+    from shardwise.train.verification.layout_words import layout_overrides
 
     mesh, everything = layout_overrides(path, layout, overrides)
     config = read_config(path, overrides=everything, num_processes=num_processes or mesh.size)

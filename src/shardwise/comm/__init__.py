@@ -10,7 +10,7 @@ from shardwise.comm.channel import Channel, Work
 from shardwise.comm.default import default_channel
 from shardwise.comm.launch import launch
 from shardwise.comm.processes import processes
-from shardwise.comm.recorded import Call, Recorded
+from shardwise.comm.recorded import Recorded, RecordedCall
 from shardwise.comm.simulated import simulate
 
-__all__ = ["Call", "Channel", "Recorded", "Work", "alone", "default_channel", "launch", "processes", "simulate"]
+__all__ = ["Channel", "Recorded", "RecordedCall", "Work", "alone", "default_channel", "launch", "processes", "simulate"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.comm.calls import (
+from shardwise.comm.call_signatures import (
     all_gather_signature,
     gather,
     member_ranks,
@@ -20,7 +20,7 @@ def alone(device: torch.device | str = "cpu") -> Channel:
     return _Alone(torch.device(device))
 
 
-class _Done:
+class _FinishedWork:
     def wait(self) -> None:
         """Everything was done in the call."""
 
@@ -53,14 +53,14 @@ class _Alone:
     ) -> Work:
         signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
         gather([output], [input], signature.counts)
-        return _Done()
+        return _FinishedWork()
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
     ) -> Work:
         signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
         scatter_sum([output], [input], signature.counts)
-        return _Done()
+        return _FinishedWork()
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         message_signature(self, "send", tensor, destination, purpose=purpose)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 
-from shardwise.comm.links import Link
+from shardwise.comm.links import PeerLink
 
 _LOOK_UP_SECONDS = 0.5
 
@@ -17,7 +17,7 @@ class Flusher:
     comes in is for the calls. It takes `lock`, which calls hold, whenever it touches a link.
     """
 
-    def __init__(self, lock: AbstractContextManager[bool], links: Collection[Link]) -> None:
+    def __init__(self, lock: AbstractContextManager[bool], links: Collection[PeerLink]) -> None:
         self._lock = lock
         self._links = links
         self._work = threading.Event()

@@ -23,7 +23,7 @@ ASKS = 2
 """Flag of a chunk: the sender waits for an ANSWER, given once the message is matched or cannot be matched yet."""
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame says."""
 
     CHUNK = 1  # a part of a message: lane, number, digest, offset, total, and a slot or the bytes themselves
@@ -42,12 +42,12 @@ MAX_PAYLOAD_BYTES = 64 << 20
 """No frame announces more: chunks are cut far below, and texts name ranks and numbers."""
 
 
-WIRE = f"{zlib.crc32(repr((FORMAT.format, PLACE.format, list(Kind), IN_SLOT, IN_PLACE, ASKS)).encode()):08x}"
+WIRE = f"{zlib.crc32(repr((FORMAT.format, PLACE.format, list(FrameKind), IN_SLOT, IN_PLACE, ASKS)).encode()):08x}"
 """A digest of the formats, which change between versions: ranks talk to each other only where it is the same."""
 
 
 def frame(
-    kind: Kind,
+    kind: FrameKind,
     *,
     flags: int = 0,
     segment: int = 0,

@@ -35,7 +35,7 @@ def _die_with_launcher() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class _Rank:
+class _RankProcess:
     """One process. All but rank 0 speak into a pipe, of which the last lines are kept."""
 
     def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -77,7 +77,7 @@ class _Rank:
         self._process.send_signal(number)
 
 
-Events: TypeAlias = "queue.SimpleQueue[tuple[_Rank, int] | int]"
+Events: TypeAlias = "queue.SimpleQueue[tuple[_RankProcess, int] | int]"
 """Ranks that have ended with their return codes, and numbers of signals; a handler of signals may put them there."""
 
 
@@ -94,12 +94,12 @@ def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, 
     events: Events = queue.SimpleQueue()
     with _reserved_port() as port, _stop_signals(events):
         command = [sys.executable, *(["-m", module] if module is not None else []), *arguments]
-        ranks: list[_Rank] = []
+        ranks: list[_RankProcess] = []
         codes: dict[int, int] = {}
         stop = 0
         try:
             for rank in range(num_processes):
-                ranks.append(_Rank(rank, command, _environment(rank, num_processes, port)))
+                ranks.append(_RankProcess(rank, command, _environment(rank, num_processes, port)))
                 ranks[-1].report_end(events)
             stop = _collect(events, codes, num_processes, until_failure=True)
             if stop:
@@ -153,7 +153,7 @@ def _collect(
 
 def _pass_on(
     number: int,
-    ranks: Sequence[_Rank],
+    ranks: Sequence[_RankProcess],
     events: Events,
     codes: dict[int, int],
     *,
@@ -168,7 +168,7 @@ def _pass_on(
             _collect(events, codes, len(ranks), patience_seconds=patience_seconds)
 
 
-def _verdict(ranks: Sequence[_Rank], codes: dict[int, int]) -> int:
+def _verdict(ranks: Sequence[_RankProcess], codes: dict[int, int]) -> int:
     """The exit code of the whole, with a word on stderr about the rank that caused a failure."""
     failures = [rank for rank, code in codes.items() if code]  # in the order in which they ended
     if not failures:

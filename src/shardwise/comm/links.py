@@ -13,19 +13,19 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from shardwise.comm.frames import FORMAT, HEADER_BYTES, MAX_PAYLOAD_BYTES, Header, Kind, frame
-from shardwise.comm.shared_memory import Segment, map_segment
-from shardwise.comm.verdicts import Status, Verdict
+from shardwise.comm.channel_verdicts import ChannelVerdict, Status
+from shardwise.comm.frames import FORMAT, HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameKind, Header, frame
+from shardwise.comm.shared_memory import SharedSegment, map_segment
 
 READ_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 8
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 _MAX_BUFFERS = 32
-_KINDS = frozenset(map(int, Kind))
+_KINDS = frozenset(map(int, FrameKind))
 _LINGER_LOOK_UP_SECONDS = 0.01
 
 Payload = bytes | memoryview
-Taker = Callable[["Link", Header, Payload], None]
+Taker = Callable[["PeerLink", Header, Payload], None]
 
 
 class _Outgoing:
@@ -43,7 +43,7 @@ class _Outgoing:
         self.begun = False
 
 
-class Link:
+class PeerLink:
     """The connection to world rank `rank`; `local` when descriptors can pass and memory is shared."""
 
     def __init__(self, connection: socket.socket, *, rank: int, local: bool) -> None:
@@ -106,14 +106,14 @@ class Link:
         if digest in self._told:
             return False
         self._told.add(digest)
-        self.put(frame(Kind.SIGNATURE, digest=digest, payload=text.encode()))
+        self.put(frame(FrameKind.SIGNATURE, digest=digest, payload=text.encode()))
         return True
 
-    def tell_segment(self, segment: Segment) -> None:
+    def tell_segment(self, segment: SharedSegment) -> None:
         """Queue the descriptor of a segment before its first use."""
         if segment.number not in self._announced:
             self._announced.add(segment.number)
-            announcement = frame(Kind.SEGMENT, segment=segment.number, total=segment.num_bytes)
+            announcement = frame(FrameKind.SEGMENT, segment=segment.number, total=segment.num_bytes)
             # The queue gets a descriptor of its own: the segment may be gone before there is room in the socket.
             self.put(announcement, descriptor=os.dup(segment.descriptor))
 
@@ -121,7 +121,7 @@ class Link:
         """Queue the end of a segment of ours."""
         if number in self._announced:
             self._announced.remove(number)
-            self.put(frame(Kind.RELEASE, segment=number))
+            self.put(frame(FrameKind.RELEASE, segment=number))
 
     def flush(self) -> None:
         """Write as much of the queue as the socket takes now."""
@@ -291,7 +291,7 @@ class Link:
         self._mapped.clear()
 
 
-def flush_until(deadline: float, links: Collection[Link]) -> None:
+def flush_until(deadline: float, links: Collection[PeerLink]) -> None:
     """Write until every queue is empty or the deadline has passed."""
     while True:
         poll = select.poll()
@@ -307,7 +307,7 @@ def flush_until(deadline: float, links: Collection[Link]) -> None:
         poll.poll(left * 1000)
 
 
-def stuck(awaited: int, links: Mapping[int, Link], *, own_rank: int, timeout_seconds: float) -> Verdict:
+def stuck(awaited: int, links: Mapping[int, PeerLink], *, own_rank: int, timeout_seconds: float) -> ChannelVerdict:
     """The verdict on the rank at the end of the chain of waiting ranks that begins with `awaited`."""
     culprit = awaited
     chain = []
@@ -320,10 +320,10 @@ def stuck(awaited: int, links: Mapping[int, Link], *, own_rank: int, timeout_sec
         chain.append(f"rank {culprit} waits for rank {following[0]} in {status.operation} for {status.purpose!r}")
         culprit = following[0]
     seen = "; ".join([_last_seen(links[culprit]), *chain])
-    return Verdict(fact=f"rank {culprit} made no progress for {timeout_seconds:g} s ({seen})", culprit=culprit)
+    return ChannelVerdict(fact=f"rank {culprit} made no progress for {timeout_seconds:g} s ({seen})", culprit=culprit)
 
 
-def _last_seen(link: Link) -> str:
+def _last_seen(link: PeerLink) -> str:
     if link.status is not None:
         awaited = ", ".join(map(str, link.status.awaited))
         return f"it waits for rank {awaited} in {link.status.operation} for {link.status.purpose!r}"

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.calls import Signature
-from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, Kind, frame
-from shardwise.comm.links import Link, Payload
+from shardwise.comm.call_signatures import Signature
+from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, FrameKind, frame
+from shardwise.comm.links import Payload, PeerLink
 from shardwise.comm.shared_memory import SLOT_BYTES, SlotPool
 
 INLINE_BYTES = 16 << 10
@@ -47,12 +47,12 @@ class Stamp:
         return cls(signature=signature, digest=digest, text=str(signature))
 
 
-class Chunk:
+class MessageChunk:
     """A part of a message that has arrived; `consumed` lets the sender use its place again."""
 
     __slots__ = ("_acknowledgement", "_link", "content", "offset")
 
-    def __init__(self, link: Link, offset: int, content: torch.Tensor | Payload, acknowledgement: bytes) -> None:
+    def __init__(self, link: PeerLink, offset: int, content: torch.Tensor | Payload, acknowledgement: bytes) -> None:
         self.offset = offset
         self.content = content
         self._link = link
@@ -99,9 +99,9 @@ class Inbound:
         self.asked = False
         self.has_arrived = False
         self.is_refused = False
-        self.chunks: collections.deque[Chunk] = collections.deque()
+        self.chunks: collections.deque[MessageChunk] = collections.deque()
 
-    def take(self) -> Chunk:
+    def take(self) -> MessageChunk:
         """The next chunk; the caller consumes it."""
         chunk = self.chunks.popleft()
         self.num_received += len(chunk.content)
@@ -124,7 +124,7 @@ class Outbound:
     def __init__(
         self,
         source: torch.Tensor,
-        targets: list[tuple[Link, int]],
+        targets: list[tuple[PeerLink, int]],
         *,
         lane: int,
         stamp: Stamp,
@@ -199,7 +199,7 @@ class Outbound:
 
     def _header(self, number: int, *, flags: int = 0, segment: int = 0, slot: int = 0, length: int = 0) -> bytes:
         return frame(
-            Kind.CHUNK,
+            FrameKind.CHUNK,
             flags=flags | (0 if self._begun else self._flags),
             segment=segment,
             slot=slot,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.alone import alone
-from shardwise.comm.calls import (
+from shardwise.comm.call_signatures import (
     Signature,
     all_gather_signature,
     member_ranks,

@@ -10,7 +10,7 @@ from multiprocessing.util import Finalize
 import torch
 
 from shardwise.comm.alone import alone
-from shardwise.comm.calls import (
+from shardwise.comm.call_signatures import (
     Signature,
     all_gather_signature,
     member_ranks,
@@ -18,12 +18,12 @@ from shardwise.comm.calls import (
     reduce_scatter_signature,
 )
 from shardwise.comm.channel import Channel, Work
+from shardwise.comm.channel_verdicts import ChannelVerdict
 from shardwise.comm.messages import Inbound, Outbound, as_bytes
 from shardwise.comm.nccl import NcclChannel
 from shardwise.comm.rendezvous import connect, meet
 from shardwise.comm.switchboard import Switchboard
-from shardwise.comm.transfers import Collecting, Filling, Summing
-from shardwise.comm.verdicts import Verdict
+from shardwise.comm.transfers_in_flight import Collecting, MessageFilling, Summing
 from shardwise.errors import in_words
 
 
@@ -167,7 +167,7 @@ class ProcessChannel:
             own = parts[self.rank]
             if own.data_ptr() != input.data_ptr():
                 own.copy_(input.detach())
-            return self._board.start(signature, self._to_peers(as_bytes(input), signature), Filling(places))
+            return self._board.start(signature, self._to_peers(as_bytes(input), signature), MessageFilling(places))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
@@ -209,12 +209,12 @@ class ProcessChannel:
         with self._board.lock:
             self._board.check(signature)
             inbound = self._board.expect(self.members[source], self._messages, signature)
-            return self._board.start(signature, [], Filling([(inbound, as_bytes(tensor))]))
+            return self._board.start(signature, [], MessageFilling([(inbound, as_bytes(tensor))]))
 
     def abort(self, reason: str) -> None:
         """See `Channel.abort`."""
         rank = self._board.rank
-        self._board.fail(Verdict(fact=f"rank {rank} stopped: {reason}", culprit=rank))
+        self._board.fail(ChannelVerdict(fact=f"rank {rank} stopped: {reason}", culprit=rank))
 
     def close(self) -> None:
         """See `Channel.close`. The connections belong to the first channel; those made by `over` hold nothing."""

@@ -9,7 +9,7 @@ from shardwise.comm.channel import Channel, Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class RecordedCall:
     """One call of one rank, with the bytes that this rank must send and receive at least to fulfil it."""
 
     operation: str
@@ -31,7 +31,7 @@ class Recorded:
     """A `Channel` around another one, which lists every call in `calls`; channels from `over` share the list."""
 
     def __init__(self, channel: Channel) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         """In the order of the calls; an `exchange` when it has returned."""
         self._channel = channel
         self._ranks = tuple(range(channel.size))
@@ -140,7 +140,7 @@ class Recorded:
         own_bytes = (self.size - 1) * own_part
         peers_bytes = sum(counts) * dtype.itemsize - own_part
         self.calls.append(
-            Call(
+            RecordedCall(
                 operation=operation,
                 purpose=purpose,
                 dtype=dtype,
@@ -163,7 +163,7 @@ class Recorded:
         bytes_received: int = 0,
     ) -> None:
         self.calls.append(
-            Call(
+            RecordedCall(
                 operation=operation,
                 purpose=purpose,
                 dtype=tensor.dtype,

@@ -31,7 +31,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 from shardwise.comm.frames import WIRE
 from shardwise.comm.hellos import HELLO_SECONDS, TOKEN_BYTES, accept, say_hello
 from shardwise.comm.life import is_gone, own_record
-from shardwise.comm.links import Link
+from shardwise.comm.links import PeerLink
 from shardwise.errors import MismatchError, PeerError, PlanError, in_words
 from shardwise.launchers import Announced, announced
 
@@ -45,7 +45,7 @@ START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
+class Rendezvous:
     """The processes that were started together, as one of them sees it."""
 
     rank: int
@@ -102,7 +102,7 @@ class Meeting:
         return [self.read(key, rank) for rank in range(self.size)]
 
 
-def meet(*, timeout_seconds: float, device: torch.device | None) -> Meeting:
+def meet(*, timeout_seconds: float, device: torch.device | None) -> Rendezvous:
     """Join the default process group, or the processes that the environment announces.
 
     Raises `PlanError` when there is neither, or when the device asked for needs another backend.
@@ -132,7 +132,7 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Meeting:
     number = store.add(f"shardwise/{rank}", 1)
     processes = PrefixStore("shardwise/process", store)
     processes.set(str(rank), own_record())
-    return Meeting(
+    return Rendezvous(
         rank=rank,
         size=size,
         device=_device(device),
@@ -202,7 +202,7 @@ def _store_host(store: Store) -> str | None:
     return store.host if isinstance(store, TCPStore) else None
 
 
-def connect(meeting: Meeting, *, shared_memory: bool) -> dict[int, Link]:
+def connect(meeting: Rendezvous, *, shared_memory: bool) -> dict[int, PeerLink]:
     """One link to every other rank, by world rank; raises `PeerError` when one cannot be had."""
     if meeting.rank == 0:
         meeting.publish("token", secrets.token_hex(TOKEN_BYTES // 2))
@@ -214,7 +214,7 @@ def connect(meeting: Meeting, *, shared_memory: bool) -> dict[int, Link]:
         meeting.publish("host", _record("" if unix is None else _host_identity()))
         hosts = _hosts(meeting.read_all("host"), meeting.rank)
         local = {rank for rank, host in enumerate(hosts) if host and host == hosts[meeting.rank]} - {meeting.rank}
-        links: dict[int, Link] = {}
+        links: dict[int, PeerLink] = {}
         failure = ""
         if local:
             assert unix is not None
@@ -268,7 +268,7 @@ def _hosts(records: Sequence[str], own_rank: int) -> list[str]:
     return list(hosts)
 
 
-def _connect_through_tcp(meeting: Meeting, token: bytes, ranks: set[int]) -> dict[int, Link]:
+def _connect_through_tcp(meeting: Rendezvous, token: bytes, ranks: set[int]) -> dict[int, PeerLink]:
     with contextlib.ExitStack() as open_listeners:
         listeners = _listen_on_tcp(_own_addresses(meeting.store_host))
         for listener in listeners:
@@ -283,12 +283,12 @@ def _connect_through_tcp(meeting: Meeting, token: bytes, ranks: set[int]) -> dic
 
 
 def _connect_pairs(
-    meeting: Meeting,
+    meeting: Rendezvous,
     token: bytes,
     ranks: set[int],
     listeners: Sequence[socket.socket],
     connect_to: Callable[[int, float], socket.socket],
-) -> dict[int, Link]:
+) -> dict[int, PeerLink]:
     local = listeners[0].family == socket.AF_UNIX
     deadline = time.monotonic() + meeting.patience_seconds
     connections: dict[int, socket.socket] = {}
@@ -307,7 +307,7 @@ def _connect_pairs(
         for connection in connections.values():
             connection.close()
         raise
-    return {rank: Link(connection, rank=rank, local=local) for rank, connection in connections.items()}
+    return {rank: PeerLink(connection, rank=rank, local=local) for rank, connection in connections.items()}
 
 
 def _left(deadline: float) -> float:
@@ -411,7 +411,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _tcp_connector(meeting: Meeting, token: bytes) -> Callable[[int, float], socket.socket]:
+def _tcp_connector(meeting: Rendezvous, token: bytes) -> Callable[[int, float], socket.socket]:
     def connect_to(rank: int, deadline: float) -> socket.socket:
         addresses, port = json.loads(meeting.read("address", rank))
         problems = []

@@ -32,12 +32,12 @@ def map_segment(descriptor: int, num_bytes: int) -> torch.Tensor:
         os.close(descriptor)
 
 
-class Slot:
+class ChunkSlot:
     """A place for one chunk; `readers` counts those who have not consumed it yet."""
 
     __slots__ = ("index", "memory", "outbound", "readers", "segment")
 
-    def __init__(self, segment: "Segment", index: int, memory: torch.Tensor) -> None:
+    def __init__(self, segment: "SharedSegment", index: int, memory: torch.Tensor) -> None:
         self.segment = segment
         self.index = index
         self.memory = memory
@@ -45,7 +45,7 @@ class Slot:
         self.outbound: object = None
 
 
-class Segment:
+class SharedSegment:
     """One stretch of anonymous shared memory that this rank writes and its peers read."""
 
     def __init__(self, number: int, num_bytes: int) -> None:
@@ -53,13 +53,13 @@ class Segment:
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create(f"shardwise-{number}")
         os.ftruncate(self.descriptor, num_bytes)
-        self.slots: list[Slot] = []
+        self.slots: list[ChunkSlot] = []
         self.num_used = 0
 
     def cut(self) -> None:
         """Make slots of it."""
         memory = map_segment(os.dup(self.descriptor), self.num_bytes)
-        self.slots = [Slot(self, index, part) for index, part in enumerate(memory.split(SLOT_BYTES))]
+        self.slots = [ChunkSlot(self, index, part) for index, part in enumerate(memory.split(SLOT_BYTES))]
 
     def close(self) -> None:
         """Give the memory back; it lives on until its readers have unmapped it too."""
@@ -71,7 +71,7 @@ class Segment:
 class Lent:
     """A segment that is the memory of tensors, for as long as one of them lives."""
 
-    segment: Segment
+    segment: SharedSegment
     start: int
     """The address of its first byte here."""
     mapping: "weakref.ref[mmap.mmap]"
@@ -81,8 +81,8 @@ class SlotPool:
     """The slots that this rank may write. The most recently used free slot is taken first: it is still in the cache."""
 
     def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
-        self._free: list[Slot] = []
+        self._segments: dict[int, SharedSegment] = {}
+        self._free: list[ChunkSlot] = []
         self._lent: dict[int, Lent] = {}
         self._next_number = 0
 
@@ -91,7 +91,7 @@ class SlotPool:
         """Slots that exist, free or not."""
         return sum(len(segment.slots) for segment in self._segments.values())
 
-    def take(self, *, grow: int) -> Slot | None:
+    def take(self, *, grow: int) -> ChunkSlot | None:
         """A free slot, or with `grow` > 0 one of a new segment of that many slots, else None."""
         if not self._free:
             if self._segments and not grow:
@@ -103,13 +103,13 @@ class SlotPool:
 
     def lend(self, num_bytes: int) -> torch.Tensor:
         """Zeroed bytes that the peers can read where they lie; given back when no tensor views them any more."""
-        segment = Segment(self._number(), num_bytes)
+        segment = SharedSegment(self._number(), num_bytes)
         mapping = mmap.mmap(segment.descriptor, num_bytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self._lent[segment.number] = Lent(segment=segment, start=memory.data_ptr(), mapping=weakref.ref(mapping))
         return memory
 
-    def locate(self, source: torch.Tensor) -> tuple[Segment, int] | None:
+    def locate(self, source: torch.Tensor) -> tuple[SharedSegment, int] | None:
         """The lent segment in which flat bytes lie, and where in it they begin."""
         address = source.data_ptr()
         for lent in self._lent.values():
@@ -118,7 +118,7 @@ class SlotPool:
         return None
 
     def _add_segment(self, num_slots: int) -> None:
-        segment = Segment(self._number(), num_slots * SLOT_BYTES)
+        segment = SharedSegment(self._number(), num_slots * SLOT_BYTES)
         segment.cut()
         self._segments[segment.number] = segment
         self._free.extend(reversed(segment.slots))
@@ -130,11 +130,11 @@ class SlotPool:
         self._next_number = (number + 1) & 0xFFFF
         return number
 
-    def find(self, segment: int, index: int) -> Slot:
+    def find(self, segment: int, index: int) -> ChunkSlot:
         """The slot that a peer names."""
         return self._segments[segment].slots[index]
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: ChunkSlot) -> None:
         """Make a slot free whose readers have all consumed it."""
         slot.outbound = None
         slot.segment.num_used -= 1

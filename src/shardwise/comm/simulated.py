@@ -22,7 +22,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from shardwise.comm.calls import (
+from shardwise.comm.call_matching import Group, MatchedCalls, RankCall, named
+from shardwise.comm.call_signatures import (
     Signature,
     all_gather_signature,
     member_ranks,
@@ -30,7 +31,6 @@ from shardwise.comm.calls import (
     reduce_scatter_signature,
 )
 from shardwise.comm.channel import Channel, Work
-from shardwise.comm.matching import Call, Group, Transfer, named
 from shardwise.errors import PeerError, PlanError, ShardwiseError, in_words
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class _RandomState:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Rank:
+class _SimulatedRank:
     """What the world knows of one rank."""
 
     number: int
@@ -104,7 +104,7 @@ class _Rank:
     gate: threading.Lock = field(default_factory=threading.Lock)
     """Released by whoever hands this rank the baton."""
     last_call: Signature | None = None
-    waits_in: Transfer | None = None
+    waits_in: MatchedCalls | None = None
     has_returned: bool = False
     error: BaseException | None = None
     channels: "dict[tuple[int, ...], _SimulatedChannel]" = field(default_factory=dict)
@@ -136,13 +136,13 @@ class _World:
     """The ranks, and whose turn it is."""
 
     def __init__(self, size: int, random_state: _RandomState) -> None:
-        self.ranks = [_Rank(number=number, random_state=random_state) for number in range(size)]
+        self.ranks = [_SimulatedRank(number=number, random_state=random_state) for number in range(size)]
         self.is_abandoned = False
         """The caller has gone: its random states are no longer for the ranks to change."""
         self._holder = self.ranks[0]
         self._groups: dict[tuple[int, ...], Group] = {}
         self._stop: _Stop | None = None
-        self._failed: list[_Rank] = []
+        self._failed: list[_SimulatedRank] = []
         self._returned_early: set[int] = set()
         """Ranks that returned although nothing had stopped: whoever waits for them waits in vain."""
         self._all_ended = threading.Lock()
@@ -152,7 +152,7 @@ class _World:
 
     # Called on a rank's thread, with the baton.
 
-    def live(self, rank: _Rank, body: Callable[[Channel], None]) -> None:
+    def live(self, rank: _SimulatedRank, body: Callable[[Channel], None]) -> None:
         """The life of one rank, from its first baton to handing on its last."""
         self._take_baton(rank)
         try:
@@ -169,20 +169,20 @@ class _World:
         else:
             self._give_baton(self._next_after(rank))
 
-    def channel(self, rank: _Rank, members: tuple[int, ...]) -> "_SimulatedChannel":
+    def channel(self, rank: _SimulatedRank, members: tuple[int, ...]) -> "_SimulatedChannel":
         """The channel of `rank` among the `members`; the same object for the same members."""
         if members not in rank.channels:
             group = self._groups.setdefault(members, Group(members))
             rank.channels[members] = _SimulatedChannel(self, rank, group)
         return rank.channels[members]
 
-    def call(self, rank: _Rank, signature: Signature) -> None:
+    def call(self, rank: _SimulatedRank, signature: Signature) -> None:
         """Note what the rank does; raises `PeerError` when the world has stopped."""
         self._last_movement = time.monotonic()
         rank.last_call = signature
         self._raise_if_stopped(signature)
 
-    def wait(self, rank: _Rank, signature: Signature, transfer: Transfer) -> None:
+    def wait(self, rank: _SimulatedRank, signature: Signature, transfer: MatchedCalls) -> None:
         """Let others run until the transfer is ready, then carry it out."""
         self._last_movement = time.monotonic()
         rank.last_call = signature
@@ -204,17 +204,17 @@ class _World:
         """Let only those transfers complete whose calls were all made. The first reason counts."""
         self._stop = self._stop or _Stop(rank=rank, text=text)
 
-    def _give_baton(self, rank: _Rank) -> None:
+    def _give_baton(self, rank: _SimulatedRank) -> None:
         self._holder = rank
         self._last_movement = time.monotonic()
         rank.gate.release()
 
-    def _take_baton(self, rank: _Rank) -> None:
+    def _take_baton(self, rank: _SimulatedRank) -> None:
         rank.gate.acquire()
         if not self.is_abandoned:
             rank.random_state.restore()
 
-    def _next_after(self, rank: _Rank) -> _Rank:
+    def _next_after(self, rank: _SimulatedRank) -> _SimulatedRank:
         """The next rank that can go on; when there is none, the next one, with the world stopped for that reason."""
         following = [*self.ranks[rank.number + 1 :], *self.ranks[: rank.number + 1]]
         alive = [other for other in following if not other.has_ended]
@@ -224,11 +224,11 @@ class _World:
         self.stop(None, f"no rank can go on:\n{self._whereabouts()}")
         return alive[0]
 
-    def _can_go_on(self, rank: _Rank) -> bool:
+    def _can_go_on(self, rank: _SimulatedRank) -> bool:
         transfer = rank.waits_in
         return transfer is None or transfer.is_ready or self._stop is not None or bool(self._returned(transfer))
 
-    def _returned(self, transfer: Transfer) -> list[int]:
+    def _returned(self, transfer: MatchedCalls) -> list[int]:
         return [number for number in transfer.missing() if number in self._returned_early]
 
     def _raise_if_stopped(self, signature: Signature) -> None:
@@ -284,7 +284,7 @@ def _peer_error(text: str, rank: int | None, signature: Signature | None) -> Pee
 
 
 class _SimulatedWork:
-    def __init__(self, world: _World, rank: _Rank, signature: Signature, transfer: Transfer) -> None:
+    def __init__(self, world: _World, rank: _SimulatedRank, signature: Signature, transfer: MatchedCalls) -> None:
         self._world = world
         self._rank = rank
         self._signature = signature
@@ -298,7 +298,7 @@ class _SimulatedChannel:
     device = torch.device("cpu")
     progresses_alone = False
 
-    def __init__(self, world: _World, rank: _Rank, group: Group) -> None:
+    def __init__(self, world: _World, rank: _SimulatedRank, group: Group) -> None:
         self.rank = group.ranks.index(rank.number)
         self.size = len(group.ranks)
         self._world = world
@@ -319,7 +319,7 @@ class _SimulatedChannel:
 
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         signature = Signature(operation="exchange", purpose=purpose)
-        transfer = self._join(Call(signature=signature, value=value))
+        transfer = self._join(RankCall(signature=signature, value=value))
         self._world.wait(self._world_rank, signature, transfer)
         return list(transfer.values)
 
@@ -327,23 +327,23 @@ class _SimulatedChannel:
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
     ) -> Work:
         signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
-        return self._issue(Call(signature=signature, output=output, input=input))
+        return self._issue(RankCall(signature=signature, output=output, input=input))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
     ) -> Work:
         signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
-        return self._issue(Call(signature=signature, output=output, input=input))
+        return self._issue(RankCall(signature=signature, output=output, input=input))
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
         lane = (self._world_rank.number, self._group.ranks[destination])
-        return self._issue(Call(signature=signature, input=tensor.view(-1)), lane)
+        return self._issue(RankCall(signature=signature, input=tensor.view(-1)), lane)
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
         signature = message_signature(self, "receive", tensor, source, purpose=purpose)
         lane = (self._group.ranks[source], self._world_rank.number)
-        return self._issue(Call(signature=signature, output=tensor.view(-1)), lane)
+        return self._issue(RankCall(signature=signature, output=tensor.view(-1)), lane)
 
     def abort(self, reason: str) -> None:
         number = self._world_rank.number
@@ -352,9 +352,9 @@ class _SimulatedChannel:
     def close(self) -> None:
         """Nothing is held beyond the transfers in flight."""
 
-    def _join(self, call: Call, lane: tuple[int, ...] = ()) -> Transfer:
+    def _join(self, call: RankCall, lane: tuple[int, ...] = ()) -> MatchedCalls:
         self._world.call(self._world_rank, call.signature)
         return self._group.join(lane, self._world_rank.number, call)
 
-    def _issue(self, call: Call, lane: tuple[int, ...] = ()) -> Work:
+    def _issue(self, call: RankCall, lane: tuple[int, ...] = ()) -> Work:
         return _SimulatedWork(self._world, self._world_rank, call.signature, self._join(call, lane))

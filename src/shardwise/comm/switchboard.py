@@ -15,14 +15,14 @@ from typing import NoReturn
 
 import torch
 
-from shardwise.comm.calls import Signature
+from shardwise.comm.call_signatures import Signature
+from shardwise.comm.channel_verdicts import ChannelVerdict, Status, different, garbled, gone
 from shardwise.comm.flusher import Flusher
-from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, Header, Kind, frame
-from shardwise.comm.links import Link, Payload, flush_until, stuck
-from shardwise.comm.messages import INLINE_BYTES, Chunk, Inbound, Outbound, Stamp
+from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, FrameKind, Header, frame
+from shardwise.comm.links import Payload, PeerLink, flush_until, stuck
+from shardwise.comm.messages import INLINE_BYTES, Inbound, MessageChunk, Outbound, Stamp
 from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
-from shardwise.comm.transfers import Intake, Transfer
-from shardwise.comm.verdicts import Status, Verdict, different, garbled, gone
+from shardwise.comm.transfers_in_flight import Intake, TransferInFlight
 from shardwise.errors import CallMismatchError, PeerError, in_words
 
 _NUMBERS = 1 << 32
@@ -43,10 +43,10 @@ class Switchboard:
     every call begun after that, raises the verdict and passes it on.
     """
 
-    def __init__(self, rank: int, links: dict[int, Link], *, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, links: dict[int, PeerLink], *, timeout_seconds: float) -> None:
         self.rank = rank
         self.timeout_seconds = timeout_seconds
-        self.verdict: Verdict | None = None
+        self.verdict: ChannelVerdict | None = None
         self._links = links
         self._pool = SlotPool()
         self._poll = select.poll()
@@ -62,7 +62,7 @@ class Switchboard:
         self._credited: dict[tuple[int, int, int], Outbound] = {}
         """Messages sent as bytes or read in place whose chunks have not all been consumed."""
         self._asking: list[Inbound] = []
-        self._active: list[Transfer] = []
+        self._active: list[TransferInFlight] = []
         self._has_ended = False
         """The verdict was raised here, or this rank decided it: nothing more is sent or taken in."""
         self._raised: tuple[str, str, str] | None = None
@@ -117,9 +117,9 @@ class Switchboard:
         self._forget_if_met(inbound)
         return inbound
 
-    def start(self, signature: Signature, outbounds: Sequence[Outbound], intake: Intake | None) -> Transfer:
+    def start(self, signature: Signature, outbounds: Sequence[Outbound], intake: Intake | None) -> TransferInFlight:
         """Put a transfer under way and do what can be done at once."""
-        transfer = Transfer(signature, outbounds, intake, self.wait)
+        transfer = TransferInFlight(signature, outbounds, intake, self.wait)
         transfer.advance()
         if not transfer.is_done:
             self._active.append(transfer)
@@ -176,14 +176,14 @@ class Switchboard:
 
     # Progress.
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: TransferInFlight) -> None:
         """Move all messages until this transfer is done; raise `PeerError` or `MismatchError` when it cannot be."""
         with self.lock:
             if not transfer.is_done:
                 self._wait(transfer)
                 self._leave()
 
-    def _wait(self, transfer: Transfer) -> None:
+    def _wait(self, transfer: TransferInFlight) -> None:
         last_movement = time.monotonic()
         notice_after = min(1.0, self.timeout_seconds / 4)
         has_told = False
@@ -250,47 +250,47 @@ class Switchboard:
     def _answer_asking(self) -> None:
         """Whoever waits for one of our answers need not wait until this rank is done waiting."""
         for inbound in self._asking:
-            self._links[inbound.source].put(frame(Kind.ANSWER, lane=inbound.lane, number=inbound.number))
+            self._links[inbound.source].put(frame(FrameKind.ANSWER, lane=inbound.lane, number=inbound.number))
         self._asking.clear()
         self._flush()
 
     # What frames do.
 
-    def _take(self, link: Link, header: Header, payload: Payload) -> None:
+    def _take(self, link: PeerLink, header: Header, payload: Payload) -> None:
         try:
             self._act(link, header, payload)
         except (LookupError, TypeError, ValueError, OSError, struct.error) as error:
             # It names what was never announced, or its text is none: not what this version would send.
             link.refuse(f"a frame of kind {header[0]} that means nothing here ({in_words(error)})")
 
-    def _act(self, link: Link, header: Header, payload: Payload) -> None:
+    def _act(self, link: PeerLink, header: Header, payload: Payload) -> None:
         kind, _, segment, slot, lane, digest, _, total, number, _ = header
         if self._has_ended:
             return
-        if kind == Kind.CHUNK:
+        if kind == FrameKind.CHUNK:
             self._take_chunk(link, header, payload)
-        elif kind == Kind.CONSUMED:
+        elif kind == FrameKind.CONSUMED:
             self._take_consumed(segment, slot)
-        elif kind == Kind.CREDIT:
+        elif kind == FrameKind.CREDIT:
             self._take_credit(link.rank, lane, number)
-        elif kind == Kind.SIGNATURE:
+        elif kind == FrameKind.SIGNATURE:
             link.texts[digest] = bytes(payload).decode()
-        elif kind == Kind.ANSWER:
+        elif kind == FrameKind.ANSWER:
             self._unanswered.pop((link.rank, lane, number)).answered = True
-        elif kind == Kind.SEGMENT:
+        elif kind == FrameKind.SEGMENT:
             link.map_announced(segment, total)
-        elif kind == Kind.RELEASE:
+        elif kind == FrameKind.RELEASE:
             link.unmap(segment)
-        elif kind == Kind.STATUS:
+        elif kind == FrameKind.STATUS:
             link.status = Status.parsed(bytes(payload))
-        elif kind == Kind.FAILED:
-            verdict = Verdict.parsed(bytes(payload))
+        elif kind == FrameKind.FAILED:
+            verdict = ChannelVerdict.parsed(bytes(payload))
             link.has_failed = True
             self.verdict = self.verdict or verdict
         else:
             link.said_bye = True
 
-    def _take_chunk(self, link: Link, header: Header, payload: Payload) -> None:
+    def _take_chunk(self, link: PeerLink, header: Header, payload: Payload) -> None:
         _, flags, segment, slot, lane, digest, offset, total, number, length = header
         inbound = self._inbound(link.rank, lane, number)
         if inbound.digest is None:
@@ -306,15 +306,15 @@ class Switchboard:
         content: torch.Tensor | Payload
         if flags & IN_SLOT:
             content = link.shared(segment, slot * SLOT_BYTES, num_bytes)
-            reply = frame(Kind.CONSUMED, segment=segment, slot=slot)
+            reply = frame(FrameKind.CONSUMED, segment=segment, slot=slot)
         elif flags & IN_PLACE:
             (start,) = PLACE.unpack(payload)
             content = link.shared(segment, start, num_bytes)
-            reply = frame(Kind.CREDIT, lane=lane, number=number)
+            reply = frame(FrameKind.CREDIT, lane=lane, number=number)
         else:
             content = payload
-            reply = frame(Kind.CREDIT, lane=lane, number=number) if total > INLINE_BYTES else b""
-        inbound.chunks.append(Chunk(link, offset, content, reply))
+            reply = frame(FrameKind.CREDIT, lane=lane, number=number) if total > INLINE_BYTES else b""
+        inbound.chunks.append(MessageChunk(link, offset, content, reply))
         inbound.has_arrived = offset + num_bytes >= total
         self._forget_if_met(inbound)
         link.status = None
@@ -352,17 +352,17 @@ class Switchboard:
             self.fail(different({self.rank: inbound.expected.text, inbound.source: theirs}))
         elif inbound in self._asking:
             self._asking.remove(inbound)
-            self._links[inbound.source].put(frame(Kind.ANSWER, lane=inbound.lane, number=inbound.number))
+            self._links[inbound.source].put(frame(FrameKind.ANSWER, lane=inbound.lane, number=inbound.number))
 
     # Failures.
 
-    def fail(self, verdict: Verdict) -> None:
+    def fail(self, verdict: ChannelVerdict) -> None:
         """End the board, unless it has ended, and tell everybody."""
         self.verdict = self.verdict or verdict
         if not self._has_ended:
             self._has_ended = True
             for link in self._links.values():
-                link.put_last(frame(Kind.FAILED, payload=self.verdict.packed()))
+                link.put_last(frame(FrameKind.FAILED, payload=self.verdict.packed()))
             flush_until(time.monotonic() + _LAST_WORDS_SECONDS, self._links.values())
 
     def _raise(self, signature: Signature) -> NoReturn:
@@ -382,24 +382,24 @@ class Switchboard:
             if link.ended and not (link.said_bye or link.has_failed) and self.verdict is None:
                 self.verdict = garbled(link.rank, link.garbled) if link.garbled else gone(link.rank)
 
-    def _is_hopeless(self, transfer: Transfer) -> bool:
+    def _is_hopeless(self, transfer: TransferInFlight) -> bool:
         """Whether the transfer waits for a rank that will not go on."""
         for rank in transfer.awaited:
             link = self._links[rank]
             if link.said_bye and self.verdict is None:
-                self.verdict = Verdict(fact=f"rank {rank} has closed its channel", culprit=rank)
+                self.verdict = ChannelVerdict(fact=f"rank {rank} has closed its channel", culprit=rank)
             if link.ended or link.said_bye or link.has_failed:
                 return True
         return False
 
-    def _judge_stuck(self, transfer: Transfer) -> None:
+    def _judge_stuck(self, transfer: TransferInFlight) -> None:
         self.fail(stuck(transfer.awaited[0], self._links, own_rank=self.rank, timeout_seconds=self.timeout_seconds))
 
-    def _tell_status(self, transfer: Transfer) -> None:
+    def _tell_status(self, transfer: TransferInFlight) -> None:
         signature = transfer.signature
         status = Status(operation=signature.operation, purpose=signature.purpose, awaited=tuple(transfer.awaited))
         for link in self._links.values():
-            link.put(frame(Kind.STATUS, payload=status.packed()))
+            link.put(frame(FrameKind.STATUS, payload=status.packed()))
         self._flush()
 
     # The end.
@@ -411,12 +411,14 @@ class Switchboard:
             while not self._has_ended and self._is_leaving() and time.monotonic() < deadline:
                 self._turn(min(1.0, self.timeout_seconds))
             for link in self._links.values():
-                link.put(frame(Kind.BYE))
+                link.put(frame(FrameKind.BYE))
             deadline = time.monotonic() + _LAST_WORDS_SECONDS
             flush_until(deadline, self._links.values())
             for link in self._links.values():
                 link.linger(deadline)
-            self.verdict = self.verdict or Verdict(fact=f"rank {self.rank} has closed this channel", culprit=self.rank)
+            self.verdict = self.verdict or ChannelVerdict(
+                fact=f"rank {self.rank} has closed this channel", culprit=self.rank
+            )
             self._has_ended = True
             self._flusher.stop()
             self.drop()
@@ -428,7 +430,7 @@ class Switchboard:
         try:
             deadline = time.monotonic() + _LAST_WORDS_SECONDS
             flush_until(deadline, self._links.values())
-            self.fail(Verdict(fact=fact, culprit=self.rank))
+            self.fail(ChannelVerdict(fact=fact, culprit=self.rank))
             for link in self._links.values():
                 link.linger(deadline)
         finally:

@@ -37,19 +37,19 @@ from shardwise.engine.norm import (
     norms_of,
 )
 from shardwise.engine.optimizer_state import KnownOptimizer
+from shardwise.engine.peer_stopping import stopping_peers
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.ties import StageTies
+from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.engine.restore import EngineRestoration
-from shardwise.engine.sizes import Sizes
+from shardwise.engine.sizes import PlanSizes
 from shardwise.engine.state import placed, state_of
 from shardwise.engine.step_exchange import StepExchange, exchange_loss, exchange_step
-from shardwise.engine.stopping import stopping_peers
 from shardwise.engine.tensor.deciding import TensorDecision
 from shardwise.engine.tensor.replicated import sum_over_ranks
-from shardwise.engine.tensor.tracing import SummedGradients
+from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.weights import Weighting, check_writes, describe_batch, merge_weights, pack_weights, weigh
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.engine.zero.grad_reduce import GradReduce
@@ -78,7 +78,7 @@ class Engine:
         model_buffers: ModelBuffers,
         optimizers: tuple[KnownOptimizer, ...],
         counters: Counters,
-        sizes: Sizes,
+        sizes: PlanSizes,
         summed: SummedGradients,
         plain_calls: PlainCalls,
         tensor_decision: TensorDecision,

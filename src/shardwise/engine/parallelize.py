@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agreed, compare, digest_of_values
 from shardwise.comm.dtensors import is_dtensor
-from shardwise.comm.dtypes import torch_dtype
+from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation
@@ -24,6 +24,7 @@ from shardwise.engine.counters import Counters
 from shardwise.engine.engine import Engine
 from shardwise.engine.given_dtensors import portions_of_dtensors
 from shardwise.engine.hand_over import ModelNames
+from shardwise.engine.initial_values import ValueSource, fill, give_room
 from shardwise.engine.inventory import Inventory, describe_model, take_inventory
 from shardwise.engine.meta_init import Initialisation
 from shardwise.engine.model_buffers import ModelBuffers
@@ -33,21 +34,20 @@ from shardwise.engine.pipeline.gradient_kinds import GradientKinds
 from shardwise.engine.pipeline.placing import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_parameters import StageParameters, assign_parameters, drop_foreign, move_to
-from shardwise.engine.pipeline.ties import StageTies, chains_of
+from shardwise.engine.pipeline.stage_ties import StageTies, chains_of
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.sizes import Sizes
+from shardwise.engine.sizes import PlanSizes
 from shardwise.engine.tensor.cutting import NO_CUTS, agree_on_tensor_plan, keep_portions
 from shardwise.engine.tensor.deciding import TensorDecision
-from shardwise.engine.tensor.proof import Proof
+from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.running import TensorParallel
-from shardwise.engine.tensor.tracing import SummedGradients
+from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
-from shardwise.engine.values import ValueSource, fill, give_room
 from shardwise.engine.wrapping import unwrap
-from shardwise.engine.zero.build import Layout, install, make_params, plan_layout, units_of
 from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.install import OwnedLayout, install, make_params, plan_layout, units_of
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Placement, Plan
 from shardwise.plan.units import Units
@@ -150,7 +150,7 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Terms:
+class _AgreedTerms:
     seed: int
     placement: Placement
     units: Units
@@ -168,7 +168,7 @@ def _agree(
     seed: int,
     sample: Batch | None,
     values: ValueSource | None,
-) -> _Terms:
+) -> _AgreedTerms:
     """Compare with the other ranks, and decide with them. Raises the same error on all."""
     inventory = inspected.inventory
     compare(
@@ -200,7 +200,7 @@ def _agree(
     if values is None and inventory.waiting():
         with agreed(channel, purpose="verdict on the initialisation"):
             values = Initialisation(model, seed)
-    return _Terms(seed=seed, placement=placement, units=units, decision=decision, values=values)
+    return _AgreedTerms(seed=seed, placement=placement, units=units, decision=decision, values=values)
 
 
 def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:
@@ -215,7 +215,7 @@ def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Tensors:
+class _KeptTensors:
     """What this rank keeps of the model, and where it is."""
 
     inventory: Inventory
@@ -225,7 +225,7 @@ class _Tensors:
     owned: Inventory
     """Of those whose gradients end on its stage."""
     stages: StageParameters
-    layout: Layout
+    layout: OwnedLayout
     buffers: FlatParams
     ties: StageTies
     model_buffers: ModelBuffers
@@ -236,7 +236,7 @@ def _build(
     model: nn.Module,
     plan: Plan,
     inspected: _Inspected,
-    terms: _Terms,
+    terms: _AgreedTerms,
     loss: LossOfModel,
     loss_weight: LossWeight | None,
     channel: Channel,
@@ -319,7 +319,9 @@ def _build(
         model_buffers=tensors.model_buffers,
         optimizers=tensors.optimizers,
         counters=counters,
-        sizes=Sizes(plan, tensors.layout, owner=channels.owners.rank, ties=tensors.ties, passes=passes, runner=runner),
+        sizes=PlanSizes(
+            plan, tensors.layout, owner=channels.owners.rank, ties=tensors.ties, passes=passes, runner=runner
+        ),
         summed=summed,
         plain_calls=PlainCalls(
             model,
@@ -336,10 +338,10 @@ def _keep_own(
     model: nn.Module,
     plan: Plan,
     inspected: _Inspected,
-    terms: _Terms,
+    terms: _AgreedTerms,
     channels: EngineChannels,
     counters: Counters,
-) -> _Tensors:
+) -> _KeptTensors:
     """Leave the model with what this rank has of it, in flat buffers, and the optimizers with the owned masters."""
     device, coordinate = channels.world.device, channels.pipeline.rank
     waiting = inspected.inventory.waiting()
@@ -367,7 +369,7 @@ def _keep_own(
         mine = [name for name in waiting if name in held.parameters or name in here]
         fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
     model_buffers.settle(channels.pipeline)  # it remembers values, so all are here by now
-    return _Tensors(
+    return _KeptTensors(
         inventory=inventory,
         held=held,
         owned=owned,

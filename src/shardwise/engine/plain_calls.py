@@ -113,11 +113,11 @@ class PlainCalls:
         return found
 
 
-class _Refusal:
+class _RefusalHook:
     """A hook of ours, which stands on a module or an optimizer until it has another engine."""
 
 
-class _StepOutside(_Refusal):
+class _StepOutside(_RefusalHook):
     """Before `optimizer.step`."""
 
     def __init__(self, calls: PlainCalls) -> None:
@@ -136,7 +136,7 @@ class _StepOutside(_Refusal):
         )
 
 
-class _OptimizerParts(_Refusal):
+class _OptimizerParts(_RefusalHook):
     """Before `optimizer.state_dict` and `optimizer.load_state_dict`, where ranks own parts."""
 
     def __init__(self, kind: str) -> None:
@@ -158,7 +158,7 @@ class _OptimizerParts(_Refusal):
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts(_Refusal):
+class _Parts(_RefusalHook):
     """Before the `state_dict` of a module that holds parts, and where it is copied or pickled."""
 
     why: dict[str, str]
@@ -186,7 +186,7 @@ class _Parts(_Refusal):
 
 
 @dataclass(frozen=True, slots=True)
-class _WholeGiven(_Refusal):
+class _WholeGiven(_RefusalHook):
     """Before the `load_state_dict` of a module that holds parts.
 
     What is of another rank is left alone there, without torch's warning, whose advice (`assign=True`) would not do. Of
@@ -214,7 +214,7 @@ class _WholeGiven(_Refusal):
 
 def _take_off(hooks: MutableMapping[int, Callable[..., Any]]) -> None:
     """Remove what an engine has put there; torch wraps some hooks once more."""
-    for number in [each for each, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), _Refusal)]:
+    for number in [each for each, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), _RefusalHook)]:
         del hooks[number]
 
 

@@ -89,7 +89,7 @@ class KeyedRandom:
         draws: dict[nn.Module, bool] = {}
         for module in model.modules():
             if _may_draw(module, draws):
-                Split(module, reference, root)
+                StreamSplit(module, reference, root)
 
     def stream(self, step: int, microbatch: int) -> "Stream":
         """The stream of one microbatch, numbered over all data ranks, in one step."""
@@ -162,7 +162,7 @@ class KeyedRandom:
             return True
         if not in_backward():
             return False
-        engines = [hook.random() for hook in module._forward_pre_hooks.values() if isinstance(hook, Split)]
+        engines = [hook.random() for hook in module._forward_pre_hooks.values() if isinstance(hook, StreamSplit)]
         others = [each for each in engines if each is not None and each is not self]
         is_unclear = any(each._active is not None for each in others) and all(
             thread not in each._threads for each in others
@@ -231,7 +231,7 @@ class Stream:
         self._is_entered = False
 
 
-class Split:
+class StreamSplit:
     """The hooks of one module. A copy of them, with a copy of the module, does nothing."""
 
     def __init__(
@@ -278,7 +278,7 @@ def _nothing() -> None:
 def _take_off_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for hook in list(module._forward_pre_hooks.values()):
-            if isinstance(hook, Split) and hook.root() in (model, None):
+            if isinstance(hook, StreamSplit) and hook.root() in (model, None):
                 hook.remove()
 
 

@@ -18,15 +18,15 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.dtensors import is_dtensor
-from shardwise.comm.dtypes import torch_dtype
+from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.hand_over import HandOver
+from shardwise.engine.initial_values import Later
 from shardwise.engine.inventory import named_places
 from shardwise.engine.meta_init import with_values
 from shardwise.engine.parallelize import parallelize_with
 from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.state import whole
-from shardwise.engine.values import Later
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import reshard
 from shardwise.plan import Plan

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.dtypes import dtype_name, torch_dtype
+from shardwise.comm.torch_dtypes import dtype_name, torch_dtype
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import KnownOptimizer
-from shardwise.engine.pipeline.ties import StageTies
+from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.state import placed, state_of_model, whole
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.errors import CheckpointError
 from shardwise.plan.model_settings import origin_of
 from shardwise.plan.optimizer_entries import (
-    Entry,
     LiveParameter,
+    OptimizerEntry,
     has_updated,
     names_without_elements,
     plan_optimizers,
@@ -166,7 +166,7 @@ def _trained(
                 yield known, group, owned_of[parameter]
 
 
-def _room_for(entry: Entry, live: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
+def _room_for(entry: OptimizerEntry, live: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
     """The live tensor where it can take the entry, else a fresh one."""
     dtype = torch_dtype(entry.whole.dtype)
     shape = parameter.shape if entry.along else torch.Size(entry.whole.global_shape)

@@ -3,20 +3,20 @@
 from dataclasses import replace
 
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.ties import StageTies
-from shardwise.engine.zero.build import Layout
+from shardwise.engine.pipeline.stage_ties import StageTies
+from shardwise.engine.zero.install import OwnedLayout
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
 from shardwise.plan.memory import sharded_footprint, sharded_traffic
 
 
-class Sizes:
+class PlanSizes:
     """The formulas of `plan.memory` for what this rank has."""
 
     def __init__(
         self,
         plan: Plan,
-        layout: Layout,
+        layout: OwnedLayout,
         *,
         owner: int,
         ties: StageTies,

@@ -5,7 +5,7 @@
 [3] batches of messages go round, bounded in bytes; targets are allocated when their first bytes come
 """
 
-from shardwise.moving.states import reshard
+from shardwise.moving.live_states import reshard
 from shardwise.moving.tensors import reshard_tensor
 
 __all__ = ["reshard", "reshard_tensor"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.dtypes import torch_dtype
+from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.moving.mover import Delivery, Mover
 from shardwise.moving.parts import parts_of
 from shardwise.plan.reshard import ReshardPlan, Route, Share
@@ -49,7 +49,7 @@ def carry_out_plan(
     mover.run(deliveries.batches(in_order=adds))
 
 
-class _Task(NamedTuple):
+class _ShareTask(NamedTuple):
     """A share that this rank gives or gets."""
 
     share: Share
@@ -135,7 +135,7 @@ def _by_name(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
     return found
 
 
-def _tasks_of(route: Route, rank: int) -> dict[int, _Task]:
+def _tasks_of(route: Route, rank: int) -> dict[int, _ShareTask]:
     """What a rank does for tensors of a route, by position of the share."""
     first_held = next((at for at, place in enumerate(route.held) if place.rank == rank), 0)
     first_wanted = next((at for at, place in enumerate(route.wanted) if place.rank == rank), 0)
@@ -144,5 +144,5 @@ def _tasks_of(route: Route, rank: int) -> dict[int, _Task]:
         giver, taker = route.ranks(share)
         if rank in (giver, taker):
             dtype = torch_dtype(route.wire_dtype(share))
-            tasks[at] = _Task(share, giver, taker, dtype, share.source - first_held, share.target - first_wanted)
+            tasks[at] = _ShareTask(share, giver, taker, dtype, share.source - first_held, share.target - first_wanted)
     return tasks

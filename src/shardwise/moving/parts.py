@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from shardwise.space import Move, Part
+from shardwise.space import BlockPart, Move
 
 __all__ = ["copy_moves", "part_of", "parts_of", "put"]
 
@@ -31,7 +31,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Others are copied as these. By bytes of an element."""
 
 
-def part_of(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, part: BlockPart, shape: Sequence[int]) -> torch.Tensor:
     """The part of a piece's tensor that a move of `shape` takes or fills: a view.
 
     The tensor is of the piece's shape with any strides, or flat.

@@ -4,18 +4,19 @@ Pure: no torch, no processes. A planner takes any rank, so that one process can 
 """
 
 from shardwise.plan.buckets import Bucket, Ownership, Segment, Slot, plan_ownership
-from shardwise.plan.memory import Arena, Footprint, Region, Traffic, footprint, plan_arena, traffic
+from shardwise.plan.memory import Arena, ArenaRegion, Footprint, Traffic, footprint, plan_arena, traffic
 from shardwise.plan.microbatches import split_rows
 from shardwise.plan.outlines import Outline
 from shardwise.plan.parameters import Parameter
 from shardwise.plan.schedules import Action, Schedule, make_schedule
 from shardwise.plan.specs import Merge, Pipeline, Plan, Precision, Sharding, Tensor
 from shardwise.plan.stages import Placement, place
-from shardwise.plan.timeline import Span, Timeline, simulate_schedule
+from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 
 __all__ = [
     "Action",
     "Arena",
+    "ArenaRegion",
     "Bucket",
     "Footprint",
     "Merge",
@@ -26,13 +27,12 @@ __all__ = [
     "Placement",
     "Plan",
     "Precision",
-    "Region",
     "Schedule",
     "Segment",
     "Sharding",
     "Slot",
-    "Span",
     "Tensor",
+    "TimeSpan",
     "Timeline",
     "Traffic",
     "footprint",

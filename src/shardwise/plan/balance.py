@@ -21,7 +21,7 @@ Opened = frozenset[str]
 
 
 @dataclass(slots=True)
-class _Unit:
+class _BalancedUnit:
     """A module that stays whole, with the parameters that go to its stage because their own module was opened."""
 
     module: Outline
@@ -134,9 +134,9 @@ class _Tree:
         self._survey(outline)
         self._always_open = self._torn_modules() | self._uncalled_modules()
 
-    def units(self, opened: Opened) -> list[_Unit]:
+    def units(self, opened: Opened) -> list[_BalancedUnit]:
         """The units in order of execution, when these modules are opened."""
-        units: list[_Unit] = []
+        units: list[_BalancedUnit] = []
         waiting: list[tuple[list[str], float]] = []  # parameters whose own module holds no unit, with their load
         self._walk(self._outline, opened, units, waiting)
         for names, load in waiting if units else ():
@@ -179,13 +179,13 @@ class _Tree:
         return called - set(self._position)
 
     def _walk(
-        self, module: Outline, opened: Opened, units: list[_Unit], waiting: list[tuple[list[str], float]]
+        self, module: Outline, opened: Opened, units: list[_BalancedUnit], waiting: list[tuple[list[str], float]]
     ) -> None:
         """Append the units in a module; own parameters of an opened one go to the unit that follows them."""
         if module.name not in self._with_parameters:
             return
         if module.name and not module.is_container and module.name not in self._always_open | opened:
-            units.append(_Unit(module, self._load(module), []))
+            units.append(_BalancedUnit(module, self._load(module), []))
             for names, load in waiting:
                 _give(units[-1], names, load)
             waiting.clear()
@@ -200,7 +200,7 @@ class _Tree:
         elif own:
             waiting.append((own, self._own_load(module)))
 
-    def _positions(self, units: Sequence[_Unit]) -> list[int]:
+    def _positions(self, units: Sequence[_BalancedUnit]) -> list[int]:
         """When each unit is first called; one that never is follows the one registered before it."""
         if self._position is None:
             return list(range(len(units)))
@@ -227,6 +227,6 @@ def _called_children(module: Outline) -> Iterator[Outline]:
             yield child
 
 
-def _give(unit: _Unit, parameters: Sequence[str], load: float) -> None:
+def _give(unit: _BalancedUnit, parameters: Sequence[str], load: float) -> None:
     unit.parameters += parameters
     unit.load += load

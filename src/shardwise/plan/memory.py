@@ -16,7 +16,7 @@ from shardwise.plan.specs import Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
+class ArenaRegion:
     """Where one bucket's gradients lie in the arena, in bytes from its beginning."""
 
     gradient_dtype: str
@@ -39,7 +39,7 @@ class Arena:
     """
 
     num_bytes: int
-    regions: tuple[Region, ...]
+    regions: tuple[ArenaRegion, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +143,7 @@ def plan_arena(ownership: Ownership, owner: int, precision: Precision, *, num_mi
         else:
             start, growing = growing, growing + num_bytes
             reduced_start, packed = packed, packed + bucket.counts[owner] * itemsize_bytes(bucket.master)
-        regions.append(Region(gradient_dtype=dtype, gradient_start_bytes=start, reduced_start_bytes=reduced_start))
+        regions.append(ArenaRegion(gradient_dtype=dtype, gradient_start_bytes=start, reduced_start_bytes=reduced_start))
     return Arena(num_bytes=staying, regions=tuple(regions))
 
 

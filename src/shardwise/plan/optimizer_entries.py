@@ -95,7 +95,7 @@ class LiveParameter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class OptimizerEntry:
     """An entry of optimizer state that a live parameter takes over."""
 
     key: str
@@ -116,7 +116,7 @@ class OptimizerRestoration:
     """What live optimizers take over from a checkpoint."""
 
     over: TakeOver
-    entries: Mapping[str, tuple[Entry, ...]]
+    entries: Mapping[str, tuple[OptimizerEntry, ...]]
     """For each live parameter its state; nothing for one that has none in the checkpoint, or none that fits."""
     replaces_state: bool
     """Whether these entries are all the state there is afterwards; else the live state stays as it is."""
@@ -210,7 +210,9 @@ def _held(stored: Mapping[str, Piece], then: str) -> Piece | None:
     return stored.get(state_name(then, MASTER)) or stored.get(then)
 
 
-def _entries(live: LiveParameter, found: Mapping[str, Piece], held: Piece | None, over: TakeOver) -> Iterator[Entry]:
+def _entries(
+    live: LiveParameter, found: Mapping[str, Piece], held: Piece | None, over: TakeOver
+) -> Iterator[OptimizerEntry]:
     if held is not None and held.global_shape != live.shape:
         return  # whoever loads refuses the parameter itself
     plain = over.source[live.name][1].plain if live.name in over.source else {}
@@ -226,4 +228,4 @@ def _entries(live: LiveParameter, found: Mapping[str, Piece], held: Piece | None
             dtype=live.dtype if follows else piece.dtype,
             global_shape=piece.global_shape,
         )
-        yield Entry(key=key, whole=whole, along=along, python=python)
+        yield OptimizerEntry(key=key, whole=whole, along=along, python=python)

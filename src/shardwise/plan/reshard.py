@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shardwise.errors import PlanError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, itemsize_bytes
 from shardwise.plan.reshard_batches import MIN_MAX_BYTES
-from shardwise.plan.routes import Place, ReshardPlan, Route, Share
+from shardwise.plan.routes import PieceAt, ReshardPlan, Route, Share
 from shardwise.space import Box, Piece, PieceIndex, check_cover
 from shardwise.space.moves import blocks_of, elements_in_both
 from shardwise.space.pieces import taken_in_order
@@ -63,8 +63,8 @@ def plan_reshard(
     if max_bytes < MIN_MAX_BYTES:
         raise PlanError(f"max_bytes is {max_bytes}; messages need at least {MIN_MAX_BYTES} bytes")
     held, wanted = _places_by_name(sources), _places_by_name(targets)
-    kinds: dict[tuple[object, ...], _Kind] = {}
-    kind_of: dict[str, _Kind] = {}
+    kinds: dict[tuple[object, ...], _AlikeTensors] = {}
+    kind_of: dict[str, _AlikeTensors] = {}
     problems: dict[str, list[str]] = {}
     for name, wants in wanted.items():
         holders = held.get(name, ())
@@ -106,7 +106,7 @@ def _described(place: tuple[int, Piece]) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
+class _NeededElements:
     """Elements that one target needs, and who could give them."""
 
     target: int
@@ -120,13 +120,13 @@ class _Meeting:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
+class _AlikeTensors:
     """Tensors that lie alike on both sides."""
 
     findings: tuple[str, ...]
-    held: tuple[Place, ...] = ()
-    wanted: tuple[Place, ...] = ()
-    meetings: tuple[_Meeting, ...] = ()
+    held: tuple[PieceAt, ...] = ()
+    wanted: tuple[PieceAt, ...] = ()
+    meetings: tuple[_NeededElements, ...] = ()
 
     @property
     def is_free(self) -> bool:
@@ -159,7 +159,7 @@ class _Kind:
         )
 
 
-def _choose(kind_of: Mapping[str, _Kind], num_ranks: int) -> dict[str, Route]:
+def _choose(kind_of: Mapping[str, _AlikeTensors], num_ranks: int) -> dict[str, Route]:
     """A route for every tensor; those that go alike share theirs."""
     load_bytes = [0] * num_ranks
     routes: dict[tuple[int, tuple[int, ...]], Route] = {}
@@ -174,9 +174,9 @@ def _choose(kind_of: Mapping[str, _Kind], num_ranks: int) -> dict[str, Route]:
     return chosen
 
 
-def _kind(held: Held, wanted: Held, *, cast: bool) -> _Kind:
+def _kind(held: Held, wanted: Held, *, cast: bool) -> _AlikeTensors:
     if findings := tuple(_differences(held, wanted, cast=cast)):
-        return _Kind(findings)
+        return _AlikeTensors(findings)
     distinct: dict[tuple[object, ...], list[int]] = {}
     for position, (_, piece) in enumerate(held):
         distinct.setdefault((piece.offset, piece.shape, piece.run), []).append(position)
@@ -185,7 +185,7 @@ def _kind(held: Held, wanted: Held, *, cast: bool) -> _Kind:
     blocks = [blocks_of(piece) for piece in pieces]
     index = PieceIndex(pieces) if len(pieces) > _FEW else None
     is_disjoint = not check_cover(pieces) or _disjoint(pieces)
-    meetings: list[_Meeting] = []
+    meetings: list[_NeededElements] = []
     lacking: list[str] = []
     for target, (rank, piece) in enumerate(wanted):
         found = range(len(pieces)) if index is None else index.overlapping(piece)
@@ -206,13 +206,13 @@ def _kind(held: Held, wanted: Held, *, cast: bool) -> _Kind:
         for at, num_elements, box in met:
             local = tuple(each for each in holders[at] if each[0] == rank)[:1]
             meetings.append(
-                _Meeting(target, num_elements, num_elements * itemsize, box, local or holders[at], bool(local))
+                _NeededElements(target, num_elements, num_elements * itemsize, box, local or holders[at], bool(local))
             )
     more = f"; so it is with {len(lacking) - 1} more of the pieces that are wanted" if len(lacking) > 1 else ""
-    return _Kind(
+    return _AlikeTensors(
         tuple(f"{finding}{more}" for finding in lacking[:1]),
-        tuple(Place(rank, _nameless(piece)) for rank, piece in held),
-        tuple(Place(rank, _nameless(piece)) for rank, piece in wanted),
+        tuple(PieceAt(rank, _nameless(piece)) for rank, piece in held),
+        tuple(PieceAt(rank, _nameless(piece)) for rank, piece in wanted),
         tuple(meetings),
     )
 

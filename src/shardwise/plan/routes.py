@@ -9,10 +9,10 @@ from shardwise.errors import PlanError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Box, Move, Piece, moves
 
-__all__ = ["Place", "ReshardPlan", "Route", "Share"]
+__all__ = ["PieceAt", "ReshardPlan", "Route", "Share"]
 
 
-class Place(NamedTuple):
+class PieceAt(NamedTuple):
     """A rank, and a piece that it holds or wants. The piece has no name: it is one of any tensor of the route."""
 
     rank: int
@@ -39,9 +39,9 @@ class Route:
     dtype: str
     """In which the tensor is held."""
     global_shape: tuple[int, ...]
-    held: tuple[Place, ...]
+    held: tuple[PieceAt, ...]
     """In rank order; on a rank in the order in which it holds its pieces of the tensor."""
-    wanted: tuple[Place, ...]
+    wanted: tuple[PieceAt, ...]
     """In rank order; on a rank in the order in which it wants its pieces of the tensor."""
     shares: tuple[Share, ...]
     """In the order of the targets."""
@@ -128,7 +128,7 @@ class ReshardPlan:
     @classmethod
     def parse(cls, text: str) -> Self:
         """The plan that `text` was written from. Raises PlanError naming the first line that is not understood."""
-        reading = _Reading(text)
+        reading = _PlanReader(text)
         num_ranks, max_bytes = reading.heading
         return cls(
             num_ranks=num_ranks, max_bytes=max_bytes, routes=tuple(reading.routes), tensors=tuple(reading.tensors)
@@ -149,7 +149,7 @@ _SHARE = re.compile(r"  (\d+) -> (\d+): (\d+) elements(?: in \[([\d:, ]*)\])?")
 _TENSOR = re.compile(r"tensor (\".*\"): route (\d+)")
 
 
-class _Reading:
+class _PlanReader:
     """The text of a plan, read line by line."""
 
     def __init__(self, text: str) -> None:
@@ -157,8 +157,8 @@ class _Reading:
         """Number of ranks, and of bytes."""
         self.routes: list[Route] = []
         self.tensors: list[tuple[str, int]] = []
-        self._held: list[Place] = []
-        self._wanted: list[Place] = []
+        self._held: list[PieceAt] = []
+        self._wanted: list[PieceAt] = []
         self._shares: list[Share] = []
         self._route: tuple[str, tuple[int, ...]] | None = None
         for number, line in enumerate(text.splitlines() or [""], 1):
@@ -187,9 +187,9 @@ class _Reading:
         elif self._route is None:
             return False
         elif found := _HELD.fullmatch(line):
-            self._held.append(Place(int(found[1]), self._piece(self._route[0], *found.groups()[1:])))
+            self._held.append(PieceAt(int(found[1]), self._piece(self._route[0], *found.groups()[1:])))
         elif found := _WANTED.fullmatch(line):
-            self._wanted.append(Place(int(found[1]), self._piece(*found.groups()[1:])))
+            self._wanted.append(PieceAt(int(found[1]), self._piece(*found.groups()[1:])))
         elif found := _SHARE.fullmatch(line):
             box = None if found[4] is None else Box(*_bounds(found[4]))
             self._shares.append(Share(int(found[1]), int(found[2]), int(found[3]), box))

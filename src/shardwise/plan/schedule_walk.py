@@ -25,7 +25,7 @@ Transfers = Sequence[tuple[int, int]]
 
 
 @dataclass(slots=True)
-class Part:
+class ActionPart:
     """A part of an action: it waits for transfers, computes, and sends transfers; all by their numbers."""
 
     waits: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ScheduledMessage:
     """A value ("F") or a gradient ("B") of one microbatch on its way; `transfer` is the number of its transfer."""
 
     kind: str
@@ -47,7 +47,7 @@ class Walk:
 
     parts: list[tuple[int, Action, float, float]] = field(default_factory=list)
     """(rank, action, start, stop) of every part that was computed."""
-    stuck: dict[int, tuple[Action, Message]] = field(default_factory=dict)
+    stuck: dict[int, tuple[Action, ScheduledMessage]] = field(default_factory=dict)
     """For each rank that could not finish: the action that it is in, and what it waits for."""
 
 
@@ -56,12 +56,12 @@ def chain(num_stages: int) -> list[tuple[int, int]]:
     return [(stage, stage + 1) for stage in range(num_stages - 1)]
 
 
-def parts_of(transfers: Transfers, num_ranks: int, num_stages: int) -> list[list[Part]]:
+def parts_of(transfers: Transfers, num_ranks: int, num_stages: int) -> list[list[ActionPart]]:
     """For each stage the parts of its forward: runs of waits, each followed by compute and sends.
 
     What stays on one rank is met in order anyway, and left out.
     """
-    parts = [[Part()] for _ in range(num_stages)]
+    parts = [[ActionPart()] for _ in range(num_stages)]
     entered = [-1] * num_ranks
     for number, (source, destination) in enumerate(transfers):
         ends = [(source, True), (destination, False)]
@@ -75,14 +75,14 @@ def parts_of(transfers: Transfers, num_ranks: int, num_stages: int) -> list[list
                 action[-1].sends.append(number)
             else:
                 if action[-1].sends:
-                    action.append(Part())
+                    action.append(ActionPart())
                 action[-1].waits.append(number)
     return parts
 
 
-def backward(parts: Sequence[Part]) -> list[Part]:
+def backward(parts: Sequence[ActionPart]) -> list[ActionPart]:
     """The parts of the backward of a stage whose forward has these parts."""
-    return [Part(waits=part.sends[::-1], sends=part.waits[::-1]) for part in reversed(parts)]
+    return [ActionPart(waits=part.sends[::-1], sends=part.waits[::-1]) for part in reversed(parts)]
 
 
 def walk(schedule: Schedule, transfers: Transfers, seconds: Callable[[Action], float], transfer_s: float = 0.0) -> Walk:
@@ -93,15 +93,15 @@ def walk(schedule: Schedule, transfers: Transfers, seconds: Callable[[Action], f
     forward = parts_of(transfers, schedule.num_ranks, schedule.num_stages)
     parts = {"F": forward, "B": [backward(stage) for stage in forward]}
     result = Walk()
-    arrivals: dict[Message, float] = {}
-    waiting: dict[Message, int] = {}
+    arrivals: dict[ScheduledMessage, float] = {}
+    waiting: dict[ScheduledMessage, int] = {}
     ready: deque[int] = deque(range(schedule.num_ranks))
 
-    def run(rank: int) -> Iterator[tuple[Action, Message]]:
+    def run(rank: int) -> Iterator[tuple[Action, ScheduledMessage]]:
         """Run the rank's order; yields what it waits for while that has not been sent."""
         now = 0.0
         for action in schedule.orders[rank]:
-            message = partial(Message, action.kind, action.microbatch)
+            message = partial(ScheduledMessage, action.kind, action.microbatch)
             stage_parts = parts[action.kind][action.stage]
             for part in stage_parts:
                 for number in part.waits:

@@ -63,7 +63,7 @@ class TracedParameter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
+class ForwardTrace:
     """What one forward showed, in the order in which its maps ran."""
 
     maps: tuple[TracedMap, ...]
@@ -75,7 +75,7 @@ class Trace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class MapFamily:
     """Maps that are cut together."""
 
     columns: tuple[str, ...]
@@ -88,10 +88,10 @@ class Family:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inference:
+class RuleInference:
     """The rules that a trace allows, and what is left whole."""
 
-    families: tuple[Family, ...] = ()
+    families: tuple[MapFamily, ...] = ()
     vocabulary: Mapping[str, str] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     """Map -> why it is whole on every rank."""
@@ -102,7 +102,7 @@ class Inference:
         return {name: rule for family in self.families for name, rule in family.rules.items()} | dict(self.vocabulary)
 
 
-def infer_rules(trace: Trace, *, num_ranks: int, without: Mapping[str, str] | None = None) -> Inference:
+def infer_rules(trace: ForwardTrace, *, num_ranks: int, without: Mapping[str, str] | None = None) -> RuleInference:
     """The rules for `num_ranks`. `without`: maps that stay whole -> why."""
     without = without or {}
     reasons: dict[str, tuple[int, str]] = {}
@@ -125,7 +125,7 @@ def infer_rules(trace: Trace, *, num_ranks: int, without: Mapping[str, str] | No
     left = {name: why for name, (_, why) in reasons.items()}
     left |= {**without, **dict.fromkeys(trace.not_run, "it did not run on the sample")}
     cut = roles.keys() | vocabulary.keys()
-    return Inference(
+    return RuleInference(
         families=tuple(families),
         vocabulary=vocabulary,
         left={name: why for name, why in left.items() if name not in cut},
@@ -147,7 +147,7 @@ class _Members:
         return found + [each.groups for each in self.parameters]
 
 
-def _members(trace: Trace) -> Iterator[_Members]:
+def _members(trace: ForwardTrace) -> Iterator[_Members]:
     """Families, in the order in which their first maps ran; those that are whole come first."""
     root: dict[int, int] = {}
 
@@ -209,7 +209,7 @@ def _unfit(
     return next((f"{each!r}: {why}" for each, why in problems if why), "")
 
 
-def _uneven(members: _Members, maps: Mapping[str, TracedMap], trace: Trace, num_ranks: int) -> str:
+def _uneven(members: _Members, maps: Mapping[str, TracedMap], trace: ForwardTrace, num_ranks: int) -> str:
     """Why the groups of a family cannot be laid over the ranks; nothing where they can."""
     orders = {stretch.order for groups in members.sequences(maps) for stretch in _stretches(groups)}
     fewest = min(map(len, orders), default=0)
@@ -230,7 +230,7 @@ def _tied(each: TracedMap) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _GroupStretch:
     """Groups side by side, each with as many indices."""
 
     order: Groups
@@ -241,7 +241,7 @@ class _Stretch:
         return len(self.order) * self.unit
 
 
-def _stretches(groups: Groups) -> list[_Stretch]:
+def _stretches(groups: Groups) -> list[_GroupStretch]:
     """A dim as parts in each of which every group has one run of the same length."""
     runs: list[list[int]] = []
     for group in groups:
@@ -249,16 +249,16 @@ def _stretches(groups: Groups) -> list[_Stretch]:
             runs[-1][1] += 1
         else:
             runs.append([group, 1])
-    found: list[_Stretch] = []
+    found: list[_GroupStretch] = []
     order: dict[int, None] = {}
     unit = 0
     for group, length in runs:
         if order and (length != unit or group in order):
-            found.append(_Stretch(tuple(order), unit))
+            found.append(_GroupStretch(tuple(order), unit))
             order = {}
         order[group] = None
         unit = length
-    return [*found, _Stretch(tuple(order), unit)] if order else found
+    return [*found, _GroupStretch(tuple(order), unit)] if order else found
 
 
 def _settings(groups: Groups) -> str:
@@ -269,13 +269,13 @@ def _settings(groups: Groups) -> str:
     return f"parts={'+'.join(str(each.size) for each in stretches)}, groups={counts}"
 
 
-def _family(members: _Members, maps: Mapping[str, TracedMap]) -> Family:
+def _family(members: _Members, maps: Mapping[str, TracedMap]) -> MapFamily:
     rules = {each: f"column({_settings(maps[each].outputs)})" for each in members.columns}
     rules |= {each: f"row({_settings(maps[each].inputs[0])})" for each in members.rows}
     rules |= {each.name: f"column(dim={each.dim}, {_settings(each.groups)})" for each in members.parameters}
     sequences = members.sequences(maps)
     stretches = [stretch for groups in sequences for stretch in _stretches(groups)]
-    return Family(
+    return MapFamily(
         columns=tuple(members.columns),
         rows=tuple(members.rows),
         num_groups=min(len(each.order) for each in stretches),
@@ -285,7 +285,7 @@ def _family(members: _Members, maps: Mapping[str, TracedMap]) -> Family:
 
 
 def _vocabulary(
-    trace: Trace, roles: Mapping[str, str], num_ranks: int, without: Iterable[str]
+    trace: ForwardTrace, roles: Mapping[str, str], num_ranks: int, without: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
     """Embeddings of tokens and heads over them, where all that hold a weight can be cut alike."""
     heads = {each.vocabulary for each in trace.maps if each.is_head}

@@ -14,7 +14,7 @@ _TAKES_WHAT_IS_INSIDE = frozenset({"whole", "column", "row", "vocab", "channels"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RuleTarget:
     """A module, or one of its parameters."""
 
     module: str
@@ -28,14 +28,14 @@ class Target:
 
 
 @dataclass(slots=True)
-class _Given:
+class _MatchedRules:
     """The rules whose patterns mean one target."""
 
     exact: dict[str, Rule] = field(default_factory=dict)
     globs: dict[str, Rule] = field(default_factory=dict)
 
 
-def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[Target, Rule], list[str]]:
+def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[RuleTarget, Rule], list[str]]:
     """The rule of every target that has one, and all findings.
 
     A pattern that is a name beats globs, and any rule beats what the model carries, which "auto" stands for. Two rules
@@ -44,7 +44,7 @@ def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[
     targets = _targets(outline)
     names = list(targets)
     findings: list[str] = []
-    given: dict[Target, _Given] = {}
+    given: dict[RuleTarget, _MatchedRules] = {}
     automatic: set[str] = set()
     for pattern, text in rules.items():
         rule = read_rule(text)
@@ -57,9 +57,9 @@ def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[
             automatic.update(meant)
             continue
         for name in meant:
-            known = given.setdefault(targets[name], _Given())
+            known = given.setdefault(targets[name], _MatchedRules())
             (known.exact if name == pattern else known.globs)[pattern] = rule
-    found: dict[Target, Rule] = {}
+    found: dict[RuleTarget, Rule] = {}
     for target, each in given.items():
         chosen = each.exact or each.globs
         if len({rule.text for rule in chosen.values()}) > 1:
@@ -73,7 +73,7 @@ def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[
 
 
 def _add_carried(
-    outline: TensorOutline, targets: Mapping[str, Target], automatic: set[str], found: dict[Target, Rule]
+    outline: TensorOutline, targets: Mapping[str, RuleTarget], automatic: set[str], found: dict[RuleTarget, Rule]
 ) -> list[str]:
     """Add the rules that the model carries where nothing else is said; the findings."""
     if not outline.carried:
@@ -98,21 +98,21 @@ def _add_carried(
     return findings
 
 
-def _add_ties(outline: TensorOutline, automatic: set[str], found: dict[Target, Rule]) -> None:
+def _add_ties(outline: TensorOutline, automatic: set[str], found: dict[RuleTarget, Rule]) -> None:
     """Where an embedding and a head are one parameter, and a rule cuts the tokens of one, cut those of the other."""
     holders: dict[str, list[TensorModule]] = {}
     for module in outline.modules:
         if module.computes in ("linear", "embedding") and "weight" in module.parameters:
             holders.setdefault(module.parameters["weight"], []).append(module)
     for modules in holders.values():
-        rules = [found.get(Target(module.name)) for module in modules]
+        rules = [found.get(RuleTarget(module.name)) for module in modules]
         if not any(
             rule is not None and _cuts_tokens(rule, module) for rule, module in zip(rules, modules, strict=True)
         ):
             continue
         for module, rule in zip(modules, rules, strict=True):
             if rule is None and automatic.intersection([module.name, *parents(module.name), ""]):
-                found[Target(module.name)] = read_rule("vocab")
+                found[RuleTarget(module.name)] = read_rule("vocab")
 
 
 def _cuts_tokens(rule: Rule, module: TensorModule) -> bool:
@@ -121,11 +121,11 @@ def _cuts_tokens(rule: Rule, module: TensorModule) -> bool:
     return rule.kind == "vocab" or (module.computes == "linear" and rule.kind == "column" and rule.gathers)
 
 
-def _targets(outline: TensorOutline) -> dict[str, Target]:
+def _targets(outline: TensorOutline) -> dict[str, RuleTarget]:
     """Every name of every module and parameter."""
-    targets = {name: Target(module.name) for module in outline.modules for name in module.names}
+    targets = {name: RuleTarget(module.name) for module in outline.modules for name in module.names}
     for name, module, attribute in outline.parameter_names():
-        targets.setdefault(name, Target(module.name, attribute))
+        targets.setdefault(name, RuleTarget(module.name, attribute))
     return targets
 
 

@@ -25,7 +25,7 @@ _CLOSED = frozenset({"sum", "sequence", "split"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
+class CutRegion:
     """One module to compare."""
 
     name: str
@@ -37,7 +37,7 @@ class Region:
     """Dims of positions along which its inputs or outputs may be cut."""
 
 
-def regions_of(plan: TensorPlan) -> tuple[Region, ...]:
+def regions_of(plan: TensorPlan) -> tuple[CutRegion, ...]:
     """The regions of a plan, and all modules around them, from the outside in.
 
     A cut that nothing ends (a head whose logits stay cut) is looked at in the module that holds it, unless that is
@@ -77,7 +77,7 @@ def _ends(plan: TensorPlan) -> list[tuple[str, End]]:
     return found
 
 
-def _region(plan: TensorPlan, name: str, *, is_needed: bool) -> Region:
+def _region(plan: TensorPlan, name: str, *, is_needed: bool) -> CutRegion:
     styles = {each: held for each, held in plan.styles.items() if name in _around(each)}
     dims = {
         dim
@@ -86,7 +86,7 @@ def _region(plan: TensorPlan, name: str, *, is_needed: bool) -> Region:
         for dim in (style.gather, style.scatter, style.dim if style.kind == "split" else None)
         if dim is not None
     }
-    return Region(name=name, is_needed=is_needed, styles=styles, dims=tuple(sorted(dims)))
+    return CutRegion(name=name, is_needed=is_needed, styles=styles, dims=tuple(sorted(dims)))
 
 
 def _around(name: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 from shardwise.plan.outlines import parents
-from shardwise.plan.tensor_matching import Target
+from shardwise.plan.tensor_matching import RuleTarget
 from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 from shardwise.plan.tensor_plan import ParameterCut, Style
 from shardwise.plan.tensor_rules import Rule
@@ -17,7 +17,7 @@ _KEEP_POSITIONS = frozenset({"heads"})
 
 def check_uses(
     outline: TensorOutline,
-    rules: Mapping[Target, Rule],
+    rules: Mapping[RuleTarget, Rule],
     cuts: Mapping[str, Mapping[tuple[str, str], ParameterCut]],
     styles: Mapping[str, Sequence[Style]],
 ) -> list[str]:
@@ -52,7 +52,7 @@ def check_uses(
 
 
 def _of_bare(
-    target: Target, rule: Rule, module: TensorModule, own: Container[str], summing: Container[str]
+    target: RuleTarget, rule: Rule, module: TensorModule, own: Container[str], summing: Container[str]
 ) -> Iterator[str]:
     """A rule that cuts a parameter of a module that is itself a linear map or an embedding."""
     if target.attribute == "bias" and "row" in own:

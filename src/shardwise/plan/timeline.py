@@ -10,7 +10,7 @@ from shardwise.plan.schedules import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """What a rank did from `start_s` to `stop_s` (seconds on a clock that all ranks share) for a microbatch's stage.
 
     `kind` is "F", "B", "wait", or any other word. A wait may lie between forwards and backwards, or inside one.
@@ -29,7 +29,7 @@ class Timeline:
     """The spans of all ranks."""
 
     num_ranks: int
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
 
     @property
     def start_s(self) -> float:
@@ -55,9 +55,9 @@ class Timeline:
         whole = self.num_ranks * self.makespan_s
         return 1 - sum(self.busy_s) / whole if whole else 0.0
 
-    def busy_spans(self) -> list[Span]:
+    def busy_spans(self) -> list[TimeSpan]:
         """The forwards and backwards, less the waits inside them, by rank and start."""
-        waits: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        waits: list[list[TimeSpan]] = [[] for _ in range(self.num_ranks)]
         for span in sorted(self.spans, key=lambda span: span.start_s):
             if span.kind == "wait":
                 waits[span.rank].append(span)
@@ -66,7 +66,7 @@ class Timeline:
         return [piece for span in computed for piece in _less(span, waits[span.rank])]
 
 
-def _less(span: Span, waits: Sequence[Span]) -> list[Span]:
+def _less(span: TimeSpan, waits: Sequence[TimeSpan]) -> list[TimeSpan]:
     """What the waits, sorted by start, leave of a span."""
     pieces = []
     start_s = span.start_s
@@ -76,7 +76,9 @@ def _less(span: Span, waits: Sequence[Span]) -> list[Span]:
             start_s = wait.stop_s
     pieces.append((start_s, span.stop_s))
     return [
-        Span(span.rank, span.kind, span.microbatch, span.stage, start, stop) for start, stop in pieces if start < stop
+        TimeSpan(span.rank, span.kind, span.microbatch, span.stage, start, stop)
+        for start, stop in pieces
+        if start < stop
     ]
 
 
@@ -112,7 +114,7 @@ def simulate_schedule(
     for rank, action, start_s, stop_s in done.parts:
         for kind, start, stop in (("wait", until[rank], start_s), (action.kind, start_s, stop_s)):
             if start < stop:
-                spans.append(Span(rank, kind, action.microbatch, action.stage, start, stop))
+                spans.append(TimeSpan(rank, kind, action.microbatch, action.stage, start, stop))
         until[rank] = stop_s
     return Timeline(schedule.num_ranks, tuple(sorted(spans, key=lambda span: (span.rank, span.start_s))))
 

@@ -1,6 +1,6 @@
 """A timeline drawn as text: a row per rank, time from left to right."""
 
-from shardwise.plan.timeline import Span, Timeline
+from shardwise.plan.timeline import Timeline, TimeSpan
 
 _FILL = {"F": "-", "B": "="}
 _IDLE = "."
@@ -52,19 +52,19 @@ def _legend(timeline: Timeline, has_stages: bool) -> str:
     )
 
 
-def _joined(spans: list[Span]) -> list[Span]:
+def _joined(spans: list[TimeSpan]) -> list[TimeSpan]:
     """Spans by rank and start; those of one action that follow each other without a gap as one."""
-    joined: list[Span] = []
+    joined: list[TimeSpan] = []
     for span in spans:
         last = joined[-1] if joined else None
         if last and _action(last) == _action(span) and last.stop_s == span.start_s:
-            joined[-1] = Span(*_action(span), last.start_s, span.stop_s)
+            joined[-1] = TimeSpan(*_action(span), last.start_s, span.stop_s)
         else:
             joined.append(span)
     return joined
 
 
-def _action(span: Span) -> tuple[int, str, int, int]:
+def _action(span: TimeSpan) -> tuple[int, str, int, int]:
     return span.rank, span.kind, span.microbatch, span.stage
 
 

@@ -32,7 +32,7 @@ from shardwise.rewrite.statements import (
     Qkv,
     QkvPerRank,
     Reshape,
-    Split,
+    SplitStatement,
     Stack,
     StatementOperation,
     Unstack,
@@ -186,7 +186,7 @@ class _Working:
                 self._cast([self._dtype_asked(place, operation) for place in places])
             case Concat(axis, sizes):
                 self._concat(axis, sizes)
-            case Split():
+            case SplitStatement():
                 self._split(operation)
             case Stack(axis):
                 self._stack(axis)
@@ -318,9 +318,9 @@ class _Working:
         if sizes is not None and sizes != actual:
             raise OpsRefusal(f"sizes says {list(sizes)} along dim {axis}, but the tensors have {list(actual)} there")
         if len(actual) > 1:
-            self._arrange([_fuse(axis, actual, 1)], Split(axis, None if len(set(actual)) == 1 else actual))
+            self._arrange([_fuse(axis, actual, 1)], SplitStatement(axis, None if len(set(actual)) == 1 else actual))
 
-    def _split(self, split: Split) -> None:
+    def _split(self, split: SplitStatement) -> None:
         self._one("a split")
         axis = self._axis(0, split.axis)
         size, parts = self.shapes[0][axis], self.num_results

@@ -73,14 +73,14 @@ def evaluate(
     is another question. `added` are variables without elements. `laid` are the degrees that layouts tell; `fusings`
     notes all that have degrees.
     """
-    evaluator = _Evaluator(Environment(nodes.items(), added), wanted, laid, fusings)
+    evaluator = _TaskEvaluator(Environment(nodes.items(), added), wanted, laid, fusings)
     for number, task in enumerate(tasks):
         evaluator.task = number
         evaluator.carry_out(task)
     return evaluator.result()
 
 
-class _Evaluator:
+class _TaskEvaluator:
     """Carries tasks out, one after the other."""
 
     def __init__(
@@ -210,7 +210,9 @@ class _Evaluator:
 class _Carrying:
     """One task that is being carried out: all its instances read first, then all write."""
 
-    def __init__(self, evaluator: _Evaluator, statement: Statement, applied_instances: list[AppliedInstance]) -> None:
+    def __init__(
+        self, evaluator: _TaskEvaluator, statement: Statement, applied_instances: list[AppliedInstance]
+    ) -> None:
         self._evaluator = evaluator
         self._variables = evaluator.environment.variables
         self._statement = statement

@@ -18,7 +18,7 @@ from shardwise.rewrite.statements import (
     Qkv,
     QkvPerRank,
     Reshape,
-    Split,
+    SplitStatement,
     Stack,
     Star,
     StatementOperation,
@@ -433,7 +433,7 @@ def _axis(axis: ReadArgument, sizes: ReadArgument | None, names: StatementNames,
                 (sizes.place, f"{sizes.shown}: only what parts a tensor needs recorded sizes; leave them out")
             )
         return Concat(axis.value, exact)
-    return Split(axis.value, exact, recorded=wanted == "recorded")
+    return SplitStatement(axis.value, exact, recorded=wanted == "recorded")
 
 
 def _fused(

@@ -13,7 +13,7 @@ from shardwise.rewrite.statements import (
     Qkv,
     QkvPerRank,
     Reshape,
-    Split,
+    SplitStatement,
     Stack,
     Statement,
     StatementOperation,
@@ -32,7 +32,7 @@ def text_of(statement: Statement) -> str:
     left, right = _side(statement.left, right=False), _side(statement.right, right=True)
     names = StatementNames.of(statement.left, statement.right)
     alone = not names.joins and not names.parts  # then joining or parting along a dim changes nothing
-    operations = [each for each in statement.operations if not (alone and isinstance(each, Concat | Split))]
+    operations = [each for each in statement.operations if not (alone and isinstance(each, Concat | SplitStatement))]
     arguments = [each for operation in operations for each in _arguments(operation)]
     if statement.optional:
         arguments.append("optional=1")
@@ -59,7 +59,7 @@ def _arguments(operation: StatementOperation) -> Iterator[str]:
         case Concat(axis, sizes):
             yield f"axis={axis}"
             yield from [f"sizes={_list(sizes)}"] if sizes is not None else []
-        case Split(axis, sizes, recorded):
+        case SplitStatement(axis, sizes, recorded):
             yield f"axis={axis}"
             yield from [f"sizes={RECORDED}"] if recorded else [f"sizes={_list(sizes)}"] if sizes is not None else []
         case Stack(axis) | Unstack(axis):

@@ -20,7 +20,7 @@ __all__ = [
     "Qkv",
     "QkvPerRank",
     "Reshape",
-    "Split",
+    "SplitStatement",
     "Stack",
     "Star",
     "Statement",
@@ -118,7 +118,7 @@ class Concat:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitStatement:
     """Part one tensor along a dim. None: in equal parts, or as recorded (`recorded`, only in inverses)."""
 
     axis: int
@@ -187,7 +187,7 @@ class Ffn:
     target_degree: int | None
 
 
-JoinOrSplit: TypeAlias = Concat | Split | Stack | Unstack | Qkv | QkvPerRank | Ffn
+JoinOrSplit: TypeAlias = Concat | SplitStatement | Stack | Unstack | Qkv | QkvPerRank | Ffn
 """What makes other tensors of those that are there; a statement has at most one, and needs one for several names."""
 
 StatementOperation: TypeAlias = Permute | Reshape | Cast | JoinOrSplit

@@ -21,7 +21,7 @@ from shardwise.rewrite.statements import (
     Qkv,
     QkvPerRank,
     Reshape,
-    Split,
+    SplitStatement,
     Stack,
     Star,
     Statement,
@@ -188,8 +188,8 @@ def _undo(operation: StatementOperation) -> StatementOperation:
         case Cast(to, source):
             return Cast(source, to if source is not None else None)
         case Concat(axis, sizes):
-            return Split(axis, sizes, recorded=sizes is None)
-        case Split(axis, sizes):
+            return SplitStatement(axis, sizes, recorded=sizes is None)
+        case SplitStatement(axis, sizes):
             return Concat(axis, sizes)
         case Stack(axis):
             return Unstack(axis)

@@ -13,8 +13,8 @@ from shardwise.space.runs import Run, boxes_of_run
 
 __all__ = [
     "Block",
+    "BlockPart",
     "Move",
-    "Part",
     "blocks_of",
     "check_one_tensor",
     "elements_in_both",
@@ -29,7 +29,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlockPart:
     """A box within a block: a stretch of a piece's storage, read as a row-major array of the shape `block`.
 
     A piece without a run is always one block: `start` is 0 and `block` the piece's shape. So the part, of a shape that
@@ -64,8 +64,8 @@ class Move:
 
     shape: tuple[int, ...]
     """Of the box, the same in both. It has the dims of the tensor, or one dim where both sides are flat stretches."""
-    source: Part
-    target: Part
+    source: BlockPart
+    target: BlockPart
 
     @property
     def num_elements(self) -> int:
@@ -91,7 +91,7 @@ def moves(source: Piece, target: Piece) -> list[Move]:
         shape = source.shape
         if 0 in shape:
             return []
-        part = Part(0, shape, (0,) * len(shape))
+        part = BlockPart(0, shape, (0,) * len(shape))
         return [Move(shape, part, part)]
     if source.run is not None and target.run is not None:
         if same_box:
@@ -200,7 +200,7 @@ def stretch_of(moves: Iterable[Move], start: int, stop: int) -> Iterator[Move]:
                 yield Move(box.shape, source, target)
 
 
-def _within(part: Part, offset: tuple[int, ...]) -> Part:
+def _within(part: BlockPart, offset: tuple[int, ...]) -> BlockPart:
     return replace(part, offset=tuple(map(add, part.offset, offset)))
 
 
@@ -249,7 +249,7 @@ def _flat_move(source: tuple[int, int], target: tuple[int, int]) -> list[Move]:
     if start >= stop:
         return []
     shape = (stop - start,)
-    return [Move(shape, Part(start - source[0], shape, (0,)), Part(start - target[0], shape, (0,)))]
+    return [Move(shape, BlockPart(start - source[0], shape, (0,)), BlockPart(start - target[0], shape, (0,)))]
 
 
 Block = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -282,7 +282,7 @@ def _block_moves(source: Piece, target: Piece) -> list[Move]:
             low = tuple(map(max, source_offset, target_offset))
             shape = tuple(map(sub, map(min, map(add, source_offset, source_block), target_stop), low))
             if min(shape, default=1) > 0:
-                source_part = Part(source_start, source_block, tuple(map(sub, low, source_offset)))
-                target_part = Part(target_start, target_block, tuple(map(sub, low, target_offset)))
+                source_part = BlockPart(source_start, source_block, tuple(map(sub, low, source_offset)))
+                target_part = BlockPart(target_start, target_block, tuple(map(sub, low, target_offset)))
                 found.append(Move(shape, source_part, target_part))
     return found

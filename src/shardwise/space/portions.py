@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from shardwise.errors import PlanError
 from shardwise.space.boxes import Box
-from shardwise.space.moves import Part, blocks_of
+from shardwise.space.moves import BlockPart, blocks_of
 from shardwise.space.pieces import Piece
 
 __all__ = ["Portion", "even_cuts"]
@@ -51,7 +51,9 @@ class Portion:
             shape = (*self.global_shape[: self.dim], stop - start, *self.global_shape[self.dim + 1 :])
             yield Box(self._offset(start), shape), Box(self._offset(at), shape)
 
-    def pieces(self, name: str, dtype: str, run: tuple[int, int] | None = None) -> Iterator[tuple[Piece, Part | None]]:
+    def pieces(
+        self, name: str, dtype: str, run: tuple[int, int] | None = None
+    ) -> Iterator[tuple[Piece, BlockPart | None]]:
         """The pieces that a run of the local tensor's elements has, all of them by default.
 
         With each comes where its elements lie in the storage of the run, as a box of a block; None: they are all of
@@ -69,7 +71,7 @@ class Portion:
                 if shared is not None and 0 not in shared.shape:
                     first = shared.relative_to(local.offset).offset
                     at = tuple(map(sum, zip(box.offset, first, strict=True)))
-                    part = Part(start, block, shared.relative_to(offset).offset)
+                    part = BlockPart(start, block, shared.relative_to(offset).offset)
                     yield self._piece(name, dtype, Box(at, shared.shape), None), part
 
     def _piece(self, name: str, dtype: str, box: Box, run: tuple[int, int] | None) -> Piece:

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.errors import DivergedError
 from shardwise.train.corpus import Corpus
+from shardwise.train.learning_rate import LearningRateSchedule
 from shardwise.train.metrics import Observer, StepMetrics
 from shardwise.train.sampling import rank_samples
-from shardwise.train.schedule import Schedule
 from shardwise.train.tables import TrainTable
 
 PATIENCE_UPDATES = 20
@@ -68,7 +68,7 @@ class Trainee(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DataPlace:
     """Which rows are this rank's."""
 
     data_rank: int = 0
@@ -111,7 +111,7 @@ def fit(
     corpus: Corpus,
     held_out: npt.NDArray[np.int64],
     *,
-    place: Place,
+    place: DataPlace,
     observers: Sequence[Observer],
     begin: Position = BEGINNING,
     keeper: Keeper | None = None,
@@ -128,7 +128,8 @@ def fit(
     if position.step >= train.steps:
         return evaluate(engine, held_out, place, global_batch=train.global_batch)
     schedulers = [
-        LambdaLR(optimizer, Schedule.of(train), last_epoch=position.num_taken - 1) for optimizer in engine.optimizers
+        LambdaLR(optimizer, LearningRateSchedule.of(train), last_epoch=position.num_taken - 1)
+        for optimizer in engine.optimizers
     ]
     tokens_per_update = train.global_batch * corpus.sequence_length
     began_s = now_s() - position.elapsed_s
@@ -185,7 +186,7 @@ def fit(
     return position.held_out_loss
 
 
-def evaluate(engine: Trainee, held_out: npt.NDArray[np.int64], place: Place, *, global_batch: int) -> float:
+def evaluate(engine: Trainee, held_out: npt.NDArray[np.int64], place: DataPlace, *, global_batch: int) -> float:
     """The mean loss over the held-out rows, `global_batch` of them at a time, each batch cut over the data ranks."""
     reports = []
     for start in range(0, len(held_out), global_batch):

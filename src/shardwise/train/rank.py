@@ -13,19 +13,19 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine, parallelize
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
-from shardwise.train.audience import Audience
-from shardwise.train.build import build_loss, build_model, optimizer_factory
+from shardwise.train.checkpointing import RunKeeper
 from shardwise.train.config import RunConfig
 from shardwise.train.continuation import continued
 from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, read_corpus
-from shardwise.train.keeping import RunKeeper
-from shardwise.train.loop import BEGINNING, Place, as_batch, fit
+from shardwise.train.loop import BEGINNING, DataPlace, as_batch, fit
+from shardwise.train.observers import Audience
 from shardwise.train.progress import count
 from shardwise.train.resuming import find_start, settings_of, take_up
+from shardwise.train.run_build import build_loss, build_model, optimizer_factory
 from shardwise.train.run_state import Samples
+from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.sampling import rank_samples
-from shardwise.train.stopping import Stopped, StopSignals
-from shardwise.train.tracing import Tracer, leave
+from shardwise.train.stop_signals import Stopped, StopSignals
 
 _SHOWN_TOKENS, _SAMPLE_TOKENS = 64, 160
 
@@ -99,16 +99,16 @@ def _built(config: RunConfig) -> tuple[nn.Module, Corpus, npt.NDArray[np.int64]]
     return build_model(config), corpus, held_out
 
 
-def _place(config: RunConfig, rank: int) -> Place:
+def _place(config: RunConfig, rank: int) -> DataPlace:
     mesh = config.plan.mesh
     at = mesh.coordinates(rank)
-    return Place(
+    return DataPlace(
         data_rank=at["dp_replicate"] * mesh.dp_shard + at["dp_shard"],
         num_data_ranks=mesh.dp_replicate * mesh.dp_shard,
     )
 
 
-def _parallelized(model: nn.Module, config: RunConfig, corpus: Corpus, place: Place, channel: Channel) -> Engine:
+def _parallelized(model: nn.Module, config: RunConfig, corpus: Corpus, place: DataPlace, channel: Channel) -> Engine:
     first = rank_samples(
         update=0,
         global_batch=config.train.global_batch,

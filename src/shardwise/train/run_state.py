@@ -26,11 +26,11 @@ _WORDS = {
 }
 
 
-class _Part(BaseModel):
+class _StatePart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Samples(_Part):
+class Samples(_StatePart):
     """What decides which text makes which sample of a run."""
 
     seed: int
@@ -60,7 +60,7 @@ class Samples(_Part):
         ]
 
 
-class RunState(_Part):
+class RunState(_StatePart):
     """A run at a save."""
 
     step: int

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
-from shardwise.plan.timeline import Span, Timeline
+from shardwise.plan.timeline import Timeline, TimeSpan
 
 _INK, _MUTED, _IDLE = "#22252b", "#8a8f98", "#eef0f2"
 _COLOURS = {
@@ -56,7 +56,7 @@ def _draw_bars(axes: Any, timeline: Timeline, scale: float, *, inches: float) ->
         rank: sorted({span.stage for span in group}) for rank, group in groupby(spans, key=lambda span: span.rank)
     }
 
-    def look(span: Span) -> tuple[str, int]:
+    def look(span: TimeSpan) -> tuple[str, int]:
         return span.kind, stages_of[span.rank].index(span.stage)
 
     shown = sorted(spans, key=lambda span: (span.kind != "F", look(span)[1]))

@@ -17,9 +17,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import shardwise as sw
 from shardwise.engine.pipeline.announcements import packed, unpacked
-from shardwise.engine.pipeline.inference import Entry, Output
-from shardwise.engine.pipeline.nested import ObjectSlot, Slot
-from shardwise.engine.pipeline.values import Spec
+from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor
+from shardwise.engine.pipeline.nested import ObjectSlot, TensorSlot
+from shardwise.engine.pipeline.stage_values import Spec
 from shardwise.errors import MismatchError, ModelError
 
 SOURCE = Path(sw.__file__).parent
@@ -27,7 +27,7 @@ SOURCE = Path(sw.__file__).parent
 Pair = namedtuple("Pair", "first second")
 
 
-SLOT: Any = Slot(0)
+SLOT: Any = TensorSlot(0)
 
 
 class Numbers(list[int]):
@@ -60,7 +60,7 @@ class Free:
 
 
 def free() -> Free:
-    made = Free(Slot(0))
+    made = Free(TensorSlot(0))
     made.note = "beside its fields"  # type: ignore[attr-defined]
     return made
 
@@ -83,19 +83,19 @@ SPEC = Spec(
         (1, -(2**80), True, None, 0.1, -0.0, math.inf, "text \ud800 \0", b"\0\xff", 1 + 2j, ...),
         [slice(1, None), torch.float16, torch.device("cpu"), torch.strided, torch.channels_last, int, Colour.RED],
         {(1, "key"): [{}], None: torch.Size([2, 3]), Colour.RED: ()},
-        OrderedDict(b=Slot(1), a=ObjectSlot(2)),
+        OrderedDict(b=TensorSlot(1), a=ObjectSlot(2)),
         defaultdict(list, {"a": [1]}),
-        UserDict({"a": Slot(3)}),
-        Pair(Slot(0), {"x": Slot(1)}),
+        UserDict({"a": TensorSlot(3)}),
+        Pair(TensorSlot(0), {"x": TensorSlot(1)}),
         Numbers([1, 2]),
-        tuple.__new__(Checked, (Slot(0), "text")),
+        tuple.__new__(Checked, (TensorSlot(0), "text")),
         slotted("text"),
         free(),
         CausalLMOutputWithPast(loss=SLOT, logits=SLOT, hidden_states=(SLOT,)),
         torch.return_types.max((SLOT, SLOT)),
-        Entry(
-            skeleton=(Slot(0),),
-            outputs=(Output(spec=SPEC, same_as=None, view_of=0, beside=None),),
+        CallOutcome(
+            skeleton=(TensorSlot(0),),
+            outputs=(OutcomeTensor(spec=SPEC, same_as=None, view_of=0, beside=None),),
             written=((0, SPEC),),
             writes_kept=False,
             has_known_shapes=False,

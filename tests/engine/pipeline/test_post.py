@@ -5,7 +5,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Channel
-from shardwise.engine.pipeline.post import Key, Kind, Post
+from shardwise.engine.pipeline.post import Key, MessageKind, Post
 from shardwise.errors import MismatchError
 
 CONTENTS = [
@@ -36,13 +36,13 @@ def two_ranks(first: object, second: object) -> list[object]:
 def test_messages_are_taken_in_another_order_than_they_were_sent() -> None:
     def first(post: Post) -> None:
         for number, content in enumerate(CONTENTS):
-            post.send(1, Key(Kind.GRADIENT, 0, number), content)
-        post.send(1, Key(Kind.GRADIENT, 1, 0), None)
+            post.send(1, Key(MessageKind.GRADIENT, 0, number), content)
+        post.send(1, Key(MessageKind.GRADIENT, 1, 0), None)
 
     def second(post: Post) -> list[torch.Tensor | None]:
-        nothing = post.take(0, Key(Kind.GRADIENT, 1, 0)).content
+        nothing = post.take(0, Key(MessageKind.GRADIENT, 1, 0)).content
         order = reversed(range(len(CONTENTS)))
-        return [nothing, *(post.take(0, Key(Kind.GRADIENT, 0, number)).content for number in order)]
+        return [nothing, *(post.take(0, Key(MessageKind.GRADIENT, 0, number)).content for number in order)]
 
     answer = two_ranks(first, second)[1]
     assert isinstance(answer, list)
@@ -60,7 +60,7 @@ def laid_out(tensor: torch.Tensor) -> tuple[object, ...]:
 @pytest.mark.parametrize("to", [0, 1])
 @pytest.mark.parametrize("content", CONTENTS, ids=lambda content: f"{tuple(content.shape)} {content.stride()}")
 def test_a_value_arrives_as_it_lay(content: torch.Tensor, to: int) -> None:
-    key = Key(Kind.VALUE, 0, 0)
+    key = Key(MessageKind.VALUE, 0, 0)
 
     def first(post: Post) -> torch.Tensor | None:
         post.send(to, key, content)
@@ -79,14 +79,14 @@ def test_bytes_that_are_no_message_are_refused(content: bytes) -> None:
             packed = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             channel.send(packed, 1, purpose="the next message of the pipeline").wait()
         else:
-            Post(channel).take(0, Key(Kind.VALUE, 0, 0))
+            Post(channel).take(0, Key(MessageKind.VALUE, 0, 0))
 
     with pytest.raises(MismatchError, match="no message between stages"):
         sw.simulate(2, body)
 
 
 def test_a_value_that_is_written_to_after_it_was_sent_arrives_as_it_was() -> None:
-    key = Key(Kind.VALUE, 0, 0)
+    key = Key(MessageKind.VALUE, 0, 0)
 
     def first(post: Post) -> None:
         value = torch.ones(3)
@@ -98,7 +98,7 @@ def test_a_value_that_is_written_to_after_it_was_sent_arrives_as_it_was() -> Non
 
 
 def test_both_may_send_first() -> None:
-    key = Key(Kind.VALUE, 0, 0)
+    key = Key(MessageKind.VALUE, 0, 0)
 
     def swap(own: float, other: int) -> object:
         def body(post: Post) -> float:
@@ -114,7 +114,7 @@ def test_both_may_send_first() -> None:
 
 def test_a_sender_that_went_past_the_wanted_value_is_noticed() -> None:
     def first(post: Post) -> None:
-        post.send(1, Key(Kind.VALUE, 3, 1), torch.ones(1), maker="block.7")
+        post.send(1, Key(MessageKind.VALUE, 3, 1), torch.ones(1), maker="block.7")
 
     with pytest.raises(MismatchError, match=r"microbatch 3 differs between ranks.*transfer 0.*'block\.7'"):
-        two_ranks(first, lambda post: post.take(0, Key(Kind.VALUE, 3, 0)))
+        two_ranks(first, lambda post: post.take(0, Key(MessageKind.VALUE, 3, 0)))

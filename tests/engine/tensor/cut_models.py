@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.recorded import Call, Recorded
+from shardwise.comm.recorded import Recorded, RecordedCall
+from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.cutting import portion_of
-from shardwise.engine.tensor.outline import tensor_outline
 from shardwise.engine.tensor.running import TensorParallel
-from shardwise.engine.tensor.tracing import SummedGradients
+from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.plan.tensor import TensorPlan, plan_tensor
 
 MakeModel = Callable[[], nn.Module]
@@ -26,7 +26,7 @@ class Computed:
     output: torch.Tensor
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     plan: TensorPlan | None = None
-    calls: list[list[Call]] = field(default_factory=list)
+    calls: list[list[RecordedCall]] = field(default_factory=list)
     """Of each rank."""
 
 
@@ -47,7 +47,9 @@ def compute_cut(
     read from the graph; it is what the rules say, unless it `is_completed` so.
     """
 
-    def on_rank(channel: sw.Channel) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], TensorPlan, list[Call]]:
+    def on_rank(
+        channel: sw.Channel,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], TensorPlan, list[RecordedCall]]:
         model = _made(make_model)
         outline = tensor_outline(model)
         plan = plan_tensor(outline, rules, num_ranks=num_ranks)  # type: ignore[arg-type]

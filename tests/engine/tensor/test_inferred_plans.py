@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.tensor.outline import tensor_outline
+from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.errors import PlanError
 from shardwise.plan.tensor import plan_tensor

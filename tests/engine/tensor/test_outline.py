@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwise.engine.tensor.outline import tensor_outline
+from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.errors import PlanError
 from shardwise.plan.tensor import plan_tensor
 from shardwise.plan.tensor_outline import TensorModule

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.engine.tensor.outline import tensor_outline
+from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.running import TensorParallel
 from shardwise.plan.tensor import plan_tensor
 from tests.engine.tensor.cut_models import assert_close, compute_cut, compute_whole

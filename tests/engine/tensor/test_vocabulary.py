@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.comm.recorded import Call, Recorded
+from shardwise.comm.recorded import Recorded, RecordedCall
+from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.cutting import portion_of
-from shardwise.engine.tensor.outline import tensor_outline
 from shardwise.engine.tensor.running import TensorParallel
 from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
 from shardwise.errors import ModelError, PlanError
@@ -42,10 +42,10 @@ def on_ranks(
     num_rows: int = 5,
     dtype: Any = torch.float64,
     ignored: int | None = None,
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Call]]]:
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[RecordedCall]]]:
     """Loss, gradient of the hidden values, gradient of this rank's weight, calls of the forward: of each rank."""
 
-    def run(channel: sw.Channel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Call]]:
+    def run(channel: sw.Channel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[RecordedCall]]:
         model = make_head().to(dtype)
         plan = plan_tensor(tensor_outline(model), {"0": rule}, num_ranks=num_ranks)
         for name, portion in plan.portions(channel.rank).items():

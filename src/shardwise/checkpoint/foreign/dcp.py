@@ -9,11 +9,11 @@ from itertools import product
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.foreign.dcp_metadata import Blob, Chunk, Metadata, SavedTensor, parse_metadata
+from shardwise.checkpoint.foreign.dcp_metadata import Blob, DcpChunk, Metadata, SavedTensor, parse_metadata
 from shardwise.checkpoint.foreign.files import OpenFile, about, read_whole
 from shardwise.checkpoint.foreign.huggingface import boxes_in, saved_offsets
 from shardwise.checkpoint.foreign.torch_files import SIGNATURE, NotPlainError, TensorPlace, find_tensor, read_value
-from shardwise.checkpoint.safetensors_files import Entry, dtype_of, read_header
+from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
@@ -61,9 +61,9 @@ class _File(OpenFile):
     def __init__(self, store: Store, name: str) -> None:
         super().__init__(store, name)
         self.name = name
-        self._headers: dict[int, tuple[dict[str, Entry], Mapping[str, Any] | None]] = {}
+        self._headers: dict[int, tuple[dict[str, TensorEntry], Mapping[str, Any] | None]] = {}
 
-    def header_at(self, start: int) -> tuple[dict[str, Entry], Mapping[str, Any] | None]:
+    def header_at(self, start: int) -> tuple[dict[str, TensorEntry], Mapping[str, Any] | None]:
         """The entries of the safetensors file that begins at a byte and ends with the file, and its `boxes_in`."""
         if start not in self._headers:
             entries, texts = read_header(lambda at, num: self.read(start + at, num), self.size - start)
@@ -137,7 +137,7 @@ def _stored(
     return StoredTensor(name=name, dtype=saved.dtype, shape=saved.shape, pieces=tuple(pieces))
 
 
-def _place(name: str, chunk: Chunk, blob: Blob, file: _File) -> TensorPlace:
+def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
     """Where the elements of a chunk lie in its file."""
     if blob.extensions:
         raise CheckpointError(f"it went through {', '.join(blob.extensions)}; save without extensions to read it here")
@@ -159,7 +159,7 @@ def _place(name: str, chunk: Chunk, blob: Blob, file: _File) -> TensorPlace:
     return TensorPlace(dtype=dtype_of(entry.code), shape=entry.shape, strides=row_major, start=blob.start + entry.start)
 
 
-def _pieces(name: str, saved: SavedTensor, chunk: Chunk, place: TensorPlace, file: str) -> Iterator[StoredPiece]:
+def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, place: TensorPlace, file: str) -> Iterator[StoredPiece]:
     """The pieces of a chunk: one, or as many boxes as lie row-major in the file where the chunk does not."""
     if (place.dtype, place.shape) != (saved.dtype, chunk.shape):
         raise CheckpointError(

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.checkpoint.contents import can_exist
-from shardwise.checkpoint.foreign.pickles import Made, Named, parse
+from shardwise.checkpoint.foreign.pickles import MadeObject, Named, parse
 from shardwise.checkpoint.foreign.torch_files import ints
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 
-__all__ = ["Blob", "Chunk", "Metadata", "SavedTensor", "parse_metadata"]
+__all__ = ["Blob", "DcpChunk", "Metadata", "SavedTensor", "parse_metadata"]
 
 _RECORDS = frozenset(
     {
@@ -43,7 +43,7 @@ _OTHERS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class DcpChunk:
     """A box of a tensor."""
 
     offset: tuple[int, ...]
@@ -56,7 +56,7 @@ class SavedTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[DcpChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _belongs(module: str, name: str) -> bool:
 def _tensor(name: str, fields: Mapping[object, object]) -> SavedTensor:
     properties = fields.get("properties")
     # Its state is a tuple, the dtype first.
-    state = properties.state if isinstance(properties, Made) and _is_a(properties, "TensorProperties") else None
+    state = properties.state if isinstance(properties, MadeObject) and _is_a(properties, "TensorProperties") else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Named) or dtype.name not in ITEMSIZE_BYTES:
         raise _unknown(f"the dtype of {name}")
@@ -129,7 +129,7 @@ def _tensor(name: str, fields: Mapping[object, object]) -> SavedTensor:
         )
         if not inside:
             raise CheckpointError(f"tensor {name} of shape {shape} has a chunk outside, of shape {size} at {offset}")
-        boxes.append(Chunk(offset, size))
+        boxes.append(DcpChunk(offset, size))
     return SavedTensor(dtype.name, shape, tuple(boxes))
 
 
@@ -142,18 +142,18 @@ def _blob(fields: Mapping[object, object]) -> Blob:
 
 
 def _is_a(value: object, kind: str) -> bool:
-    return isinstance(value, Made) and isinstance(value.of, Named) and value.of.name == kind
+    return isinstance(value, MadeObject) and isinstance(value.of, Named) and value.of.name == kind
 
 
 def _record(value: object, kind: str) -> Mapping[object, object]:
     """The fields of an object of a class."""
-    if not (isinstance(value, Made) and _is_a(value, kind)):
+    if not (isinstance(value, MadeObject) and _is_a(value, kind)):
         raise _unknown(f"a {kind}")
     return _mapping(value.state)
 
 
 def _mapping(value: object) -> Mapping[object, object]:
-    if isinstance(value, Made) and value.of == Named("collections", "OrderedDict"):
+    if isinstance(value, MadeObject) and value.of == Named("collections", "OrderedDict"):
         try:
             return dict(value.pairs)
         except TypeError:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
 from shardwise.checkpoint.foreign.files import OpenFile, about, read_whole
-from shardwise.checkpoint.safetensors_files import Entry, dtype_of, read_header
+from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
@@ -37,7 +37,7 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
     sizes: dict[str, int] = {}
     texts: dict[str, dict[str, str]] = {}
     boxes: dict[str, Mapping[str, Any] | None] = {}
-    places: dict[str, list[tuple[str, Entry]]] = {}
+    places: dict[str, list[tuple[str, TensorEntry]]] = {}
     for name in files:
         try:
             with OpenFile(store, name) as opened, about(opened.place):
@@ -127,7 +127,7 @@ def _files(store: Store, weight_map: dict[str, str] | None) -> list[str]:
 
 
 def _index_problems(
-    weight_map: Mapping[str, str], places: Mapping[str, list[tuple[str, Entry]]], sizes: Mapping[str, int]
+    weight_map: Mapping[str, str], places: Mapping[str, list[tuple[str, TensorEntry]]], sizes: Mapping[str, int]
 ) -> Iterator[str]:
     """What the index says otherwise than the files that could be read."""
     for key, file in weight_map.items():
@@ -140,7 +140,9 @@ def _index_problems(
                 yield f"tensor {key} is in {file}, but the index {said}"
 
 
-def _tensor(key: str, found: list[tuple[str, Entry]], boxes: Mapping[str, Mapping[str, Any] | None]) -> StoredTensor:
+def _tensor(
+    key: str, found: list[tuple[str, TensorEntry]], boxes: Mapping[str, Mapping[str, Any] | None]
+) -> StoredTensor:
     code = found[0][1].code
     starts = []
     for file, entry in found:

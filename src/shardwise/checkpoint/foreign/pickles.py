@@ -2,7 +2,7 @@
 
 A pickle is a program for a stack machine (https://github.com/python/cpython/blob/main/Lib/pickletools.py describes its
 instructions). This machine knows those that `pickle` and `torch.save` write. Where the program names a class or
-function, it gets a `Named`; where it calls one, a `Made` that says what was called with what.
+function, it gets a `Named`; where it calls one, a `MadeObject` that says what was called with what.
 """
 
 import struct
@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Made", "Named", "Persistent", "parse"]
+__all__ = ["MadeObject", "Named", "Persistent", "parse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Named:
 
 
 @dataclass(slots=True, eq=False)
-class Made:
+class MadeObject:
     """What a pickle wants to be made by calling something."""
 
     of: object
@@ -51,7 +51,7 @@ class Persistent:
 
 
 def parse(data: bytes, allowed: Callable[[str, str], bool]) -> Any:
-    """Return the value that a pickle describes, its objects as `Made`.
+    """Return the value that a pickle describes, its objects as `MadeObject`.
 
     Raises `CheckpointError` when it names something that is not `allowed(module, name)`, and when it is damaged.
     """
@@ -158,7 +158,7 @@ class _Machine:
         if isinstance(target, set):
             target.update(_keys(values))
         else:
-            (target.elements if isinstance(target, Made) else target).extend(values)
+            (target.elements if isinstance(target, MadeObject) else target).extend(values)
 
     def put(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
@@ -169,7 +169,7 @@ class _Machine:
 
     def _put(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if isinstance(target, Made):
+        if isinstance(target, MadeObject):
             target.pairs.extend(zip(items[::2], items[1::2], strict=True))
         elif isinstance(target, dict):
             target.update(zip(_keys(items[::2]), items[1::2], strict=True))
@@ -193,11 +193,11 @@ class _Machine:
 
     def call(self) -> None:
         args, of = self._stack.pop(), self._stack.pop()
-        self._stack.append(Made(of, args))
+        self._stack.append(MadeObject(of, args))
 
     def call_with_keywords(self) -> None:
         keywords, args, of = self._stack.pop(), self._stack.pop(), self._stack.pop()
-        self._stack.append(Made(of, (args, keywords)))
+        self._stack.append(MadeObject(of, (args, keywords)))
 
     def build(self) -> None:
         state = self._stack.pop()
@@ -218,7 +218,7 @@ class _Machine:
 
 _STOP = ord(".")
 
-_PLAIN = (str, int, float, bool, bytes, type(None), Made, Named)
+_PLAIN = (str, int, float, bool, bytes, type(None), MadeObject, Named)
 
 
 def _keys(values: list[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.checkpoint.foreign.pickles import Made, Named, Persistent, parse
+from shardwise.checkpoint.foreign.pickles import MadeObject, Named, Persistent, parse
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, itemsize_bytes
 
@@ -82,9 +82,9 @@ def find_tensor(read: Read, size: int) -> TensorPlace:
     archive = _Archive(read, size)
     value = parse(archive.part("data.pkl"), _may_be_in_tensor)
     match value:
-        case Made(of=of, args=(Persistent(key=key), offset, shape, strides, _, _, *rest)) if of == _TYPED:
+        case MadeObject(of=of, args=(Persistent(key=key), offset, shape, strides, _, _, *rest)) if of == _TYPED:
             dtype, part, num_bytes = _storage(key)
-        case Made(of=of, args=(Persistent(key=key), offset, shape, strides, _, _, Named() as named, *rest)) if (
+        case MadeObject(of=of, args=(Persistent(key=key), offset, shape, strides, _, _, Named() as named, *rest)) if (
             of == _UNTYPED and named.name in ITEMSIZE_BYTES
         ):
             _, part, num_bytes = _storage(key)
@@ -116,7 +116,7 @@ def read_value(data: bytes) -> Any:
 
 def ints(value: object) -> tuple[int, ...]:
     """Return a pickled `torch.Size`, tuple or list of whole numbers; raises `CheckpointError` for all else."""
-    if isinstance(value, Made) and value.of == _SIZE and isinstance(value.args, tuple) and len(value.args) == 1:
+    if isinstance(value, MadeObject) and value.of == _SIZE and isinstance(value.args, tuple) and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, tuple | list) or not all(type(each) is int and 0 <= each < 1 << 63 for each in value):
         raise CheckpointError("where it has sizes or offsets, there are no whole numbers")
@@ -256,9 +256,9 @@ def _plain(value: object, left: list[int]) -> Any:
     left[0] -= 1
     if left[0] < 0:
         raise NotPlainError("it holds too many values")
-    if isinstance(value, Made) and value.of == _ORDERED and value.args == () and value.state is None:
+    if isinstance(value, MadeObject) and value.of == _ORDERED and value.args == () and value.state is None:
         value = dict(value.pairs)
-    if isinstance(value, Made) and value.of == _SIZE:
+    if isinstance(value, MadeObject) and value.of == _SIZE:
         value = ints(value)
     if value is None or type(value) in (str, bool) or (type(value) is int and abs(value) < 1 << 64):
         return value

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from shardwise.checkpoint.addresses import OneFile
 from shardwise.checkpoint.local import LocalStore
-from shardwise.checkpoint.names import printable
+from shardwise.checkpoint.stored_names import printable
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import few_of
 
 __all__ = ["no_checkpoint"]
 
 
-class _Kind(NamedTuple):
+class _ForeignFiles(NamedTuple):
     """Files that other programs make."""
 
     files: re.Pattern[str]
@@ -23,8 +23,8 @@ class _Kind(NamedTuple):
     advice: str
 
 
-def _kind(files: str, what: str, advice: str) -> _Kind:
-    return _Kind(re.compile(rf"(?:.*/)?(?:{files})", re.DOTALL), what, advice)
+def _kind(files: str, what: str, advice: str) -> _ForeignFiles:
+    return _ForeignFiles(re.compile(rf"(?:.*/)?(?:{files})", re.DOTALL), what, advice)
 
 
 _AS_SAFETENSORS = "write its tensors as safetensors with the library that made it"

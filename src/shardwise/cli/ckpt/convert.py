@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from shardwise.cli.ckpt.progress import byte_progress
+from shardwise.cli.ckpt.progress_bar import byte_progress
 from shardwise.cli.ckpt.table import plural
-from shardwise.cli.verdicts import told
+from shardwise.cli.exit_verdicts import told
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport
@@ -216,7 +216,7 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
 
 def _some(names: Sequence[str]) -> str:
     """The first of names, and how many more there are."""
-    from shardwise.checkpoint.names import printable
+    from shardwise.checkpoint.stored_names import printable
 
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return ", ".join(map(printable, names[:3])) + more

@@ -5,8 +5,8 @@ import sys
 
 import click
 
-from shardwise.cli.ckpt.progress import byte_progress
-from shardwise.cli.verdicts import INTERRUPTED, Verdict, tell
+from shardwise.cli.ckpt.progress_bar import byte_progress
+from shardwise.cli.exit_verdicts import INTERRUPTED, ExitVerdict, tell
 
 SAME, DIFFERENT, TROUBLE = 0, 1, 2
 """As diff(1) has them."""
@@ -39,6 +39,6 @@ def diff(a: str, b: str, step_a: int | None, step_b: int | None, model_only: boo
         click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        tell(Verdict.of(error, rank=None, debug=debug))
+        tell(ExitVerdict.of(error, rank=None, debug=debug))
         sys.exit(TROUBLE)
     sys.exit(SAME if found.equal else DIFFERENT)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.ckpt.table import plural, print_table
-from shardwise.cli.verdicts import told
+from shardwise.cli.exit_verdicts import told
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
 
 
 def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | CheckpointError]") -> None:
-    from shardwise.checkpoint.names import printable
+    from shardwise.checkpoint.stored_names import printable
     from shardwise.train.progress import size
 
     click.echo(f"{path}: {plural(len(heads), 'save')}{listing.torn_note()}{listing.renamed_note()}")
@@ -81,7 +81,7 @@ def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | Checkpo
 
 
 def _print_tensors(contents: "Contents") -> None:
-    from shardwise.checkpoint.names import printable
+    from shardwise.checkpoint.stored_names import printable
     from shardwise.train.progress import size
 
     when = "" if contents.step is None else f", step {contents.step}"

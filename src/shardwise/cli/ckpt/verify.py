@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.ckpt.progress import byte_progress
+from shardwise.cli.ckpt.progress_bar import byte_progress
 from shardwise.cli.ckpt.table import plural
-from shardwise.cli.verdicts import FAILED, told
+from shardwise.cli.exit_verdicts import FAILED, told
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import VerifyReport

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.pipeline.nested import ObjectSlot, Opaque, Slot
+from shardwise.engine.pipeline.nested import ObjectSlot, Opaque, TensorSlot
 from shardwise.errors import MismatchError, ModelError, in_words
 
 _LARGEST_NUMBER = 1 << 63
@@ -94,8 +94,8 @@ def _written_constant(value: Any) -> Any:
 
 def _written_container(value: Any) -> Any:
     kind = type(value)
-    if kind is Slot or kind is ObjectSlot:
-        return ["slot" if kind is Slot else "object", value.number]
+    if kind is TensorSlot or kind is ObjectSlot:
+        return ["slot" if kind is TensorSlot else "object", value.number]
     if isinstance(value, tuple | list):
         items = [_written(each) for each in value]
         if kind in (tuple, list):
@@ -222,7 +222,7 @@ _READERS: Mapping[str, Callable[..., Any]] = {
     "sequence": _read_sequence,
     "mapping": _read_mapping,
     "record": _read_record,
-    "slot": lambda number: Slot(int(number)),
+    "slot": lambda number: TensorSlot(int(number)),
     "object": lambda number: ObjectSlot(int(number)),
     "opaque": lambda name: Opaque(str(name)),
     "member": _read_member,

@@ -30,7 +30,7 @@ class Crossing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class GradientLink:
     """A parameter of several stages whose gradient goes down from `crossing.target` to `crossing.source`."""
 
     name: str
@@ -44,7 +44,7 @@ class StageGraph:
     roots: list[torch.Tensor] = field(default_factory=list)
     """One empty tensor for every departure."""
     arrivals: list[Crossing] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    links: list[GradientLink] = field(default_factory=list)
     """Gradients of parameters that are handed down once the backward is done."""
     loss: torch.Tensor | None = None
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engine.pipeline.nested import tensors_in
-from shardwise.engine.pipeline.values import Spec
+from shardwise.engine.pipeline.stage_values import Spec
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 

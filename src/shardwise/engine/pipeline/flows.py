@@ -14,21 +14,21 @@ import torch
 from torch import nn
 
 from shardwise.engine.pipeline.announcements import packed, unpacked
-from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, Link, StageGraph
+from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, GradientLink, StageGraph
 from shardwise.engine.pipeline.gradient_kinds import BackwardTrace, code_of, gradient_of
 from shardwise.engine.pipeline.local_stages import Stages
-from shardwise.engine.pipeline.post import SAME_FORWARD, Key, Kind, Message, Post
+from shardwise.engine.pipeline.post import SAME_FORWARD, Key, MessageKind, Post, ReceivedMessage
 from shardwise.engine.pipeline.recorded_spans import SpanRecorder
 from shardwise.engine.pipeline.sites import user_site
-from shardwise.engine.pipeline.ties import Chain, StageTies
-from shardwise.engine.pipeline.values import Memory, Spec, StageTensor, Value
+from shardwise.engine.pipeline.stage_ties import Chain, StageTies
+from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ViewMemory
 from shardwise.engine.randomness import Stream
 from shardwise.errors import MismatchError, ModelError
 
 Purpose = Literal["step", "evaluation", "prediction"]
 
 
-class Flow:
+class MicrobatchFlow:
     """The forward of one microbatch, and what its backward needs."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Flow:
         self._arrivals: list[Crossing] = []
         """Of the graphs whose backward runs."""
         self._num_alike: Counter[int] = Counter()
-        self._recomputable: dict[tuple[int, int], Value] = {}
+        self._recomputable: dict[tuple[int, int], StageValue] = {}
         """Copies that a recomputation may ask for again, by (lineage, stage)."""
         self._num_news = 0
         self.opaque: dict[int, Any] = {}
@@ -119,7 +119,7 @@ class Flow:
 
     # Values ---------------------------------------------------------------------------------------------------------
 
-    def hold(self, tensor: torch.Tensor, value: Value) -> StageTensor:
+    def hold(self, tensor: torch.Tensor, value: StageValue) -> StageTensor:
         """Let a plain tensor stand for a value of a stage from now on."""
         made = StageTensor(self, value)
         self._held[id(tensor)] = (tensor, made)
@@ -134,7 +134,7 @@ class Flow:
         if (place := self._place_of(leaf)) is not None:
             stage, name = place
             local, lineage = leaf if self.stages.is_local(stage) else None, zlib.crc32(name.encode())
-            return self.hold(leaf, Value(stage, Spec.of(leaf), local, name, lineage=lineage, is_kept=True))
+            return self.hold(leaf, StageValue(stage, Spec.of(leaf), local, name, lineage=lineage, is_kept=True))
         if self._is_shaded(leaf):
             raise ModelError(
                 f"{user_site()}: a tensor that all ranks have is used after values of a stage were written to its "
@@ -175,7 +175,7 @@ class Flow:
             return False
         return leaf.untyped_storage()._cdata in self._shaded
 
-    def to_stage(self, tensor: StageTensor, stage: int) -> Value:
+    def to_stage(self, tensor: StageTensor, stage: int) -> StageValue:
         """The value on a stage; it crosses when it is first used there."""
         if tensor.value.memory.is_behind:
             tensor.rebind(tensor.family.origin)  # it has been written to where it came from
@@ -192,7 +192,7 @@ class Flow:
             family.add(copy)
         return copy
 
-    def _cross(self, value: Value, stage: int) -> Value:
+    def _cross(self, value: StageValue, stage: int) -> StageValue:
         if not self.is_forward:
             return self._copy_of_forward(value, stage)
         crossing = Crossing(
@@ -208,12 +208,12 @@ class Flow:
             self._depart(value, crossing)
         if self.stages.is_local(stage):
             local = self._arrive(value, crossing)
-        copy = Value(
+        copy = StageValue(
             stage,
             value.spec,
             local,
             value.maker,
-            memory=Memory(origin=value.memory),
+            memory=ViewMemory(origin=value.memory),
             has_known_shape=value.has_known_shape,
             lineage=value.lineage,
             module=value.module,
@@ -238,7 +238,7 @@ class Flow:
                     root = Departure.apply(ties.parameter(chain.name), self, crossing)  # type: ignore[no-untyped-call]
                 self.graph(source).roots.append(root)
             if self.stages.is_local(target):
-                self.graph(target).links.append(Link(name=chain.name, crossing=crossing))
+                self.graph(target).links.append(GradientLink(name=chain.name, crossing=crossing))
 
     def lineage_of(self, name: str, inputs: Sequence[int]) -> int:
         """What a value is made of: equal when it is made again by a recomputation."""
@@ -247,7 +247,7 @@ class Flow:
             self._num_alike[lineage] += 1
         return lineage
 
-    def _copy_of_forward(self, value: Value, stage: int) -> Value:
+    def _copy_of_forward(self, value: StageValue, stage: int) -> StageValue:
         """The copy that crossed in forward, when activations are recomputed."""
         copy = self._recomputable.get((value.lineage, stage))
         if copy is None or self._num_alike[value.lineage] > 1:
@@ -258,7 +258,7 @@ class Flow:
             )
         return copy
 
-    def _depart(self, value: Value, crossing: Crossing) -> None:
+    def _depart(self, value: StageValue, crossing: Crossing) -> None:
         assert value.local is not None
         if crossing.needs_gradient:
             with torch.enable_grad():
@@ -266,15 +266,15 @@ class Flow:
             self.graph(value.stage).roots.append(root)
         self._post.send(
             self.stages.rank_of(crossing.target),
-            Key(Kind.VALUE, self.number, crossing.number),
+            Key(MessageKind.VALUE, self.number, crossing.number),
             value.local,
             stages=(crossing.source, crossing.target),
             progress=self.progress,
             maker=value.maker,
         )
 
-    def _arrive(self, value: Value, crossing: Crossing) -> torch.Tensor:
-        message = self._take(Kind.VALUE, crossing.number, crossing.source, crossing.target)
+    def _arrive(self, value: StageValue, crossing: Crossing) -> torch.Tensor:
+        message = self._take(MessageKind.VALUE, crossing.number, crossing.source, crossing.target)
         content = message.content
         assert content is not None
         self._compare(
@@ -338,23 +338,23 @@ class Flow:
         number, self._num_news = self._num_news, self._num_news + 1
         self.has_news = True
         if content is None:
-            message = self._take(Kind.NEWS, number, stage, stage)
+            message = self._take(MessageKind.NEWS, number, stage, stage)
             self._compare(message, f"{self.last!r} of stage {stage} was announced as {message.maker!r}")
             assert message.content is not None
             return message.content
-        key = Key(Kind.NEWS, self.number, number)
+        key = Key(MessageKind.NEWS, self.number, number)
         for rank in range(self.stages.num_ranks):
             if rank != self.stages.rank:
                 self._post.send(rank, key, content, stages=(stage, stage), progress=self.progress, maker=self.last)
         return content
 
-    def _take(self, kind: Kind, number: int, source: int, target: int) -> Message:
+    def _take(self, kind: MessageKind, number: int, source: int, target: int) -> ReceivedMessage:
         """Wait for a message from the rank of a stage."""
         key = Key(kind, self.number, number)
         with self._recorder.noting("wait", self.number, target):
             return self._post.take(self.stages.rank_of(source), key, stages=(source, target))
 
-    def _compare(self, message: Message, difference: str, *, fits: bool = True) -> None:
+    def _compare(self, message: ReceivedMessage, difference: str, *, fits: bool = True) -> None:
         """Raise MismatchError unless the sender's program had made the same calls."""
         if message.progress != self.progress or not fits:
             raise MismatchError(
@@ -370,7 +370,7 @@ class Flow:
         kind = None if self.trace is None or gradient is None else self.trace.going_back(crossing)
         self._post.send(
             self.stages.rank_of(crossing.source),
-            Key(Kind.GRADIENT, self.number, crossing.number),
+            Key(MessageKind.GRADIENT, self.number, crossing.number),
             gradient,
             stages=(crossing.target, crossing.source),
             note=code_of(kind),
@@ -384,7 +384,7 @@ class Flow:
 
     def take_gradient(self, crossing: Crossing) -> torch.Tensor | None:
         """Wait for the gradient of a value that left from here."""
-        message = self._take(Kind.GRADIENT, crossing.number, crossing.target, crossing.source)
+        message = self._take(MessageKind.GRADIENT, crossing.number, crossing.target, crossing.source)
         if self.trace is not None:
             self.trace.came[crossing.number] = gradient_of(message.note)
         return message.content

@@ -15,13 +15,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.batches import Batch
-from shardwise.engine.pipeline.calls import Operation
-from shardwise.engine.pipeline.execution import Executor
-from shardwise.engine.pipeline.flows import Flow
-from shardwise.engine.pipeline.inference import Inference
+from shardwise.engine.pipeline.call_execution import Executor
+from shardwise.engine.pipeline.call_inference import CallInference
+from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.local_stages import Stages
 from shardwise.engine.pipeline.sites import outermost_method, user_site
-from shardwise.engine.pipeline.values import Spec, StageTensor, Value
+from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
+from shardwise.engine.pipeline.staged_calls import StagedOperation
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
 
@@ -87,9 +87,9 @@ _WORDS = {
 class Glue(TorchFunctionMode):
     """Sees every torch function that is called between placed modules."""
 
-    def __init__(self, stages: Stages, inference: Inference, random: KeyedRandom) -> None:
+    def __init__(self, stages: Stages, inference: CallInference, random: KeyedRandom) -> None:
         super().__init__()
-        self.flow: Flow | None = None
+        self.flow: MicrobatchFlow | None = None
         """The microbatch that this rank works on."""
         self.is_inside = False
         """A placed module runs on this rank: its tensors are plain ones."""
@@ -97,7 +97,7 @@ class Glue(TorchFunctionMode):
         self._stages = stages
 
     @contextmanager
-    def current(self, flow: Flow) -> Iterator[None]:
+    def current(self, flow: MicrobatchFlow) -> Iterator[None]:
         """This rank works on a microbatch, and draws from its stream."""
         outer, self.flow = self.flow, flow
         try:
@@ -169,7 +169,7 @@ class Glue(TorchFunctionMode):
             func = _Tensor.requires_grad_ if func == _SET_REQUIRES_GRAD else func
         if func in _READS or func in _GRAPH:
             self._refuse_read(func, args, kwargs)
-        return self.executor.execute(flow, Operation(func, draws=func in _RANDOM), None, args, kwargs)
+        return self.executor.execute(flow, StagedOperation(func, draws=func in _RANDOM), None, args, kwargs)
 
     def _describe(
         self, func: Callable[..., Any], tensor: StageTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -260,7 +260,7 @@ def advice_on_loops(model: nn.Module) -> str:
     )
 
 
-def _provenance(value: Value) -> str:
+def _provenance(value: StageValue) -> str:
     if value.maker == value.module:
         return f"that {value.module!r} made"
     return f"that {value.maker!r} made of {value.module!r}"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from shardwise.comm import Channel
 from shardwise.engine.pipeline.crossings import Crossing, StageGraph
-from shardwise.engine.tensor.tracing import Gradient, SummedGradients, Traced, resolve
+from shardwise.engine.tensor.summed_gradients import Gradient, SummedGradients, Traced, resolve
 from shardwise.errors import ModelError
 
 _CODES: tuple[Gradient | None, ...] = (None, "complete", "own", "both", "hidden")

@@ -4,18 +4,20 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardwise.engine.pipeline.calls import Call, Unit
+from shardwise.engine.pipeline.call_inference import CallInputs, CallOutcome
 from shardwise.engine.pipeline.fakes import storage_of
-from shardwise.engine.pipeline.flows import Flow
-from shardwise.engine.pipeline.inference import Entry, Inputs
+from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.sites import user_site
-from shardwise.engine.pipeline.values import Spec, StageTensor, Value
+from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
+from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall
 from shardwise.errors import ModelError
 
 
-def account_for_writes(flow: Flow, call: Call, inputs: Inputs, entry: Entry, moved: dict[int, Value]) -> None:
+def account_for_writes(
+    flow: MicrobatchFlow, call: StagedCall, inputs: CallInputs, entry: CallOutcome, moved: dict[int, StageValue]
+) -> None:
     """Account for inputs that were written to in place, and for what a module keeps."""
-    if entry.writes_kept and isinstance(call, Unit):
+    if entry.writes_kept and isinstance(call, PlacedModule):
         flow.touch(f"{call.name}.")
     for at, spec in entry.written:
         tensor = inputs.tensors[at]
@@ -49,7 +51,7 @@ def account_for_writes(flow: Flow, call: Call, inputs: Inputs, entry: Entry, mov
         tensor.rebind(value)  # where it was handed on and written to, it lives from now on
 
 
-def _refuse_views_left_behind(call: Call, value: Value, moved: Mapping[int, Value]) -> None:
+def _refuse_views_left_behind(call: StagedCall, value: StageValue, moved: Mapping[int, StageValue]) -> None:
     """A call got copies of two views of one memory, and wrote to one of them: the other copy does not show it."""
     for other in moved.values():
         if other.memory is not value.memory and other.memory.root is value.memory.root:
@@ -59,25 +61,27 @@ def _refuse_views_left_behind(call: Call, value: Value, moved: Mapping[int, Valu
             )
 
 
-def _write_to_plain(flow: Flow, call: Call, tensor: torch.Tensor, spec: Spec, moved: dict[int, Value]) -> None:
+def _write_to_plain(
+    flow: MicrobatchFlow, call: StagedCall, tensor: torch.Tensor, spec: Spec, moved: dict[int, StageValue]
+) -> None:
     """A tensor that all ranks have was written to on one: from now on it stands for a value of that stage."""
     if flow.stages.is_buffer_of_all(tensor):
         raise ModelError(
             f"{user_site()}: {call.name} writes values of a stage to a buffer of a module that runs on all ranks; "
             "place that module on a stage"
         )
-    if isinstance(call, Unit) or not moved:
+    if isinstance(call, PlacedModule) or not moved:
         raise ModelError(
             f"{call.name!r} writes in place to a tensor that it was given and that all ranks have, but is executed on "
             f"one rank only ({user_site()}); return the new values instead"
         )
     stage = max(value.stage for value in moved.values())
     local = tensor if any(value.local is not None for value in moved.values()) else None
-    flow.hold(tensor, Value(stage, spec, local, call.name))
+    flow.hold(tensor, StageValue(stage, spec, local, call.name))
     flow.shade(tensor)
 
 
-def check_writes(call: Call, entry: Entry, used: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+def check_writes(call: StagedCall, entry: CallOutcome, used: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """What was written to is what all other ranks take it for; a write that is left out does no harm."""
     written = [each for each, before in zip(used, versions, strict=True) if each._version != before]
     if written and not {storage_of(each) for each in written} <= {storage_of(used[at]) for at, _ in entry.written}:
@@ -88,11 +92,11 @@ def check_writes(call: Call, entry: Entry, used: Sequence[torch.Tensor], version
 
 
 def note_doubts(
-    call: Call,
-    entry: Entry,
+    call: StagedCall,
+    entry: CallOutcome,
     used: Sequence[torch.Tensor],
     made: Sequence[torch.Tensor],
-    moved: Mapping[int, Value],
+    moved: Mapping[int, StageValue],
     wrapped: Sequence[torch.Tensor],
 ) -> bool:
     """Where a result shares memory with something that all ranks take for apart from it, or the other way round.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.pipeline.calls import Unit
+from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.plan.stages import Placement
 
 
@@ -20,7 +20,7 @@ class Stages:
     placement: Placement
     rank: int
     device: torch.device
-    units: Sequence[Unit]
+    units: Sequence[PlacedModule]
     """The placed modules."""
     modules: Mapping[nn.Module, int]
     """The stage of every module that is placed, or inside a placed one."""
@@ -35,7 +35,10 @@ class Stages:
     def of(cls, model: nn.Module, placement: Placement, channel: Channel) -> Self:
         """Look at a model before its modules get the forwards of their stages."""
         structures: dict[Any, int] = {}
-        units = [Unit(name, model.get_submodule(name), stage, structures) for name, stage in placement.modules.items()]
+        units = [
+            PlacedModule(name, model.get_submodule(name), stage, structures)
+            for name, stage in placement.modules.items()
+        ]
         modules = {each: unit.stage for unit in units for each in unit.module.modules()}
         parameters: dict[int, tuple[int, str]] = {}
         for prefix, module in model.named_modules():

@@ -13,7 +13,7 @@ from shardwise.errors import ModelError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """Stands for the tensor with this number, in the order of the walk."""
 
     number: int
@@ -68,7 +68,7 @@ def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> A
     fresh: whoever writes to a container of the result does not write to one of `value`.
     """
     kind = type(value)
-    if kind is Slot or kind is ObjectSlot or isinstance(value, torch.Tensor):
+    if kind is TensorSlot or kind is ObjectSlot or isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, tuple | list):
         items = [transform(each, fn, fresh=fresh) for each in value]
@@ -143,7 +143,7 @@ def filled(value: Any, tensors: Sequence[Any], objects: Sequence[Any], *, fresh:
     """A nested value with tensors and objects in their slots; `fresh`: see `transform`."""
 
     def put(leaf: Any) -> Any:
-        if type(leaf) is Slot:
+        if type(leaf) is TensorSlot:
             return tensors[leaf.number]
         return objects[leaf.number] if type(leaf) is ObjectSlot else leaf
 
@@ -180,7 +180,7 @@ def token_of(leaf: Any) -> Hashable:
 
 
 def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type | Slot | ObjectSlot)
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | TensorSlot | ObjectSlot)
 
 
 def _transform_dataclass(value: Any, fn: Callable[[Any], Any], *, fresh: bool) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
-from shardwise.engine.pipeline.outline import count_work, outline_of
+from shardwise.engine.pipeline.module_outline import count_work, outline_of
 from shardwise.errors import PlanError
 from shardwise.plan import Placement, Plan
 from shardwise.plan.stages import place

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.dtypes import dtype_name, torch_dtype
+from shardwise.comm.torch_dtypes import dtype_name, torch_dtype
 from shardwise.errors import MismatchError, PeerError
 
 _MAX_DIMS = 16
@@ -30,7 +30,7 @@ SAME_FORWARD = "every rank has to run the same forward (no branch on the rank, t
 _PURPOSES = ("values", "gradients", "announcements")
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message carries."""
 
     VALUE = 0
@@ -41,14 +41,14 @@ class Kind(IntEnum):
 class Key(NamedTuple):
     """Which message it is."""
 
-    kind: Kind
+    kind: MessageKind
     microbatch: int
     number: int
     """Of the transfer, or of the announcement, within the microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
+class ReceivedMessage:
     """A message as it was received."""
 
     key: Key
@@ -68,7 +68,7 @@ class Post:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._box: dict[tuple[int, Key], Message] = {}
+        self._box: dict[tuple[int, Key], ReceivedMessage] = {}
         self._sent: list[Work] = []
         self.num_values = 0
         """Values sent to other ranks since the beginning."""
@@ -89,22 +89,22 @@ class Post:
         kept = None if content is None else _kept(content.detach())
         if kept is not None and kept.dim() > _MAX_DIMS:
             raise MismatchError(f"a value of {kept.dim()} dims crosses stages; at most {_MAX_DIMS} can")
-        self.num_values += key.kind is Kind.VALUE
-        self.num_gradients += key.kind is Kind.GRADIENT
+        self.num_values += key.kind is MessageKind.VALUE
+        self.num_gradients += key.kind is MessageKind.GRADIENT
         purpose = f"{_PURPOSES[key.kind]} of stage {stages[0]} for stage {stages[1]}"
         if rank == self._channel.rank:
             content = None if kept is None else _flagged(_copied(_bare(kept)), _flags(kept))
             self._box[rank, key] = _message(key, stages, progress, maker, content, note)
             return
         flat = None if kept is None else _flat(_compact(_bare(kept)))
-        if flat is not None and key.kind is Kind.VALUE and flat.data_ptr() == kept.data_ptr():  # type: ignore[union-attr]
+        if flat is not None and key.kind is MessageKind.VALUE and flat.data_ptr() == kept.data_ptr():  # type: ignore[union-attr]
             flat = flat.clone()  # the sender's forward may write to it before it has been read
         header = torch.frombuffer(_packed(key, stages, progress, maker, kept, note), dtype=torch.uint8)
         self._sent.append(self._channel.send(header, rank, purpose="the next message of the pipeline"))
         if flat is not None and flat.numel():
             self._sent.append(self._channel.send(flat, rank, purpose=purpose))
 
-    def take(self, rank: int, key: Key, *, stages: tuple[int, int] = (0, 0)) -> Message:
+    def take(self, rank: int, key: Key, *, stages: tuple[int, int] = (0, 0)) -> ReceivedMessage:
         """Wait for a message. Raises PeerError, and MismatchError where the sender is past it."""
         while (message := self._box.pop((rank, key), None)) is None:
             try:
@@ -115,7 +115,7 @@ class Post:
                 raise
             self._box[rank, arrived.key] = arrived
             # Values of a microbatch come in ascending order from one rank; gradients and news need not.
-            if key.kind is Kind.VALUE and arrived.key[:2] == key[:2] and arrived.key.number > key.number:
+            if key.kind is MessageKind.VALUE and arrived.key[:2] == key[:2] and arrived.key.number > key.number:
                 raise MismatchError(
                     f"the forward of microbatch {key.microbatch} differs between ranks: this one waits for transfer "
                     f"{key.number} from stage {stages[0]} to {stages[1]}, and rank {rank} of the pipeline went on to "
@@ -134,7 +134,7 @@ class Post:
         self._box.clear()
         self._sent.clear()
 
-    def _receive(self, rank: int) -> Message:
+    def _receive(self, rank: int) -> ReceivedMessage:
         packed = torch.empty(_HEADER.size, dtype=torch.uint8)
         self._channel.receive(packed, rank, purpose="the next message of the pipeline").wait()
         (
@@ -155,12 +155,18 @@ class Post:
             *sizes,
         ) = _HEADER.unpack(packed.numpy().tobytes())
         is_dtype = not has_content or isinstance(getattr(torch, _text(dtype), None), torch.dtype)
-        if kind >= len(Kind) or num_dims > _MAX_DIMS or lead >= _ALIGNMENT_BYTES or min(sizes) < 0 or not is_dtype:
+        if (
+            kind >= len(MessageKind)
+            or num_dims > _MAX_DIMS
+            or lead >= _ALIGNMENT_BYTES
+            or min(sizes) < 0
+            or not is_dtype
+        ):
             raise MismatchError(
                 f"rank {rank} of the pipeline sent bytes that are no message between stages; every rank has to run the "
                 "same version of shardwise, and nothing else may send to its ranks"
             )
-        key, stages = Key(Kind(kind), microbatch, number), (source, target)
+        key, stages = Key(MessageKind(kind), microbatch, number), (source, target)
         content = None
         if has_content:
             shape, stride = sizes[:num_dims], sizes[_MAX_DIMS : _MAX_DIMS + num_dims]
@@ -210,8 +216,8 @@ def _filled(room: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 
 def _message(
     key: Key, stages: tuple[int, int], progress: int, maker: str, content: torch.Tensor | None, note: int
-) -> Message:
-    return Message(
+) -> ReceivedMessage:
+    return ReceivedMessage(
         key=key,
         source_stage=stages[0],
         target_stage=stages[1],

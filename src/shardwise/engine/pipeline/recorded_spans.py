@@ -6,14 +6,14 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.plan.timeline import Span
+from shardwise.plan.timeline import TimeSpan
 
 
 class SpanRecorder:
     """Records forwards, backwards and waits of one rank while somebody wants to know."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self.spans: list[Span] | None = None
+        self.spans: list[TimeSpan] | None = None
         """What was recorded; None: nobody wants to know."""
         self._rank = rank
         self._device = device
@@ -27,7 +27,9 @@ class SpanRecorder:
         start_s = self._now_s()
         yield
         self.spans.append(
-            Span(rank=self._rank, kind=kind, microbatch=microbatch, stage=stage, start_s=start_s, stop_s=self._now_s())
+            TimeSpan(
+                rank=self._rank, kind=kind, microbatch=microbatch, stage=stage, start_s=start_s, stop_s=self._now_s()
+            )
         )
 
     def _now_s(self) -> float:

@@ -10,17 +10,17 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.agreement import compare
 from shardwise.engine.batches import Batch
-from shardwise.engine.pipeline.calls import Unit
-from shardwise.engine.pipeline.flows import Flow, Purpose
+from shardwise.engine.pipeline.call_inference import CallInference
+from shardwise.engine.pipeline.flows import MicrobatchFlow, Purpose
 from shardwise.engine.pipeline.glue import Glue, LossOf, advice_on_loops
 from shardwise.engine.pipeline.gradient_kinds import GradientKinds
-from shardwise.engine.pipeline.inference import Inference
 from shardwise.engine.pipeline.local_stages import Stages
 from shardwise.engine.pipeline.post import SAME_FORWARD, Post
 from shardwise.engine.pipeline.recorded_spans import SpanRecorder
-from shardwise.engine.pipeline.steps import Equipment, TrainingStep, detached
-from shardwise.engine.pipeline.ties import Chain, StageTies
-from shardwise.engine.pipeline.values import StageTensor
+from shardwise.engine.pipeline.stage_ties import Chain, StageTies
+from shardwise.engine.pipeline.stage_values import StageTensor
+from shardwise.engine.pipeline.staged_calls import PlacedModule
+from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, detached
 from shardwise.engine.randomness import KeyedRandom, Stream
 from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
@@ -28,7 +28,7 @@ from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt
 from shardwise.plan.schedules import Action, Schedule, make_schedule
 from shardwise.plan.stages import Placement
-from shardwise.plan.timeline import Span
+from shardwise.plan.timeline import TimeSpan
 
 
 class PipelineRunner:
@@ -51,7 +51,7 @@ class PipelineRunner:
         self.placement = placement
         self.chains = chains
         self.post = Post(channel)
-        self.inference = Inference(channel.device, random)
+        self.inference = CallInference(channel.device, random)
         self.schedule: Schedule | None = None
         """The schedule of the last step, as it was run."""
         self.transfers: tuple[tuple[int, int], ...] | None = None
@@ -80,17 +80,17 @@ class PipelineRunner:
             vars(unit.module).update(forward=partial(self._forward, unit), _compiled_call_impl=None)
 
     @property
-    def flow(self) -> Flow | None:
+    def flow(self) -> MicrobatchFlow | None:
         """The microbatch that this rank works on."""
         return self._glue.flow
 
     @property
-    def spans(self) -> list[Span] | None:
+    def spans(self) -> list[TimeSpan] | None:
         """What this rank did and when, while it is a list."""
         return self._recorder.spans
 
     @spans.setter
-    def spans(self, spans: list[Span] | None) -> None:
+    def spans(self, spans: list[TimeSpan] | None) -> None:
         self._recorder.spans = spans
 
     @staticmethod
@@ -101,8 +101,8 @@ class PipelineRunner:
             if isinstance(placed, partial) and isinstance(getattr(placed.func, "__self__", None), PipelineRunner):
                 placed.args[0].give_back()
 
-    def _begin_flow(self, purpose: Purpose, number: int, stream: Stream | None) -> Flow:
-        return Flow(
+    def _begin_flow(self, purpose: Purpose, number: int, stream: Stream | None) -> MicrobatchFlow:
+        return MicrobatchFlow(
             self.stages,
             self.post,
             self._recorder,
@@ -206,7 +206,7 @@ class PipelineRunner:
         order = self.schedule.orders[rank]
         return [action for action in order if not (is_first and action.kind == "F" and action.microbatch == 0)]
 
-    def _observe(self, flow: Flow) -> None:
+    def _observe(self, flow: MicrobatchFlow) -> None:
         """Note which values cross in a forward, for the schedule of the next step."""
         self.transfers = tuple(flow.transfers)
         # Who waits for news in a forward waits for stages of other ranks, which may come later in their schedules.
@@ -214,7 +214,7 @@ class PipelineRunner:
         self._has_news |= flow.has_news
         self._steps_back = flow.steps_back or self._has_news
 
-    def _end(self, flows: Sequence[Flow]) -> None:
+    def _end(self, flows: Sequence[MicrobatchFlow]) -> None:
         """Compare what the ranks' programs did."""
         self.post.settle()
         for flow in flows:
@@ -232,7 +232,7 @@ class PipelineRunner:
 
     # The model ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, unit: Unit, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, unit: PlacedModule, *args: Any, **kwargs: Any) -> Any:
         """In the place of a placed module's forward."""
         flow = self.flow
         if flow is None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engine.pipeline.nested import is_plain, tensors_in, transform
 from shardwise.engine.precision import stop_following
-from shardwise.engine.randomness import Split
+from shardwise.engine.randomness import StreamSplit
 from shardwise.engine.tensor.vocabulary import forget_heads
 from shardwise.engine.wrapping import Forward, eager, strip
 
@@ -29,7 +29,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class CopiedInputs:
     """Copies of the arguments of a call."""
 
     args: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Inputs:
     """Whether tensors are hidden in objects (a cache of keys and values), and nobody knows how they are cut."""
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Inputs":
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "CopiedInputs":
         """Raises what an object raises that cannot be copied."""
         known: dict[int, Any] = {}
         hidden: list[torch.Tensor] = []
@@ -63,17 +63,17 @@ class Inputs:
         """In the order of the walk."""
         return tensors_in((self.args, self.kwargs))
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "Inputs":
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "CopiedInputs":
         """The same call with other tensors."""
         following = iter(tensors)
         args, kwargs = transform(
             (self.args, self.kwargs), lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf
         )
-        return Inputs(args, kwargs, self.has_state)
+        return CopiedInputs(args, kwargs, self.has_state)
 
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "CopiedInputs":
         """A copy whose tensors, hidden ones too, are what `change` gives."""
-        fresh = Inputs.of(self.args, self.kwargs)
+        fresh = CopiedInputs.of(self.args, self.kwargs)
 
         def put(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
@@ -83,7 +83,7 @@ class Inputs:
             return leaf
 
         args, kwargs = transform((fresh.args, fresh.kwargs), put)
-        return Inputs(args, kwargs, self.has_state)
+        return CopiedInputs(args, kwargs, self.has_state)
 
 
 def is_half(value: torch.Tensor) -> bool:
@@ -107,7 +107,7 @@ class Way(NamedTuple):
     """In training mode, where dropout gives what it takes; else in evaluation mode."""
 
 
-class Run(NamedTuple):
+class ModuleRun(NamedTuple):
     """What a module gave."""
 
     tensors: list[torch.Tensor]
@@ -117,11 +117,11 @@ class Run(NamedTuple):
     """Whether it drew random numbers."""
 
 
-def run_apart(module: nn.Module, forward: Forward, inputs: Inputs, parameters: Parameters, way: Way) -> Run:
+def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun:
     """What the module gives. Random numbers begin where they are now, each time. Raises what the module raises."""
     device = next((each.device for each in parameters.values()), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
-    precision = _Precision()
+    precision = _PrecisionWatch()
     given = inputs.changed(widened if way.is_wide else _same)
     with (
         _left_alone(module),
@@ -140,7 +140,7 @@ def run_apart(module: nn.Module, forward: Forward, inputs: Inputs, parameters: P
         before = random_states(device)
         output = forward(*given.args, **given.kwargs)
         tensors = [each.detach() for each in tensors_in(output)]
-        return Run(tensors, precision.eps, drew=not all(map(torch.equal, before, random_states(device))))
+        return ModuleRun(tensors, precision.eps, drew=not all(map(torch.equal, before, random_states(device))))
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
@@ -214,7 +214,7 @@ def _left_alone(module: nn.Module) -> Iterator[None]:
                 held.extend(content) if isinstance(held, list) else held.update(content)
 
 
-class _Precision(TorchDispatchMode):
+class _PrecisionWatch(TorchDispatchMode):
     """Notes the coarsest precision of all that is computed inside."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ def _is_kept(hook: Any, way: Way) -> bool:
 
     In training mode nothing is drawn to split streams: it would look as if the module had drawn.
     """
-    if way.trains and isinstance(getattr(hook, "__self__", hook), Split):
+    if way.trains and isinstance(getattr(hook, "__self__", hook), StreamSplit):
         return False
     origin = getattr(hook, "__module__", None) or type(hook).__module__
     return origin.partition(".")[0] in ("torch", "shardwise")

@@ -10,9 +10,9 @@ from shardwise.comm.agreement import agreed, compare
 from shardwise.comm.dtensors import is_dtensor
 from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.deciding import TensorDecision, decide
 from shardwise.engine.tensor.movements import taken
-from shardwise.engine.tensor.outline import tensor_outline
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
 from shardwise.plan.tensor import TensorPlan

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
-from shardwise.engine.tensor.inference import infer_plan
-from shardwise.engine.tensor.outline import tensor_outline
+from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
+from shardwise.engine.tensor.rule_inference import infer_plan
 from shardwise.engine.tensor.samples import sample_for
 from shardwise.errors import PlanError
 from shardwise.plan import Plan

@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import nn
 
-from shardwise.engine.tensor.apart import Inputs, Parameters
+from shardwise.engine.tensor.apart import CopiedInputs, Parameters
 
 _FACTOR, _COARSE_FACTOR = 64.0, 8.0
 """A plan is refused where outputs differ more than this times what rounding makes of them.
@@ -83,7 +83,9 @@ def perturbed(value: torch.Tensor, name: str, attempt: int) -> torch.Tensor:
     return PERTURBATION * noise
 
 
-def rounded(inputs: Inputs, parameters: Parameters, eps: float) -> tuple[Inputs, dict[nn.Parameter, torch.Tensor]]:
+def rounded(
+    inputs: CopiedInputs, parameters: Parameters, eps: float
+) -> tuple[CopiedInputs, dict[nn.Parameter, torch.Tensor]]:
     """Inputs and parameters, each changed by up to one last digit of this precision."""
     numbers = iter(range(1 << 30))
 

@@ -24,7 +24,7 @@ _CONSTANT, _OF_PARAMETERS, _OF_ACTIVATIONS = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class TracedOperation:
     """One call of an operation of torch."""
 
     func: Any
@@ -49,7 +49,7 @@ class Operation:
         return default
 
 
-class Flow:
+class TensorFlow:
     """What the tensors of a forward have."""
 
     def __init__(self, atoms: Atoms, parameters: Mapping[int, str], followed: Iterable[str]) -> None:
@@ -152,7 +152,7 @@ class Flow:
             self._numbers[parameter] = numbers
             self.bare[id(parameter)] = parameter, numbers
 
-    def set_levels(self, operation: Operation) -> None:
+    def set_levels(self, operation: TracedOperation) -> None:
         """Say where the gradients of what an operation makes go."""
         level = max((self._levels.get(each, _CONSTANT) for each in operation.given), default=_CONSTANT)
         for each in operation.made:

@@ -6,8 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.tensor.flow import Flow, Operation
-from shardwise.engine.tensor.operations import follow, moved
+from shardwise.engine.tensor.flow import TensorFlow, TracedOperation
+from shardwise.engine.tensor.operation_rules import follow, moved
 
 _CONSTANTS = frozenset({"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"})
 """Operations that give tensors with all elements alike."""
@@ -16,7 +16,7 @@ _CONSTANTS = frozenset({"zeros", "ones", "full", "scalar_tensor", "new_zeros", "
 class Following(TorchDispatchMode):
     """Tells a flow of every operation, but for those inside of followed modules."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: TensorFlow) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._flow = flow
 
@@ -32,7 +32,7 @@ class Following(TorchDispatchMode):
             flow.read(each)
         output = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        operation = Operation(func, name, args, kwargs, given, output, _tensors_in(output))
+        operation = TracedOperation(func, name, args, kwargs, given, output, _tensors_in(output))
         flow.set_levels(operation)
         if not flow.cut(given):
             _follow_whole(flow, operation)
@@ -41,7 +41,7 @@ class Following(TorchDispatchMode):
         return output
 
 
-def _follow_whole(flow: Flow, operation: Operation) -> None:
+def _follow_whole(flow: TensorFlow, operation: TracedOperation) -> None:
     """Keep what is known of dims along which a whole tensor is alike."""
     name, given, made = operation.name, operation.given, operation.made
     if operation.is_writing:

@@ -4,7 +4,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.tensor.movements import Movements
-from shardwise.engine.tensor.styles import STYLES, Column, SharedInputs
+from shardwise.engine.tensor.styles import STYLES, ColumnStyle, SharedInputs
 from shardwise.engine.tensor.vocabulary import forget_heads, know_head
 from shardwise.engine.wrapping import unwrap, wrap
 from shardwise.plan.tensor import TensorPlan
@@ -22,7 +22,7 @@ class TensorParallel:
             for style in styles:
                 styled = STYLES[style.kind](name, style, movements, shared)
                 wrap(module, styled)
-                if isinstance(styled, Column) and not style.gathers:
+                if isinstance(styled, ColumnStyle) and not style.gathers:
                     know_head(module, styled)
 
     @staticmethod

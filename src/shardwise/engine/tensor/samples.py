@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.outline import unchanged
+from shardwise.engine.pipeline.module_outline import unchanged
 
 _ROWS = 2
 _TOKENS = 8
@@ -45,13 +45,13 @@ def _candidates(model: nn.Module) -> Iterator[list[str]]:
 
 def _made(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    sizes = _Sizes(model.config)
+    sizes = _ConfigSizes(model.config)
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
     made = {name: _MAKERS[name](sizes, generator) for name in names}
     return {name: each.to(dtype) if each.is_floating_point() else each for name, each in made.items()}
 
 
-class _Sizes:
+class _ConfigSizes:
     """Numbers of a configuration, or of one inside it."""
 
     def __init__(self, config: Any) -> None:
@@ -73,41 +73,41 @@ class _Sizes:
         return default
 
 
-def _tokens(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+def _tokens(sizes: _ConfigSizes, generator: torch.Generator) -> torch.Tensor:
     count = sizes.number("vocab_size", default=16)
     return torch.randint(min(5, count - 1), count, (_ROWS, _TOKENS), generator=generator)
 
 
-def _pixels(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+def _pixels(sizes: _ConfigSizes, generator: torch.Generator) -> torch.Tensor:
     size = sizes.number("image_size", "img_size", "input_size", default=32)
     return torch.randn(_ROWS, sizes.number("num_channels", "in_channels", default=3), size, size, generator=generator)
 
 
-def _frames(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+def _frames(sizes: _ConfigSizes, generator: torch.Generator) -> torch.Tensor:
     images = [_pixels(sizes, generator) for _ in range(sizes.number("num_frames", default=2))]
     return torch.stack(images, 1)
 
 
-def _mel(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+def _mel(sizes: _ConfigSizes, generator: torch.Generator) -> torch.Tensor:
     bins = sizes.number("num_mel_bins", "feature_size", "n_mels", default=16)
     if (positions := sizes.number("max_source_positions", default=0)) > 0:
         return torch.randn(_ROWS, bins, 2 * positions, generator=generator)
     return torch.randn(_ROWS, 32, bins, generator=generator)
 
 
-def _sound(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+def _sound(sizes: _ConfigSizes, generator: torch.Generator) -> torch.Tensor:
     """A wave, or a spectrogram where frequencies are counted."""
     if (bins := sizes.number("num_mel_bins", default=0)) and (length := sizes.number("max_length", default=0)):
         return torch.randn(_ROWS, length, bins, generator=generator)
     return torch.randn(_ROWS, 2000, generator=generator)
 
 
-def _boxes(sizes: _Sizes, generator: torch.Generator) -> torch.Tensor:
+def _boxes(sizes: _ConfigSizes, generator: torch.Generator) -> torch.Tensor:
     corner = torch.randint(0, 4, (_ROWS, _TOKENS, 2), generator=generator)
     return torch.cat([corner, corner + 3], -1)
 
 
-_MAKERS: dict[str, Callable[[_Sizes, torch.Generator], torch.Tensor]] = {
+_MAKERS: dict[str, Callable[[_ConfigSizes, torch.Generator], torch.Tensor]] = {
     "input_ids": _tokens,
     "decoder_input_ids": _tokens,
     "pixel_values": _pixels,

@@ -144,7 +144,7 @@ class Styled(ABC):
         return [(each,) for each in even_cuts(size * count if is_part else size, count)]
 
 
-class Column(Styled):
+class ColumnStyle(Styled):
     """A whole input, outputs of this rank."""
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,7 +165,7 @@ class Column(Styled):
         return lambda x: self.movements.spread(x, dim, self.positions(self.size_along(x, dim), dim, is_part=True))
 
 
-class Row(Styled):
+class RowStyle(Styled):
     """Inputs of this rank, outputs summed; the bias is added once, after the sum."""
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,7 +189,7 @@ class Row(Styled):
         return self.movements.settle(output, dim, self.positions(self.size_along(output, dim), dim))
 
 
-class Vocabulary(Row):
+class Vocabulary(RowStyle):
     """An embedding of which each rank has the rows of its tokens; those of others are zeros, and the sum has all."""
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -300,7 +300,7 @@ class Positions(Styled):
         return self.on_output(output, lambda y: self.movements.whole(y, dim, found[0]))
 
 
-class Split(Styled):
+class SplitStyle(Styled):
     """The module and what follows it work on this rank's positions."""
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -332,8 +332,8 @@ class Heads(Styled):
 
 
 STYLES: Mapping[str, type[Styled]] = {
-    "column": Column,
-    "row": Row,
+    "column": ColumnStyle,
+    "row": RowStyle,
     "vocab": Vocabulary,
     "channels": Channels,
     "sum": Sum,
@@ -341,7 +341,7 @@ STYLES: Mapping[str, type[Styled]] = {
     "hide": Hide,
     "tail": Tail,
     "sequence": Positions,
-    "split": Split,
+    "split": SplitStyle,
     "heads": Heads,
 }
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwise.engine.tensor.movements import Movements, is_fake
-from shardwise.engine.tensor.styles import Column
+from shardwise.engine.tensor.styles import ColumnStyle
 from shardwise.errors import ModelError, PlanError
 
 Reduction = Literal["mean", "sum", "none"]
@@ -22,7 +22,7 @@ Reduction = Literal["mean", "sum", "none"]
 _MARK = "_shardwise_vocabulary"
 
 
-def know_head(module: nn.Module, styled: Column) -> None:
+def know_head(module: nn.Module, styled: ColumnStyle) -> None:
     """The module leaves each rank its own outputs: a loss that is made for it finds out how they are cut."""
     vars(module)[_MARK] = styled
 
@@ -77,7 +77,7 @@ class VocabularyCrossEntropy:
                 "have the shape of the logits without the last dim"
             )
         rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        styled: Column | None = vars(self._head).get(_MARK)
+        styled: ColumnStyle | None = vars(self._head).get(_MARK)
         if styled is None:
             rows = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
             losses = functional.cross_entropy(
@@ -95,7 +95,7 @@ class VocabularyCrossEntropy:
             return losses.sum()
         return losses.sum() / (targets != self._ignore_index).sum()
 
-    def _of_parts(self, rows: torch.Tensor, targets: torch.Tensor, styled: Column) -> torch.Tensor:
+    def _of_parts(self, rows: torch.Tensor, targets: torch.Tensor, styled: ColumnStyle) -> torch.Tensor:
         ranges = styled.style.ranges
         own = ranges[styled.movements.rank]
         if len(own) > 1:

@@ -12,7 +12,7 @@ from shardwise.comm.agreement import digest_of_values
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import put_on, values_of
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.zero.buckets import WholeBucket, make_buckets
+from shardwise.engine.zero.param_buckets import ShardedBucket, WholeBucket, make_buckets
 from shardwise.engine.zero.sharded_params import sharded_class
 from shardwise.engine.zero.view_copies import refusal_of_write
 from shardwise.plan import Ownership, Segment, Slot
@@ -48,13 +48,17 @@ class FlatParams:
         self._owners = owners
         self.owned: list[Owned] = []
         """Trainable stretches only; frozen masters are held for the checkpoint."""
-        self.buckets, self.sharded = make_buckets(ownership.buckets, unit_of, owners)
+        self.buckets: list[WholeBucket] = []
+        self.sharded: list[ShardedBucket] = []
         self._parameters = {
             slot.name: inventory.parameters[slot.name] for bucket in ownership.buckets for slot in bucket.slots
         }
         self._slots: dict[str, tuple[WholeBucket, Slot]] = {}
         """The bucket of a parameter, and its slot in it."""
-        for bucket in self.buckets:
+        for bucket, sharded in make_buckets(ownership.buckets, unit_of, owners):
+            self.buckets.append(bucket)
+            if sharded is not None:
+                self.sharded.append(sharded)
             self._fill(bucket, waiting, keep_shapes=keep_shapes)
         self._placed = {name: (self._place_of(name), each._version) for name, each in self._parameters.items()}
         self._kinds: dict[str, type] = {}

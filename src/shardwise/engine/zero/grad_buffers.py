@@ -14,7 +14,7 @@ _NUM_KEPT = 2
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Buffer:
+class GradBuffer:
     """Memory for the gradients of buckets that come together: of one, or of those of a unit."""
 
     group: int
@@ -32,36 +32,36 @@ class GradBuffers:
         self._num_bytes = buffer_bytes(ownership, precision, by_unit=by_unit)
         self._sizes = Counter(place.group for place in self._places)
         self._owners = owners
-        self._held: dict[int, Buffer] = {}
+        self._held: dict[int, GradBuffer] = {}
         """Group -> its buffer, until all of its buckets are launched."""
         self._num_used = 0
         self.free: list[torch.Tensor] = []
         self.peak = 0
         """Most buffers that were in use at a time."""
 
-    def give(self, bucket: int) -> Buffer:
+    def give(self, bucket: int) -> GradBuffer:
         """The buffer of a bucket: that of its group, if it has one."""
         group = self._places[bucket].group
         if (buffer := self._held.get(group)) is None:
             memory = self.free.pop() if self.free else self._owners.allocate(self._num_bytes)
             count = self._sizes[group]
-            buffer = self._held[group] = Buffer(group=group, memory=memory, num_to_launch=count, num_to_land=count)
+            buffer = self._held[group] = GradBuffer(group=group, memory=memory, num_to_launch=count, num_to_land=count)
             self._num_used += 1
             self.peak = max(self.peak, self._num_used)
         return buffer
 
-    def part(self, bucket: int, buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
+    def part(self, bucket: int, buffer: GradBuffer, dtype: torch.dtype) -> torch.Tensor:
         """The place of a bucket in its buffer."""
         place = self._places[bucket]
         return buffer.memory[place.start_bytes : place.stop_bytes].view(dtype)
 
-    def launched(self, buffer: Buffer) -> None:
+    def launched(self, buffer: GradBuffer) -> None:
         """The reduction of one of its buckets has begun."""
         buffer.num_to_launch -= 1
         if not buffer.num_to_launch:
             del self._held[buffer.group]
 
-    def landed(self, buffer: Buffer) -> None:
+    def landed(self, buffer: GradBuffer) -> None:
         """The reduction of one of its buckets has ended."""
         buffer.num_to_land -= 1
         if not buffer.num_to_land:

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.dtypes import torch_dtype
+from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import take_gradient, values_of
-from shardwise.engine.zero.grad_buffers import Buffer, GradBuffers
+from shardwise.engine.zero.grad_buffers import GradBuffer, GradBuffers
 from shardwise.engine.zero.grad_hooks import Collectors
 from shardwise.engine.zero.grad_per_update import GradPerUpdate, sum_over_replicas
 from shardwise.engine.zero.uneven_microbatches import Passes
@@ -44,7 +44,7 @@ class _Pending:
     missing: set[str] = field(default_factory=set)
     """Parameters that are waited for before the reduction starts."""
     touched: set[str] = field(default_factory=set)
-    buffer: Buffer | None = None
+    buffer: GradBuffer | None = None
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     is_launched: bool = False
     num_rounds: int = 0
@@ -56,7 +56,7 @@ class _Flight:
     """A reduction that was started and not waited for."""
 
     pending: _Pending
-    buffer: Buffer
+    buffer: GradBuffer
     target: torch.Tensor
     work: Work
     is_first: bool

@@ -3,11 +3,11 @@
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwise.train.build import build_loss, build_model, optimizer_factory
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import read_corpus
+from shardwise.train.learning_rate import LearningRateSchedule
 from shardwise.train.loop import as_batch
-from shardwise.train.schedule import Schedule
+from shardwise.train.run_build import build_loss, build_model, optimizer_factory
 from shardwise.train.verification.program import Program
 
 
@@ -15,7 +15,7 @@ def configured(config: RunConfig, *, steps: int) -> Program:
     """The first updates of the run, under the plan of `config`."""
     corpus = read_corpus(config.data, config.folder)
     rows = config.train.global_batch
-    schedule = Schedule.of(config.train)
+    schedule = LearningRateSchedule.of(config.train)
     return Program(
         make_model=lambda: build_model(config),
         plan=config.plan,

@@ -10,7 +10,7 @@ from shardwise.space import Piece
 from shardwise.train.verification.closeness import factor_between
 from shardwise.train.verification.layout_notes import LayoutNotes
 from shardwise.train.verification.one_process import OwnStep
-from shardwise.train.verification.recording import GradientKey, places, wide
+from shardwise.train.verification.run_recording import GradientKey, places, wide
 
 _UNLIKE_ONE = 0.004
 """Weights in a fit that are that far from 1 are told."""

@@ -10,11 +10,11 @@ from shardwise.engine.channels import data_rank_of
 from shardwise.engine.reports import StepReport
 from shardwise.train.verification.layout_run import RankNotes, notes_file
 from shardwise.train.verification.program import Program
-from shardwise.train.verification.recording import GradientKey, Noted, OutputKey
+from shardwise.train.verification.run_recording import GradientKey, Noted, OutputKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contribution:
+class MicrobatchGradient:
     """The gradient of one microbatch, as several ranks have it together."""
 
     noted: Noted
@@ -25,12 +25,12 @@ class Contribution:
     """What each has: (its place along pp, the elements that are kept)."""
 
     @classmethod
-    def on_one_rank(cls, noted: Noted, stage: int) -> "Contribution":
+    def on_one_rank(cls, noted: Noted, stage: int) -> "MicrobatchGradient":
         """What one rank has."""
         return cls(noted=noted, sizes=noted.sample.abs(), parts=((stage, noted.sample),))
 
     @classmethod
-    def of(cls, parts: "Sequence[Contribution]") -> "Contribution":
+    def of(cls, parts: "Sequence[MicrobatchGradient]") -> "MicrobatchGradient":
         """The sum of contributions."""
         if len(parts) == 1:
             return parts[0]
@@ -49,7 +49,7 @@ class LayoutNotes:
     report: StepReport
     outputs: Mapping[OutputKey, Sequence[tuple[int, Noted]]]
     """What ranks have of each output: (rank, what)."""
-    gradients: Mapping[GradientKey, Contribution]
+    gradients: Mapping[GradientKey, MicrobatchGradient]
     """Of parameters that are whole on the ranks that compute with them: what these have together, summed."""
     counted: Sequence[int]
     """The microbatches that were computed, in order."""
@@ -70,7 +70,7 @@ class LayoutNotes:
         ranks = [RankNotes.read(notes_file(folder, step, rank)) for rank in range(program.plan.mesh.size)]
         per_rank = program.plan.merge.microbatches
         outputs: dict[OutputKey, list[tuple[int, Noted]]] = {}
-        parts: dict[GradientKey, dict[int, list[Contribution]]] = {}
+        parts: dict[GradientKey, dict[int, list[MicrobatchGradient]]] = {}
         counted: set[int] = set()
         for rank, told in enumerate(ranks):
             numbers = [data_rank_of(program.plan, rank) * per_rank + at for at in told.counted]
@@ -83,7 +83,7 @@ class LayoutNotes:
                 if holder == at["pp"]:  # else this part is in what another rank has
                     renamed = gradient._replace(microbatch=numbers[gradient.microbatch])
                     parts.setdefault(renamed, {}).setdefault(at["tp"], []).append(
-                        Contribution.on_one_rank(noted, at["pp"])
+                        MicrobatchGradient.on_one_rank(noted, at["pp"])
                     )
         return cls(
             report=ranks[0].report,
@@ -97,16 +97,16 @@ class LayoutNotes:
 
 
 def _together(
-    parts: Mapping[GradientKey, Mapping[int, Sequence[Contribution]]], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[GradientKey, Contribution]]:
+    parts: Mapping[GradientKey, Mapping[int, Sequence[MicrobatchGradient]]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[GradientKey, MicrobatchGradient]]:
     """Add up the parts of several stages, and then those of ranks along tp, where these differ."""
     for key, by_tp in parts.items():
-        wholes = [Contribution.of(each) for each in by_tp.values()]
+        wholes = [MicrobatchGradient.of(each) for each in by_tp.values()]
         if any(each.noted.shape != shapes.get(key.parameter) for each in wholes):
             yield from ((key._replace(part=at), each) for at, each in zip(by_tp, wholes, strict=True))
             continue
         alike = all(torch.equal(each.noted.sample, wholes[0].noted.sample) for each in wholes)
-        yield key, wholes[0] if alike else Contribution.of(wholes)
+        yield key, wholes[0] if alike else MicrobatchGradient.of(wholes)
 
 
 def _unequal(ranks: Sequence[RankNotes]) -> Iterator[tuple[str, int, int]]:

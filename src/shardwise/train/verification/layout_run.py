@@ -21,7 +21,7 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
 from shardwise.engine.weights import weigh
 from shardwise.train.verification.program import Program
-from shardwise.train.verification.recording import NotedLoss, Notes, Recorder
+from shardwise.train.verification.run_recording import NotedLoss, Notes, Recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

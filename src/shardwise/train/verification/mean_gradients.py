@@ -12,7 +12,7 @@ from shardwise.train.verification.fault_words import FaultWords
 from shardwise.train.verification.layout_notes import LayoutNotes
 from shardwise.train.verification.one_process import OwnStep
 from shardwise.train.verification.program import Program
-from shardwise.train.verification.recording import GradientKey, places, wide
+from shardwise.train.verification.run_recording import GradientKey, places, wide
 from shardwise.train.verification.shared_factor import SharedFactor
 
 

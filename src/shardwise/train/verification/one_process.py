@@ -25,7 +25,7 @@ from shardwise.engine.tensor.deciding import decide
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program
-from shardwise.train.verification.recording import NotedLoss, Notes, Recorder, wide
+from shardwise.train.verification.run_recording import NotedLoss, Notes, Recorder, wide
 
 
 @dataclass(kw_only=True)

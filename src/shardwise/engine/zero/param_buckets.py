@@ -9,13 +9,13 @@ owner 1   | run of bucket 0 | run of bucket 1 | ..
                  +--> whole bucket 0, on every rank, from `fill` to `free`; the parameters are views of it
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.dtypes import torch_dtype
+from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import values_of
 from shardwise.plan import Bucket, Segment, Slot
@@ -122,21 +122,21 @@ class ShardedBucket(WholeBucket):
 
 def make_buckets(
     plans: Sequence[Bucket], unit_of: Mapping[str, str], owners: Channel
-) -> tuple[list[WholeBucket], list[ShardedBucket]]:
-    """The memory of all buckets, and those among them that are sharded, whose parameters have a unit."""
+) -> Iterator[tuple[WholeBucket, ShardedBucket | None]]:
+    """The memory of each bucket, and the same once more where it is sharded: where its parameters have a unit.
+
+    One after the other: what is sharded is freed before the next takes memory.
+    """
     runs = _runs({at: plan for at, plan in enumerate(plans) if plan.slots[0].name in unit_of}, owners)
-    made: list[WholeBucket] = []
-    sharded: list[ShardedBucket] = []
     for index, plan in enumerate(plans):
         dtype = torch_dtype(plan.working)
         num_bytes = plan.num_elements * dtype.itemsize
         if index in runs:
             working = torch.empty(num_bytes, dtype=torch.uint8, device=owners.device).view(dtype)
-            sharded.append(ShardedBucket(index, plan, owners, working, *runs[index]))
-            made.append(sharded[-1])
+            sharded = ShardedBucket(index, plan, owners, working, *runs[index])
+            yield sharded, sharded
         else:
-            made.append(WholeBucket(plan, owners.rank, owners.allocate(num_bytes).view(dtype)))
-    return made, sharded
+            yield WholeBucket(plan, owners.rank, owners.allocate(num_bytes).view(dtype)), None
 
 
 def _runs(sharded: Mapping[int, Bucket], owners: Channel) -> dict[int, tuple[torch.Tensor, list[torch.Tensor]]]:

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint import Catalogue
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.dtypes import dtype_name
+from shardwise.comm.torch_dtypes import dtype_name
 from shardwise.plan.state_names import is_state_name
 from shardwise.train.verification.closeness import EQUAL, Closeness, by_element, by_size
 from shardwise.train.verification.error_model import UNIT_ROUNDOFF, UPDATE_ROUNDINGS, ErrorModel, Path
@@ -20,8 +20,8 @@ from shardwise.train.verification.layout_notes import LayoutNotes
 from shardwise.train.verification.mean_gradients import MeanGradients
 from shardwise.train.verification.one_process import OwnStep
 from shardwise.train.verification.program import Program
-from shardwise.train.verification.recording import LOSS, Noted, is_number, places, wide
 from shardwise.train.verification.report import Divergence, StepComparison, Tally
+from shardwise.train.verification.run_recording import LOSS, Noted, is_number, places, wide
 
 OUTPUTS, PER_MICROBATCH, LOSSES = "outputs of modules", "gradients per microbatch", "losses"
 MEANS, NORMS, UPDATED = "mean gradients", "gradient norms", "updated tensors"

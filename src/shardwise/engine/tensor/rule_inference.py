@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.tensor.recording import record
+from shardwise.engine.tensor.forward_recording import record
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.errors import PlanError, in_words
 from shardwise.plan.outlines import parents
 from shardwise.plan.tensor import TensorPlan, plan_tensor
 from shardwise.plan.tensor_heads import GROUPS, HEADS, WORDS
-from shardwise.plan.tensor_inference import Family, Inference, Trace, infer_rules
+from shardwise.plan.tensor_inference import ForwardTrace, MapFamily, RuleInference, infer_rules
 from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 
 _MOST_REHEARSALS = 64
@@ -48,7 +48,7 @@ def infer_plan(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]
 
 
 @dataclass(slots=True)
-class _Kind:
+class _AlikeFamilies:
     """Families that are alike, in layer after layer: what is tried for one holds for all."""
 
     choices: list[Mapping[str, tuple[str, ...]]]
@@ -63,9 +63,9 @@ class _Search:
     model: nn.Module
     outline: TensorOutline
     call: Callable[[], Any]
-    trace: Trace
+    trace: ForwardTrace
     num_ranks: int
-    kinds: dict[object, _Kind] = field(default_factory=dict)
+    kinds: dict[object, _AlikeFamilies] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class _Search:
 
     # Heads --------------------------------------------------------------------------------------------------------
 
-    def _kind_of(self, family: Family) -> _Kind:
+    def _kind_of(self, family: MapFamily) -> _AlikeFamilies:
         key = (
             tuple(sorted({(self.modules[each].kind, self._parent(each).kind) for each in family.columns})),
             (
@@ -104,13 +104,13 @@ class _Search:
             ),
         )
         if key not in self.kinds:
-            self.kinds[key] = _Kind(list(self._choices(family)))
+            self.kinds[key] = _AlikeFamilies(list(self._choices(family)))
         return self.kinds[key]
 
     def _parent(self, name: str) -> TensorModule:
         return next(self.modules[each] for each in (*parents(name), "") if each in self.modules and each != name)
 
-    def _around(self, family: Family) -> dict[str, TensorModule]:
+    def _around(self, family: MapFamily) -> dict[str, TensorModule]:
         """Modules that hold what is cut, and may count what they hold."""
         found = {}
         for each in (*family.columns, *family.rows):
@@ -119,7 +119,7 @@ class _Search:
                     found[name] = self.modules[name]
         return found
 
-    def _choices(self, family: Family) -> Iterator[Mapping[str, tuple[str, ...]]]:
+    def _choices(self, family: MapFamily) -> Iterator[Mapping[str, tuple[str, ...]]]:
         """Sets of attributes that may count what is cut: none, heads, heads and widths, widths."""
         yield {}
         groups, around = family.num_groups, self._around(family)
@@ -146,7 +146,7 @@ class _Search:
         ]
         yield from (each for at, each in enumerate(tried) if each and each not in tried[:at])
 
-    def _heads_of(self, family: Family) -> dict[str, str]:
+    def _heads_of(self, family: MapFamily) -> dict[str, str]:
         kind = self._kind_of(family)
         attributes = kind.choices[kind.at] if kind.at < len(kind.choices) else {}
         return {
@@ -157,7 +157,7 @@ class _Search:
 
     # What fails ---------------------------------------------------------------------------------------------------
 
-    def _learn(self, inference: Inference, wrong: RehearsalError) -> None:
+    def _learn(self, inference: RuleInference, wrong: RehearsalError) -> None:
         """Try the next numbers of heads for the families that lie where it shows, or leave them whole."""
         families = self._at(inference, wrong.module)
         if not families:
@@ -171,7 +171,7 @@ class _Search:
                 for family in alike:
                     self.without |= dict.fromkeys((*family.columns, *family.rows), f"with it cut, {_said(wrong)}")
 
-    def _at(self, inference: Inference, name: str) -> list[Family]:
+    def _at(self, inference: RuleInference, name: str) -> list[MapFamily]:
         """Families of a module, or of what is in the nearest module around it that holds any."""
         for around in (name, *parents(name)):
             if around in inference.vocabulary:
@@ -185,7 +185,7 @@ class _Search:
                 return inside
         return []
 
-    def _give_up_planned(self, inference: Inference, error: PlanError) -> None:
+    def _give_up_planned(self, inference: RuleInference, error: PlanError) -> None:
         """Leave whole what the planner refuses."""
         text = str(error)
         names = [name for name in inference.rules if f"'{name}'" in text or f"'{name}." in text]

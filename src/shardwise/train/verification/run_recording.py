@@ -14,11 +14,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.dtypes import dtype_name
+from shardwise.comm.torch_dtypes import dtype_name
 from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.batches import Batch, LossFunction
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.values import StageTensor
+from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.tensor.cutting import portion_of
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
@@ -138,7 +138,9 @@ class Recorder:
         self._microbatch = -1
         self._clear()
         self._handles = [model.register_forward_pre_hook(_Beginning(self), prepend=True)]
-        self._handles += [module.register_forward_hook(_Output(self, name)) for name, module in model.named_modules()]
+        self._handles += [
+            module.register_forward_hook(_RecordedOutput(self, name)) for name, module in model.named_modules()
+        ]
         self._handles += [
             parameter.register_hook(_Gradient(self, name))
             for name, parameter in model.named_parameters()
@@ -242,7 +244,7 @@ class _Beginning:
         self._recorder.enter_model()
 
 
-class _Output:
+class _RecordedOutput:
     def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder = recorder
         self._name = name

@@ -8,11 +8,11 @@ from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.plan.state_names import MASTER, is_state_name, split_state_name, state_name
 from shardwise.space import Piece
 
-__all__ = ["Kind", "Match", "apart", "match"]
+__all__ = ["Match", "WantedTensor", "apart", "match"]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class WantedTensor:
     """A tensor that somebody wants, whichever piece of it."""
 
     name: str
@@ -20,7 +20,7 @@ class Kind:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, piece: Piece) -> "Kind":
+    def of(cls, piece: Piece) -> "WantedTensor":
         """The tensor of a piece."""
         return cls(piece.name, piece.dtype, piece.global_shape)
 
@@ -29,7 +29,7 @@ class Kind:
 class Match:
     """Where everything that is wanted comes from, and all that does not fit, in words."""
 
-    source: dict[Kind, str] = field(default_factory=dict)
+    source: dict[WantedTensor, str] = field(default_factory=dict)
     """The stored tensor from which a wanted one is read. What is missing is not in it."""
     missing: list[str] = field(default_factory=list)
     """Wanted, and not stored."""
@@ -45,7 +45,7 @@ class Match:
 
 
 def match(
-    wanted: Iterable[Kind],
+    wanted: Iterable[WantedTensor],
     contents: Contents,
     *,
     aliases: Mapping[str, str],
@@ -61,7 +61,7 @@ def match(
     the one with the wanted dtype is taken, and the other needs no place. What is tied in the target and stored under
     each name is a twin. A target that wants no optimizer state at all may leave it.
     """
-    names = _Names(contents, aliases)
+    names = _StoredNames(contents, aliases)
     whose = "what the rewrite makes of the checkpoint" if rewritten else "the checkpoint"
     result = Match()
     settled = {each for name in accounted for each in (name, _other(name))}
@@ -126,7 +126,7 @@ def _kind(dtype: str) -> str:
     return next((kind for prefix, kind in kinds.items() if dtype.startswith(prefix)), "complex")
 
 
-class _Names:
+class _StoredNames:
     """Stored tensors by every name under which they can be wanted."""
 
     def __init__(self, contents: Contents, aliases: Mapping[str, str]) -> None:

@@ -25,10 +25,10 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.pipeline.nested import tensors_in
-from shardwise.engine.tensor.apart import Inputs
-from shardwise.engine.tensor.comparison import Comparison, Gather, Unknown
+from shardwise.engine.tensor.apart import CopiedInputs
 from shardwise.engine.tensor.movements import Movements, is_fake, uncompiled
 from shardwise.engine.tensor.notes import note_on
+from shardwise.engine.tensor.region_comparison import Comparison, Gather, Unknown
 from shardwise.engine.wrapping import Forward, take_off, wrap
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.plan.tensor_plan import TensorPlan
@@ -65,21 +65,21 @@ class Proof:
         self._has_agreed = False
         self._refusals: list[str] = []
         self._warned: set[str] = set()
-        self._watched: list[_Watch] = []
-        self._calls: list[_Watch] = []
+        self._watched: list[_RegionWatch] = []
+        self._calls: list[_RegionWatch] = []
         names = {parameter: name for name, parameter in model.named_parameters()}
         movements = Movements(channel, "proof of tensor.rules")
         for region in regions_of(plan):
             if is_local(region.name):
                 module = model.get_submodule(region.name)
                 comparison = Comparison(region, module, plan, names, channel, movements, gather)
-                self._watched.append(_Watch(self, comparison))
+                self._watched.append(_RegionWatch(self, comparison))
                 wrap(module, self._watched[-1])
             elif region.is_needed:
                 self.unproved[region.name] = "it runs on several stages of the pipeline"
 
     @contextmanager
-    def calling(self, watch: "_Watch") -> Iterator[None]:
+    def calling(self, watch: "_RegionWatch") -> Iterator[None]:
         """The watched module runs."""
         self._calls.append(watch)
         try:
@@ -87,7 +87,7 @@ class Proof:
         finally:
             self._calls.pop()
 
-    def compare(self, watch: "_Watch", forward: Forward, inputs: Inputs | Unknown) -> None:
+    def compare(self, watch: "_RegionWatch", forward: Forward, inputs: CopiedInputs | Unknown) -> None:
         """Prove a region; a refusal is kept until all ranks are asked."""
         around = next((each for each in reversed(self._calls) if each is not watch), None)
         verdict: Unknown | str | None = None
@@ -103,7 +103,7 @@ class Proof:
         elif verdict is not None:
             self.unproved[watch.comparison.region.name] = verdict.why
 
-    def explain(self, watch: "_Watch", forward: Forward, inputs: Inputs, error: Exception) -> None:
+    def explain(self, watch: "_RegionWatch", forward: Forward, inputs: CopiedInputs, error: Exception) -> None:
         """Raise ModelError for an error of a forward that the whole module does not raise."""
         with self._working():
             text = watch.comparison.explanation(
@@ -166,7 +166,7 @@ class Proof:
             self.is_at_work = False
 
 
-class _Watch:
+class _RegionWatch:
     """A `Wrapper` of a region, or of a module around one."""
 
     structure = None
@@ -191,7 +191,7 @@ class _Watch:
             except ShardwiseError:
                 raise
             except Exception as error:
-                if isinstance(inputs, Inputs):
+                if isinstance(inputs, CopiedInputs):
                     proof.explain(self, forward, inputs, error)
                 raise
             if self.state == "waiting":
@@ -200,9 +200,9 @@ class _Watch:
         return output
 
 
-def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | Unknown:
+def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CopiedInputs | Unknown:
     try:
-        return Inputs.of(args, kwargs)
+        return CopiedInputs.of(args, kwargs)
     except Exception as error:  # whatever an object raises that refuses to be copied
         return Unknown(f"what it is given cannot be copied ({error})")
 

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.engine.pipeline.calls import Call
 from shardwise.engine.pipeline.fakes import Fakes, storage_of
 from shardwise.engine.pipeline.nested import (
     ObjectSlot,
     Opaque,
-    Slot,
+    TensorSlot,
     containers_in,
     contents_of,
     filled,
@@ -31,14 +30,15 @@ from shardwise.engine.pipeline.nested import (
     with_told,
 )
 from shardwise.engine.pipeline.sites import user_site
-from shardwise.engine.pipeline.values import Spec, StageTensor
+from shardwise.engine.pipeline.stage_values import Spec, StageTensor
+from shardwise.engine.pipeline.staged_calls import StagedCall
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
 
 _MAX_ENTRIES = 1 << 14
 
 
-class Output(NamedTuple):
+class OutcomeTensor(NamedTuple):
     """One tensor that a call gives."""
 
     spec: Spec
@@ -51,13 +51,13 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CallOutcome:
     """What a call gives for one signature."""
 
     skeleton: Any
     """The result, the records of inner hooks and the writes to containers, with slots in the place of tensors and
     objects."""
-    outputs: tuple[Output, ...]
+    outputs: tuple[OutcomeTensor, ...]
     written: tuple[tuple[int, Spec], ...]
     """Inputs that the call writes to in place, and what they are afterwards."""
     writes_kept: bool
@@ -67,7 +67,7 @@ class Entry:
     tells: bool
     """There are numbers or texts in it, which may be others the next time."""
 
-    def telling(self, told: Sequence[Any]) -> "Entry":
+    def telling(self, told: Sequence[Any]) -> "CallOutcome":
         """The entry with the numbers and texts of one call, which only its owner knows."""
         return replace(self, skeleton=with_told(self.skeleton, told))
 
@@ -75,7 +75,7 @@ class Entry:
 class Writes:
     """What a call writes to containers that it was given: lists that it appends to, dicts that it fills."""
 
-    def __init__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], objects: Sequence[Any]) -> None:
+    def __init__(self, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any], objects: Sequence[Any]) -> None:
         self._call = call
         self._containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
         self._before = [contents_of(each) for each in self._containers]
@@ -108,12 +108,12 @@ def _tensors_of(value: Any) -> dict[str, torch.Tensor]:
     return {key: held for key, held in getattr(value, "__dict__", {}).items() if isinstance(held, torch.Tensor)}
 
 
-class Inputs:
+class CallInputs:
     """The arguments of a call, taken apart: tensors and objects by number, and all else."""
 
     def __init__(
         self,
-        call: Call,
+        call: StagedCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         adopted: Callable[[Any], Any],
@@ -143,7 +143,7 @@ class Inputs:
             if at == len(self.tensors):
                 self.tensors.append(leaf)
             self._tokens += (at, _spec_of(leaf))
-            return Slot(at)
+            return TensorSlot(at)
         if isinstance(leaf, Opaque) or id(leaf) in self._opaque:
             self.has_opaque = True
             self._tokens.append("opaque")
@@ -192,7 +192,7 @@ class Inputs:
         return args, kwargs
 
 
-class Inference:
+class CallInference:
     """The entries of one rank."""
 
     def __init__(self, device: torch.device, random: KeyedRandom) -> None:
@@ -200,13 +200,13 @@ class Inference:
         self.num_tried = 0
         """Signatures that were tried on fake tensors."""
         self.num_lookups = 0
-        self.alike: dict[int, Entry] = {}
+        self.alike: dict[int, CallOutcome] = {}
         """Entries, by id, of which this rank saw that results share their memory as they say."""
-        self._entries: dict[Hashable, Entry | None] = {}
+        self._entries: dict[Hashable, CallOutcome | None] = {}
         self._fakes = Fakes(device)
         self._random = random
 
-    def look_up(self, call: Call, inputs: Inputs) -> tuple[Hashable, Entry | None]:
+    def look_up(self, call: StagedCall, inputs: CallInputs) -> tuple[Hashable, CallOutcome | None]:
         """The signature and its entry; None where the owner has to announce one."""
         signature = inputs.signature(self.device)
         self.num_lookups += 1
@@ -222,11 +222,11 @@ class Inference:
         self._entries[signature] = entry
         return signature, entry
 
-    def learn(self, signature: Hashable, entry: Entry) -> None:
+    def learn(self, signature: Hashable, entry: CallOutcome) -> None:
         """Remember what the owner announced."""
         self._entries[signature] = entry
 
-    def _try(self, call: Call, inputs: Inputs) -> Entry | None:
+    def _try(self, call: StagedCall, inputs: CallInputs) -> CallOutcome | None:
         modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
         try:
             with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying() as trial:
@@ -278,9 +278,9 @@ def describe(
     written: Sequence[int],
     writes_kept: bool,
     has_known_shapes: bool,
-) -> Entry:
+) -> CallOutcome:
     """The entry of a call that was executed on `tensors` and `objects`, and wrote to those of them in `written`."""
-    outputs: list[Output] = []
+    outputs: list[OutcomeTensor] = []
     places = {storage_of(each): at for at, each in reversed(list(enumerate(tensors)))}
     made: dict[int, int] = {}
     positions = {id(each): at for at, each in reversed(list(enumerate(tensors)))}
@@ -291,21 +291,21 @@ def describe(
             storage = storage_of(leaf)
             beside = made.setdefault(storage, len(outputs))
             outputs.append(
-                Output(
+                OutcomeTensor(
                     spec=Spec.of(leaf),
                     same_as=positions.get(id(leaf)),
                     view_of=places.get(storage),
                     beside=None if beside == len(outputs) else beside,
                 )
             )
-            return Slot(len(outputs) - 1)
+            return TensorSlot(len(outputs) - 1)
         if is_plain(leaf) or type(leaf) is ObjectSlot:
             return leaf
         at = object_positions.get(id(leaf))
         return Opaque(type(leaf).__name__) if at is None else ObjectSlot(at)
 
     skeleton = transform(result, take_apart)
-    return Entry(
+    return CallOutcome(
         skeleton=skeleton,
         outputs=tuple(outputs),
         written=tuple((at, Spec.of(tensors[at])) for at in written),

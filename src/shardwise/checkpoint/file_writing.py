@@ -12,7 +12,7 @@ from shardwise.checkpoint.stores import Writer
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["DataFile", "Filling", "Sink", "lay_out"]
+__all__ = ["DataFile", "FileFilling", "Sink", "lay_out"]
 
 _METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
 """What readers of safetensors files look for."""
@@ -72,7 +72,7 @@ class Sink(Protocol):
         """Append the next bytes; `data` may change as soon as this returns."""
 
 
-class Filling:
+class FileFilling:
     """Fills a data file with the bytes of its pieces, in order, in chunks of any size; takes their checksums."""
 
     def __init__(self, file: DataFile, writer: Writer, *, block_bytes: int) -> None:

@@ -10,16 +10,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.inventory import named_places
-from shardwise.engine.pipeline.outline import unchanged
+from shardwise.engine.pipeline.module_outline import unchanged
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, slim, varies
-from shardwise.engine.tensor.flow import Flow
+from shardwise.engine.tensor.flow import TensorFlow
 from shardwise.engine.tensor.following import Following
 from shardwise.engine.wrapping import Forward, unwrap, wrap
-from shardwise.plan.tensor_inference import Groups, Trace, TracedMap, TracedParameter
+from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
 from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 
 
-def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) -> Trace:
+def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) -> ForwardTrace:
     """The trace of `call()`, which runs the model; afterwards the model is as before."""
     followed = {each.name: _Followed(each, model.get_submodule(each.name)) for each in outline.modules if _is_map(each)}
     names: dict[int, str] = {}
@@ -30,7 +30,7 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
         owners[id(parameter)] = of_module.get(module) or owners.get(id(parameter), "")
     with torch.no_grad(), unchanged(model), ExitStack() as stack:
         model.eval()
-        flow = Flow(Atoms(), owners, followed)
+        flow = TensorFlow(Atoms(), owners, followed)
         for each in followed.values():
             each.flow = flow
             wrap(each.module, each)
@@ -41,7 +41,7 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
             stack.enter_context(_named(module, name, flow))
         with Following(flow):
             call()
-    return _Reading(flow, followed, outline, root.given, names=names).trace()
+    return _TraceReader(flow, followed, outline, root.given, names=names).trace()
 
 
 def _is_map(module: TensorModule) -> bool:
@@ -49,7 +49,7 @@ def _is_map(module: TensorModule) -> bool:
 
 
 @contextmanager
-def _named(module: nn.Module, name: str, flow: Flow) -> Iterator[None]:
+def _named(module: nn.Module, name: str, flow: TensorFlow) -> Iterator[None]:
     def leave(*_: object) -> None:  # what a hook gives would take the place of the output
         flow.where.pop()
 
@@ -67,7 +67,7 @@ class _Root:
 
     structure = "recorded"
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: TensorFlow) -> None:
         self.given: list[torch.Tensor] = []
         self._flow = flow
 
@@ -93,7 +93,7 @@ class _Followed:
 
     known: TensorModule
     module: nn.Module
-    flow: Flow | None = None
+    flow: TensorFlow | None = None
     atoms: torch.Tensor | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)
     has_whole_input: bool = False
@@ -120,7 +120,7 @@ class _Followed:
         self._note(flow, given, output)
         return output
 
-    def _note(self, flow: Flow, given: list[torch.Tensor], output: Any) -> None:
+    def _note(self, flow: TensorFlow, given: list[torch.Tensor], output: Any) -> None:
         numbers = [each for each in map(flow.numbers, given) if each is not None]
         if len(given) != 1 or not isinstance(output, torch.Tensor) or not self._is_plain(given[0], output):
             self.problem = "it is called with other things than one tensor"
@@ -147,7 +147,7 @@ class _Followed:
             self.atoms = flow.atoms.fresh(output.shape[-1])
         flow.give(output, self.atoms.expand(output.shape))
 
-    def _work_inside(self, flow: Flow, numbers: torch.Tensor, output: torch.Tensor) -> None:
+    def _work_inside(self, flow: TensorFlow, numbers: torch.Tensor, output: torch.Tensor) -> None:
         """Each head, say, is mapped alike: the map is whole on every rank, and works on what the rank has."""
         self.problem = "it maps each part of what is cut alike"
         last = numbers.dim() - 1
@@ -182,12 +182,12 @@ def _is_lookup(weight: torch.Tensor, tokens: torch.Tensor, output: torch.Tensor)
     return torch.allclose(given, rows * scale, rtol=1e-2, atol=1e-6)
 
 
-class _Reading:
+class _TraceReader:
     """From what was noted to a trace."""
 
     def __init__(
         self,
-        flow: Flow,
+        flow: TensorFlow,
         followed: dict[str, _Followed],
         outline: TensorOutline,
         given: list[torch.Tensor],
@@ -206,11 +206,11 @@ class _Reading:
             for name in module.parameters.values():
                 self._holders[name] = self._holders.get(name, 0) + 1
 
-    def trace(self) -> Trace:
+    def trace(self) -> ForwardTrace:
         """The trace."""
         ran = [each for each in self._followed if each.order >= 0]
         parameters = [self._bare(parameter, numbers) for parameter, numbers in self._flow.bare.values()]
-        return Trace(
+        return ForwardTrace(
             maps=tuple(map(self._map, ran)),
             parameters=tuple(each for each in parameters if each is not None),
             reasons={group: why for group, why in self._reasons.items() if group > 0},

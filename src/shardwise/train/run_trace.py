@@ -15,7 +15,7 @@ from shardwise.engine import Engine
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule
-from shardwise.plan.timeline import Span, Timeline, simulate_schedule
+from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 from shardwise.plan.timeline_text import draw_timeline, seconds_text
 from shardwise.train.chrome_trace import save_trace
 from shardwise.train.timeline_figure import save_picture
@@ -28,7 +28,7 @@ Rounds = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class RunTrace:
     """The last updates of a run, in seconds on the clock of rank 0; the same on every rank."""
 
     updates: tuple[Timeline, ...]
@@ -61,7 +61,7 @@ class Tracer:
         assert engine.pipeline is not None, "configurations that ask for a trace have stages"
         self._engine = engine
         self._runner = engine.pipeline
-        self._updates: deque[list[Span]] = deque(maxlen=_KEPT_UPDATES)
+        self._updates: deque[list[TimeSpan]] = deque(maxlen=_KEPT_UPDATES)
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -82,7 +82,7 @@ class Tracer:
         """See `loop.Trainee`."""
         return self._engine.evaluate(batch)
 
-    def gathered(self, channel: Channel) -> Trace | None:
+    def gathered(self, channel: Channel) -> RunTrace | None:
         """What all ranks, which call this together, did in the last updates; None when none was made."""
         # Clocks drift: they are compared now, since the last updates are what is kept.
         mine = {
@@ -101,17 +101,17 @@ class Tracer:
             Timeline(
                 channel.size,
                 tuple(
-                    Span(rank, kind, microbatch, stage, start_s - offsets[rank], stop_s - offsets[rank])
+                    TimeSpan(rank, kind, microbatch, stage, start_s - offsets[rank], stop_s - offsets[rank])
                     for rank, each in enumerate(ranks)
                     for kind, microbatch, stage, start_s, stop_s in each["updates"][at]
                 ),
             )
             for at in range(len(self._updates))
         ]
-        return Trace(updates=tuple(updates), schedule=schedule, transfers=transfers)
+        return RunTrace(updates=tuple(updates), schedule=schedule, transfers=transfers)
 
 
-def leave(trace: Trace, folder: Path, *, title: str, width: int) -> list[str]:
+def leave(trace: RunTrace, folder: Path, *, title: str, width: int) -> list[str]:
     """Write `timeline.png` and `trace.json` into `folder`; returns the timeline in words, `width` columns wide."""
     last = trace.updates[-1]
     lines = ["the last update on all ranks, as it was measured:", *draw_timeline(last, width=width).splitlines()]

@@ -8,7 +8,7 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.pipeline.outline import outline_of
+from shardwise.engine.pipeline.module_outline import outline_of
 from shardwise.engine.pipeline.stage_parameters import StageParameters
 from shardwise.engine.wrapping import wrap
 from shardwise.engine.zero.flat_params import FlatParams
@@ -25,7 +25,7 @@ from shardwise.plan.units import Units, plan_units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class OwnedLayout:
     """Where one rank's parameters and gradients are."""
 
     stage: int
@@ -54,7 +54,7 @@ def units_of(model: nn.Module, inventory: Inventory, plan: Plan, placement: Plac
 
 def plan_layout(
     inventory: Inventory, parameters: StageParameters, plan: Plan, units: Units, *, owners: Channel, replicas: Channel
-) -> Layout:
+) -> OwnedLayout:
     """The layout of what this rank owns. `inventory`: of that."""
     stage = plan.sharding.stage if owners.size > 1 else min(plan.sharding.stage, 1)
     late = frozenset(parameters.of_several_stages())
@@ -68,7 +68,7 @@ def plan_layout(
     ownership = plan_ownership(
         inventory.specs, plan.sharding, num_owners=owners.size, num_replicas=replicas.size, units=labels
     )
-    return Layout(stage=stage, ownership=ownership, units=held, late=late, stage_of=parameters.first_stage)
+    return OwnedLayout(stage=stage, ownership=ownership, units=held, late=late, stage_of=parameters.first_stage)
 
 
 def _restricted(units: Units, names: Collection[str]) -> Units:
@@ -77,7 +77,7 @@ def _restricted(units: Units, names: Collection[str]) -> Units:
 
 
 def make_params(
-    layout: Layout, inventory: Inventory, owners: Channel, *, keep_shapes: bool, waiting: Collection[str] = ()
+    layout: OwnedLayout, inventory: Inventory, owners: Channel, *, keep_shapes: bool, waiting: Collection[str] = ()
 ) -> FlatParams:
     """The working copies and masters of a layout."""
     return FlatParams(
@@ -92,7 +92,7 @@ def make_params(
 
 def install(
     model: nn.Module,
-    layout: Layout,
+    layout: OwnedLayout,
     inventory: Inventory,
     plan: Plan,
     params: FlatParams,

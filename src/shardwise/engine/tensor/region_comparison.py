@@ -11,14 +11,14 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.tensor.apart import Inputs, Parameters, Run, Way, is_half, run_apart, widened
+from shardwise.engine.tensor.apart import CopiedInputs, ModuleRun, Parameters, Way, is_half, run_apart, widened
 from shardwise.engine.tensor.differences import differ, factor_of, finest_eps, leaf_of, perturbed, rounded
 from shardwise.engine.tensor.movements import Movements, taken
 from shardwise.engine.wrapping import Forward
 from shardwise.errors import in_words
 from shardwise.plan.tensor_heads import GROUPS, HEADS
 from shardwise.plan.tensor_plan import TensorPlan
-from shardwise.plan.tensor_regions import CUTS_THE_MODULE, Region
+from shardwise.plan.tensor_regions import CUTS_THE_MODULE, CutRegion
 from shardwise.space import even_cuts
 
 Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
@@ -40,7 +40,7 @@ class Unknown:
 
 
 @dataclass(frozen=True, slots=True)
-class _Difference:
+class _RegionDifference:
     """The largest over the ranks, with what rounding makes."""
 
     relative: float
@@ -52,7 +52,7 @@ class Comparison:
 
     def __init__(
         self,
-        region: Region,
+        region: CutRegion,
         module: nn.Module,
         plan: TensorPlan,
         names: Mapping[nn.Parameter, str],
@@ -69,7 +69,7 @@ class Comparison:
         self._movements = movements
         self._gather: Gather = gather or (lambda _: nullcontext())
 
-    def verdict(self, forward: Forward, inputs: Inputs, *, is_outermost: bool) -> Unknown | str | None:
+    def verdict(self, forward: Forward, inputs: CopiedInputs, *, is_outermost: bool) -> Unknown | str | None:
         """None where cut and whole agree; else why not, or why nobody knows.
 
         forward: what the plan runs. is_outermost: no module around could be compared instead.
@@ -80,27 +80,27 @@ class Comparison:
         # Gathered once: data ranks gather together (stage 3), and need other numbers of attempts.
         held = self._held()
         for trains in (False, True):
-            found: _Difference | Unknown | None = None
+            found: _RegionDifference | Unknown | None = None
             for attempt in range(_ATTEMPTS):
                 found = self._compare(forward, *pair, held, attempt, is_outermost=is_outermost, trains=trains)
-                if not isinstance(found, _Difference):
+                if not isinstance(found, _RegionDifference):
                     break
             if isinstance(found, Unknown) and not trains:
                 return found
-            if isinstance(found, _Difference):
+            if isinstance(found, _RegionDifference):
                 if inputs.has_state:
                     return Unknown("each rank may have its own part of the tensors in an object that it is given")
                 return self._refusal(found, "training mode without dropout" if trains else "evaluation mode")
         return None
 
-    def _refusal(self, found: _Difference, mode: str) -> str:
+    def _refusal(self, found: _RegionDifference, mode: str) -> str:
         return (
             f"tensor.rules: {self._named()} gives other numbers when it is cut. With whole parameters its output "
             f"differs by {found.relative:.1e} (relative, largest over the ranks along tp, in {mode}), and rounding "
             f"makes {found.noise:.1e}. {self._rules()} {self._advice()}"
         )
 
-    def explanation(self, forward: Forward, inputs: Inputs, error: str) -> str:
+    def explanation(self, forward: Forward, inputs: CopiedInputs, error: str) -> str:
         """What to say of an error that only the cut module raises; empty for one that the whole module raises too.
 
         Other ranks are not asked, for they may go on. Whether the whole module runs is seen with any parameters of the
@@ -120,7 +120,7 @@ class Comparison:
 
     # Values ---------------------------------------------------------------------------------------------------------
 
-    def _shared(self, inputs: Inputs) -> tuple[Inputs, Inputs] | Unknown:
+    def _shared(self, inputs: CopiedInputs) -> tuple[CopiedInputs, CopiedInputs] | Unknown:
         """Inputs for the whole module, and for this rank's part of it."""
         tensors = inputs.tensors
         mine = [[list(each.shape), str(each.dtype), digest_of_values(each)] for each in tensors]
@@ -183,14 +183,14 @@ class Comparison:
     def _compare(
         self,
         forward: Forward,
-        whole: Inputs,
-        own: Inputs,
+        whole: CopiedInputs,
+        own: CopiedInputs,
         held: Parameters,
         attempt: int,
         *,
         is_outermost: bool,
         trains: bool,
-    ) -> _Difference | Unknown | None:
+    ) -> _RegionDifference | Unknown | None:
         """None where cut and whole agree, or where `trains` and chance is in what the module computes."""
         problem = ""
         for is_wide in (True, False) if self._has_halves(whole) else (True,):
@@ -225,10 +225,10 @@ class Comparison:
             others = [] if isinstance(again, str) else again.tensors
             is_alike = len(others) == len(expected.tensors)
             noise = max(finest, *self._told(differ(others, expected.tensors) if is_alike else 0.0))
-            return None if relative <= factor_of(expected.eps) * noise else _Difference(relative, noise)
+            return None if relative <= factor_of(expected.eps) * noise else _RegionDifference(relative, noise)
         return Unknown(f"it does not run by itself with whole parameters ({problem})")
 
-    def _try(self, forward: Forward, inputs: Inputs, parameters: Parameters, way: Way) -> Run | str:
+    def _try(self, forward: Forward, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun | str:
         """What the module gives, or what it raises."""
         try:
             return run_apart(self.module, forward, inputs, parameters, way)
@@ -249,7 +249,7 @@ class Comparison:
             pairs.append((cut, other) if kind == "alike" or (kind == "part" and at == 0) else None)
         return pairs
 
-    def _has_halves(self, inputs: Inputs) -> bool:
+    def _has_halves(self, inputs: CopiedInputs) -> bool:
         return any(is_half(each) for each in (*self.module.parameters(), *inputs.tensors))
 
     def _told(self, value: Any) -> list[Any]:

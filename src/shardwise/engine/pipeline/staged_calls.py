@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.engine.pipeline.fakes import Fakes
 from shardwise.engine.pipeline.nested import is_plain, token_of
-from shardwise.engine.pipeline.values import Spec
+from shardwise.engine.pipeline.stage_values import Spec
 from shardwise.engine.wrapping import structures_of
 
 _ARITHMETIC = frozenset(
@@ -18,7 +18,7 @@ _ARITHMETIC = frozenset(
 ) | {"div", "rsub", "clamp", "where", "masked_fill", "lt", "le", "gt", "ge", "eq", "ne"}
 
 
-class Call(Protocol):
+class StagedCall(Protocol):
     """Something that is executed on one stage."""
 
     name: str
@@ -39,7 +39,7 @@ class Call(Protocol):
         """Execute it on fake tensors, with nothing left behind."""
 
 
-class Operation:
+class StagedOperation:
     """A torch function between placed modules."""
 
     is_user_code = False
@@ -51,19 +51,19 @@ class Operation:
         self.ignores_numbers = self.name.strip("_") in _ARITHMETIC
 
     def key(self) -> Hashable:
-        """See `Call`."""
+        """See `StagedCall`."""
         return self.function
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Call`."""
+        """See `StagedCall`."""
         return self.function(*args, **kwargs), ()
 
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Call`."""
+        """See `StagedCall`."""
         return self.function(*args, **kwargs), ()
 
 
-class Unit:
+class PlacedModule:
     """A placed module."""
 
     is_user_code = True
@@ -88,12 +88,12 @@ class Unit:
         vars(self.module).update(self._own_attributes, _compiled_call_impl=self._compiled)
 
     def key(self) -> Hashable:
-        """See `Call`. Layers that only differ in their number and their values are alike."""
+        """See `StagedCall`. Layers that only differ in their number and their values are alike."""
         hooked = tuple((at, len(each._forward_hooks)) for at, each in self._hooked())
         return (self._structure, self.module.training, hooked)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Call`."""
+        """See `StagedCall`."""
         with self._recording() as records:
             if self._compiled is None:
                 return self.forward(*args, **kwargs), tuple(records)
@@ -112,7 +112,7 @@ class Unit:
             attributes |= saved
 
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Call`. What forward writes into the module itself is taken back."""
+        """See `StagedCall`. What forward writes into the module itself is taken back."""
         whole = [self.module, *self.inner]
         saved = [dict(vars(each)) for each in whole]
         made: dict[torch.Tensor, torch.Tensor] = {}

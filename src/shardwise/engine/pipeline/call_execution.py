@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.calls import Call, Unit
-from shardwise.engine.pipeline.flows import Flow
+from shardwise.engine.pipeline.call_inference import CallInference, CallInputs, CallOutcome, Writes, describe
+from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.in_place import account_for_writes, check_writes, note_doubts
-from shardwise.engine.pipeline.inference import Entry, Inference, Inputs, Writes, describe
 from shardwise.engine.pipeline.nested import filled, is_plain, put_into, tensors_in, told_in, transform
 from shardwise.engine.pipeline.sites import user_site
-from shardwise.engine.pipeline.values import Family, Memory, Spec, StageTensor, Value
+from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
+from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.zero.sharded_params import functions_of_metadata
 from shardwise.errors import ModelError
@@ -74,21 +74,21 @@ class _Here(NamedTuple):
 class Executor:
     """Executes calls on their stages, and infers elsewhere what they give."""
 
-    inference: Inference
+    inference: CallInference
     random: KeyedRandom
     aside: Callable[[], AbstractContextManager[None]]
     """Nothing stands between torch and what runs inside."""
 
     def execute(
         self,
-        flow: Flow,
-        call: Call,
+        flow: MicrobatchFlow,
+        call: StagedCall,
         stage: int | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """The result of the call, with values of `stage` in it; None: the latest stage among the inputs."""
-        inputs = Inputs(call, args, kwargs, flow.adopted, flow.opaque)
+        inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque)
         for module in inputs.modules:
             if flow.stages.modules.get(module) not in (None, stage):
                 inputs.lend(module)
@@ -112,8 +112,8 @@ class Executor:
         return _deliver(call, inputs, entry, None if here is None else here.result, wrapped)
 
     def _outcome(
-        self, flow: Flow, call: Call, stage: int, inputs: Inputs, moved: Mapping[int, Value]
-    ) -> tuple[Entry, _Here | None]:
+        self, flow: MicrobatchFlow, call: StagedCall, stage: int, inputs: CallInputs, moved: Mapping[int, StageValue]
+    ) -> tuple[CallOutcome, _Here | None]:
         """What a call gives, and more where it is executed."""
         signature, entry = self.inference.look_up(call, inputs)
         if not flow.stages.is_local(stage):
@@ -142,10 +142,10 @@ class Executor:
 
     def _run(
         self,
-        flow: Flow,
-        call: Call,
+        flow: MicrobatchFlow,
+        call: StagedCall,
         stage: int,
-        inputs: Inputs,
+        inputs: CallInputs,
         tensors: Sequence[torch.Tensor],
         *,
         is_described: bool,
@@ -166,7 +166,7 @@ class Executor:
             )
             raise
 
-    def _draw_alike(self, flow: Flow, call: Call, inputs: Inputs, *, is_local: bool) -> None:
+    def _draw_alike(self, flow: MicrobatchFlow, call: StagedCall, inputs: CallInputs, *, is_local: bool) -> None:
         """Draw what the owner draws: what comes next in the program goes on from the same numbers on all ranks."""
         if self.random.stream_ends_with_call():
             return
@@ -182,7 +182,7 @@ class Executor:
             call.run(args, kwargs)
 
 
-def _note_opaque(flow: Flow, inputs: Inputs, result: Any) -> None:
+def _note_opaque(flow: MicrobatchFlow, inputs: CallInputs, result: Any) -> None:
     """Remember objects that were made here: other ranks have nothing that stands for what is in them."""
     known = {id(each) for each in inputs.objects}
 
@@ -194,7 +194,7 @@ def _note_opaque(flow: Flow, inputs: Inputs, result: Any) -> None:
     transform(result[0], note)
 
 
-def _tensors_here(inputs: Inputs, moved: Mapping[int, Value]) -> list[torch.Tensor]:
+def _tensors_here(inputs: CallInputs, moved: Mapping[int, StageValue]) -> list[torch.Tensor]:
     """The tensors that a call takes where it is executed."""
     tensors = [moved[at].local if at in moved else each for at, each in enumerate(inputs.tensors)]
     assert all(each is not None for each in tensors)
@@ -205,11 +205,13 @@ def _nothing() -> Any:
     raise AssertionError("only the owner of a stage has news of it")
 
 
-def _all_known(entry: Entry, moved: Mapping[int, Value]) -> bool:
+def _all_known(entry: CallOutcome, moved: Mapping[int, StageValue]) -> bool:
     return entry.has_known_shapes and all(value.has_known_shape for value in moved.values())
 
 
-def _check(call: Call, entry: Entry, made: Sequence[torch.Tensor], flow: Flow, *, is_example: bool) -> None:
+def _check(
+    call: StagedCall, entry: CallOutcome, made: Sequence[torch.Tensor], flow: MicrobatchFlow, *, is_example: bool
+) -> None:
     """What came out is what all other ranks take it for."""
     if any(each.is_meta for each in made):
         raise ModelError(_OF_ANOTHER_STAGE.format(name=call.name, site=user_site()))
@@ -238,12 +240,12 @@ def _described(specs: Sequence[Spec]) -> str:
 
 
 def _wrap(
-    flow: Flow,
-    call: Call,
+    flow: MicrobatchFlow,
+    call: StagedCall,
     stage: int,
-    inputs: Inputs,
-    entry: Entry,
-    moved: dict[int, Value],
+    inputs: CallInputs,
+    entry: CallOutcome,
+    moved: dict[int, StageValue],
     made: Sequence[torch.Tensor] | None,
 ) -> list[torch.Tensor]:
     """The outputs as values of the stage."""
@@ -260,9 +262,9 @@ def _wrap(
         elif output.beside is not None and isinstance(beside := wrapped[output.beside], StageTensor):
             memory = beside.value.memory
         else:
-            memory = Memory(plain=None if output.view_of is None else inputs.tensors[output.view_of])
+            memory = ViewMemory(plain=None if output.view_of is None else inputs.tensors[output.view_of])
         has_known_shape = known or not output.spec.shape
-        value = Value(
+        value = StageValue(
             stage,
             output.spec,
             local,
@@ -270,31 +272,35 @@ def _wrap(
             memory=memory,
             has_known_shape=has_known_shape,
             lineage=flow.lineage_of(f"{call.name} {at}", made_of),
-            module=call.name if isinstance(call, Unit) else _origin(inputs, stage),
+            module=call.name if isinstance(call, PlacedModule) else _origin(inputs, stage),
         )
         wrapped.append(StageTensor(flow, value))
     return wrapped
 
 
-def _origin(inputs: Inputs, stage: int) -> str:
+def _origin(inputs: CallInputs, stage: int) -> str:
     """The placed module from which the result of an operation comes: that of its first input on the stage."""
     values = [each.value for each in inputs.tensors if isinstance(each, StageTensor)]
     return next((each.module for each in values if each.stage == stage), values[0].module)
 
 
-def _same(flow: Flow, tensor: torch.Tensor, value: Value | None, spec: Spec) -> torch.Tensor:
+def _same(flow: MicrobatchFlow, tensor: torch.Tensor, value: StageValue | None, spec: Spec) -> torch.Tensor:
     """An output that is one of the inputs."""
     if not isinstance(tensor, StageTensor) or value is None:
         return flow.adopted(tensor)
     if tensor.value is not value:
         if tensor.value.is_kept:
-            return StageTensor(flow, value, tensor.family if value in tensor.family.copies.values() else Family(value))
+            return StageTensor(
+                flow, value, tensor.family if value in tensor.family.copies.values() else ValueCopies(value)
+            )
         tensor.value = value  # the same object for the program, which goes on from where it has come to
     value.spec = spec  # requires_grad_(), unsqueeze_()
     return tensor
 
 
-def _deliver(call: Call, inputs: Inputs, entry: Entry, result: Any, wrapped: Sequence[torch.Tensor]) -> Any:
+def _deliver(
+    call: StagedCall, inputs: CallInputs, entry: CallOutcome, result: Any, wrapped: Sequence[torch.Tensor]
+) -> Any:
     """The result as the program gets it, after hooks inside the module have been told."""
     if result is None:
         answer, records, writes = filled(entry.skeleton, wrapped, inputs.objects)
@@ -305,7 +311,7 @@ def _deliver(call: Call, inputs: Inputs, entry: Entry, result: Any, wrapped: Seq
         )
     for number, key, value in writes:
         put_into(inputs.containers[number], key, value)
-    if records and isinstance(call, Unit) and (changed := call.tell_hooks(records)):
+    if records and isinstance(call, PlacedModule) and (changed := call.tell_hooks(records)):
         raise ModelError(
             f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output; hooks inside "
             "placed modules are called after the whole module, on all ranks, and can only look: put the change into "

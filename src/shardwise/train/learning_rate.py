@@ -7,7 +7,7 @@ from shardwise.train.tables import Decay, TrainTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class LearningRateSchedule:
     """The fraction of the full learning rate that each update takes: a linear warm-up, then a decay."""
 
     steps: int
@@ -17,7 +17,7 @@ class Schedule:
     """The fraction that the last update takes."""
 
     @classmethod
-    def of(cls, train: TrainTable) -> "Schedule":
+    def of(cls, train: TrainTable) -> "LearningRateSchedule":
         """The schedule that [train] asks for."""
         return cls(steps=train.steps, warmup_steps=train.warmup_steps, decay=train.decay, final=train.min_learning_rate)
 

@@ -5,8 +5,8 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.calls import Signature
-from shardwise.comm.messages import Chunk, Inbound, Outbound
+from shardwise.comm.call_signatures import Signature
+from shardwise.comm.messages import Inbound, MessageChunk, Outbound
 from shardwise.comm.shared_memory import SLOT_BYTES
 
 
@@ -21,7 +21,7 @@ class Intake(Protocol):
         """World ranks of which something is still to come; empty when complete."""
 
 
-class Transfer:
+class TransferInFlight:
     """A call in flight: the `Work` of the process channel. `wait` is the switchboard's."""
 
     __slots__ = ("_intake", "_outbounds", "_wait", "signature")
@@ -31,7 +31,7 @@ class Transfer:
         signature: Signature,
         outbounds: Sequence[Outbound],
         intake: Intake | None,
-        wait: Callable[["Transfer"], None],
+        wait: Callable[["TransferInFlight"], None],
     ) -> None:
         self.signature = signature
         self._outbounds = outbounds
@@ -63,7 +63,7 @@ class Transfer:
         self._wait(self)
 
 
-class Filling:
+class MessageFilling:
     """Each message is copied to its place; places may be anywhere and messages come in any order."""
 
     def __init__(self, places: Sequence[tuple[Inbound, torch.Tensor]]) -> None:
@@ -142,7 +142,7 @@ class Summing:
         )
         self._same_dtype = dtype == output.dtype
         self._widens = torch.promote_types(dtype, output.dtype) == output.dtype
-        self._held: tuple[torch.Tensor, Chunk | None] | None = None
+        self._held: tuple[torch.Tensor, MessageChunk | None] | None = None
         """The first term of a region: it is read together with the second, which saves writing it."""
         self._done = False
 
@@ -165,7 +165,7 @@ class Summing:
     def _stop(self) -> int:
         return min(self._start + self._region_elements, len(self._output))
 
-    def _add(self, values: torch.Tensor, chunk: Chunk | None) -> None:
+    def _add(self, values: torch.Tensor, chunk: MessageChunk | None) -> None:
         region = self._output[self._start : self._stop]
         is_last = self._num_added == len(self._terms) - 1
         partial = region if self._scratch is None or is_last else self._scratch[: len(region)]

@@ -13,13 +13,13 @@ from pathlib import Path
 import click
 
 from shardwise.errors import BatchError, DataError, ModelError, OptimizerError, PeerError, PlanError, ShardwiseError
-from shardwise.train.stopping import Stopped
+from shardwise.train.stop_signals import Stopped
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ExitVerdict:
     """What one process has to say about its end."""
 
     paragraph: str
@@ -30,7 +30,7 @@ class Verdict:
     """What `--debug` adds. It is told with the words, and so once, however many ranks have met the consequences."""
 
     @classmethod
-    def of(cls, error: Exception, *, rank: int | None, debug: bool) -> "Verdict":
+    def of(cls, error: Exception, *, rank: int | None, debug: bool) -> "ExitVerdict":
         """What to say about `error`, met on `rank`; None where there are no ranks yet."""
         words = str(error)
         if not isinstance(error, ShardwiseError):
@@ -51,13 +51,13 @@ class Verdict:
         (folder / f"{rank:06}.part").rename(folder / f"{rank:06}.json")  # a rank that is stopped here leaves no torso
 
 
-def weighed(folder: Path) -> Verdict | None:
+def weighed(folder: Path) -> ExitVerdict | None:
     """The one verdict to tell, of all that the ranks have left: of a rank that failed, rather than of its peers."""
-    found = [Verdict(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(folder.glob("*.json"))]
+    found = [ExitVerdict(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(folder.glob("*.json"))]
     return min(found, key=lambda verdict: verdict.is_about_peer, default=None)
 
 
-def tell(verdict: Verdict) -> None:
+def tell(verdict: ExitVerdict) -> None:
     """Say it on stderr."""
     if verdict.traceback:
         click.echo(verdict.traceback, err=True)
@@ -86,7 +86,7 @@ def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) 
     except Exception as error:
         if isinstance(error, BrokenPipeError) and rank is None:  # who reads the output has seen enough
             raise
-        verdict = Verdict.of(error, rank=rank, debug=debug)
+        verdict = ExitVerdict.of(error, rank=rank, debug=debug)
         if verdicts is None or rank is None:
             tell(verdict)
             sys.exit(verdict.exit_code)

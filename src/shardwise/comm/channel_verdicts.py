@@ -26,7 +26,7 @@ class Status:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class ChannelVerdict:
     """Why a channel has ended. The first one holds; ranks pass it on, so that all name the same culprit."""
 
     fact: str
@@ -40,25 +40,25 @@ class Verdict:
         return json.dumps([self.fact, self.culprit]).encode()
 
     @classmethod
-    def parsed(cls, payload: bytes) -> "Verdict":
+    def parsed(cls, payload: bytes) -> "ChannelVerdict":
         """From the payload of a FAILED frame."""
         fact, culprit = json.loads(payload)
         return cls(fact=fact, culprit=culprit)
 
 
-def gone(rank: int) -> Verdict:
+def gone(rank: int) -> ChannelVerdict:
     """The verdict on a rank whose connection ended without a goodbye."""
-    return Verdict(fact=f"rank {rank} is gone (its process died)", culprit=rank)
+    return ChannelVerdict(fact=f"rank {rank} is gone (its process died)", culprit=rank)
 
 
-def garbled(rank: int, what: str) -> Verdict:
+def garbled(rank: int, what: str) -> ChannelVerdict:
     """The verdict on a rank that sent what cannot be understood."""
     fact = f"rank {rank} sent {what}; its connection is broken, or it runs another version of shardwise"
-    return Verdict(fact=fact, culprit=rank)
+    return ChannelVerdict(fact=fact, culprit=rank)
 
 
-def different(texts: Mapping[int, str]) -> Verdict:
+def different(texts: Mapping[int, str]) -> ChannelVerdict:
     """The verdict on calls that meet and do not fit, by world rank."""
     lines = [f"  - rank {rank}: {texts[rank]}" for rank in sorted(texts)]
     heading = "calls that meet differ; make the same calls in the same order on every rank:"
-    return Verdict(fact="\n".join([heading, *lines]), culprit=None)
+    return ChannelVerdict(fact="\n".join([heading, *lines]), culprit=None)

@@ -52,12 +52,12 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
         return True
 
 
-class Memory:
+class ViewMemory:
     """What a tensor and its views have in common."""
 
     __slots__ = ("doubt", "num_writes", "origin", "origin_version", "plain", "stale")
 
-    def __init__(self, *, plain: torch.Tensor | None = None, origin: "Memory | None" = None) -> None:
+    def __init__(self, *, plain: torch.Tensor | None = None, origin: "ViewMemory | None" = None) -> None:
         self.num_writes = 0
         """Writes in place through values of a stage; counted alike on all ranks."""
         self.plain = plain
@@ -76,7 +76,7 @@ class Memory:
         return self.num_writes if self.plain is None else self.num_writes + self.plain._version
 
     @property
-    def root(self) -> "Memory":
+    def root(self) -> "ViewMemory":
         """What it was copied from in the end."""
         return self if self.origin is None else self.origin.root
 
@@ -96,7 +96,7 @@ class Memory:
         return origin is not None and (origin.version != self.origin_version or origin.is_behind)
 
 
-class Value:
+class StageValue:
     """A tensor on a stage."""
 
     __slots__ = ("has_known_shape", "is_kept", "lineage", "local", "maker", "memory", "module", "spec", "stage")
@@ -108,7 +108,7 @@ class Value:
         local: torch.Tensor | None,
         maker: str,
         *,
-        memory: Memory | None = None,
+        memory: ViewMemory | None = None,
         has_known_shape: bool = True,
         lineage: int = 0,
         module: str = "",
@@ -123,7 +123,7 @@ class Value:
         """The module or operation that made it."""
         self.module = module or maker
         """The placed module, or the parameter, that it comes from."""
-        self.memory = Memory() if memory is None else memory
+        self.memory = ViewMemory() if memory is None else memory
         self.has_known_shape = has_known_shape
         self.is_kept = is_kept
         """Whether it is a parameter or a buffer of the model."""
@@ -131,12 +131,12 @@ class Value:
         """A checksum over how it was made; equal for one that is made again from the same."""
 
 
-class Family:
+class ValueCopies:
     """The copies of one value, by stage."""
 
     __slots__ = ("copies", "last", "origin", "version")
 
-    def __init__(self, origin: Value) -> None:
+    def __init__(self, origin: StageValue) -> None:
         self.origin = origin
         self.reset()
 
@@ -146,13 +146,13 @@ class Family:
         self.copies = {self.origin.stage: self.origin}
         self.last = self.origin
 
-    def add(self, copy: Value) -> None:
+    def add(self, copy: StageValue) -> None:
         """Note a copy that was made from `last`."""
         self.copies[copy.stage] = copy
         self.last = copy
 
 
-class Program(Protocol):
+class FlowProgram(Protocol):
     """The forward that a value belongs to (a `Flow`), as far as the value needs it."""
 
     device: torch.device
@@ -169,12 +169,12 @@ class Program(Protocol):
 class StageTensor(torch.Tensor):
     """A value of one stage in the hands of the user's forward. Every operation on it goes through its flow."""
 
-    value: Value
-    family: Family
-    flow: Program
+    value: StageValue
+    family: ValueCopies
+    flow: FlowProgram
 
     @staticmethod
-    def __new__(cls, flow: Program, value: Value, family: Family | None = None) -> "StageTensor":
+    def __new__(cls, flow: FlowProgram, value: StageValue, family: ValueCopies | None = None) -> "StageTensor":
         """A tensor without elements that stands for `value`; `family` where it has copies already."""
         spec = value.spec
         made: StageTensor = torch.Tensor._make_wrapper_subclass(
@@ -187,13 +187,13 @@ class StageTensor(torch.Tensor):
         )
         made.flow = flow
         made.value = value
-        made.family = Family(value) if family is None else family
+        made.family = ValueCopies(value) if family is None else family
         return made
 
-    def rebind(self, value: Value) -> None:
+    def rebind(self, value: StageValue) -> None:
         """Be another value from now on: an operation in place has moved it to another stage."""
         self.value = value
-        self.family = Family(value)
+        self.family = ValueCopies(value)
 
     @classmethod
     def __torch_function__(
@@ -210,7 +210,7 @@ class StageTensor(torch.Tensor):
         return _flow_in((args, kwargs)).refuse_compiled_code(func)
 
 
-def _flow_in(nested: Any) -> Program:
+def _flow_in(nested: Any) -> FlowProgram:
     for each in nested.values() if isinstance(nested, dict) else nested:
         if type(each) is StageTensor:
             return each.flow

@@ -7,8 +7,8 @@ import torch
 from shardwise.comm import Channel
 from shardwise.comm.default import given_or_default
 from shardwise.comm.dtensors import is_dtensor
-from shardwise.comm.dtypes import dtype_name, torch_dtype
-from shardwise.comm.memory import extent, first_shared, share_elements
+from shardwise.comm.host_memory import extent, first_shared, share_elements
+from shardwise.comm.torch_dtypes import dtype_name, torch_dtype
 from shardwise.errors import PlanError
 from shardwise.moving.consent import consent
 from shardwise.moving.execution import carry_out_plan

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.engine.tensor.atoms import slim, varies
-from shardwise.engine.tensor.flow import Flow, Operation
+from shardwise.engine.tensor.flow import TensorFlow, TracedOperation
 
 Numbers = torch.Tensor
 """An atom for each element."""
@@ -57,7 +57,7 @@ _ATTENTION = frozenset(
 )
 
 
-def follow(flow: Flow, operation: Operation) -> None:
+def follow(flow: TensorFlow, operation: TracedOperation) -> None:
     """Give what an operation made the atoms that it has, and tie what it brings together."""
     name = operation.name
     if name in _FOLLOWED:
@@ -74,13 +74,13 @@ def follow(flow: Flow, operation: Operation) -> None:
         refuse(flow, operation.given, name)
 
 
-def refuse(flow: Flow, tensors: Iterable[torch.Tensor], name: str) -> None:
+def refuse(flow: TensorFlow, tensors: Iterable[torch.Tensor], name: str) -> None:
     """All atoms that reach an operation that is not followed are whole."""
     for each in flow.cut(tensors):
         flow.forbid(flow.atoms_of(each), f"'{name}', which is not followed,")
 
 
-def moved(operation: Operation, numbers: Numbers) -> Sequence[Numbers] | None:
+def moved(operation: TracedOperation, numbers: Numbers) -> Sequence[Numbers] | None:
     """The numbers of what a movement of one tensor makes; None for other operations."""
     name = operation.name
     if name in _VIEWS:
@@ -99,7 +99,7 @@ def moved(operation: Operation, numbers: Numbers) -> Sequence[Numbers] | None:
     return None
 
 
-def _move(flow: Flow, operation: Operation) -> None:
+def _move(flow: TensorFlow, operation: TracedOperation) -> None:
     (source,) = flow.cut(operation.given)
     answers = moved(operation, flow.atoms_of(source))
     if answers is None:
@@ -112,7 +112,7 @@ def _move(flow: Flow, operation: Operation) -> None:
 # Element by element ---------------------------------------------------------------------------------------------------
 
 
-def _meet_elementwise(flow: Flow, operation: Operation) -> None:
+def _meet_elementwise(flow: TensorFlow, operation: TracedOperation) -> None:
     name, made = operation.name, operation.made
     shape = made[0].shape
     leading = flow.cut(operation.given)
@@ -137,7 +137,7 @@ def _meet_elementwise(flow: Flow, operation: Operation) -> None:
             flow.set(each, numbers)
 
 
-def _fits(flow: Flow, parameter: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+def _fits(flow: TensorFlow, parameter: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
     """Whether a parameter has elements of its own for all that differs in what it meets."""
     for each in others:
         numbers = flow.atoms_of(each)
@@ -156,7 +156,7 @@ def _finer(one: Numbers, other: Numbers) -> Numbers:
 # Side by side ---------------------------------------------------------------------------------------------------------
 
 
-def _join(flow: Flow, operation: Operation) -> None:
+def _join(flow: TensorFlow, operation: TracedOperation) -> None:
     name, made = operation.name, operation.made[0]
     parts = [each for each in operation.args[0] if each.numel()]
     dim = operation.argument("dim") % made.dim()
@@ -168,7 +168,7 @@ def _join(flow: Flow, operation: Operation) -> None:
     flow.set(made, slim(torch.cat(joined, dim) if name == "cat" else torch.stack(joined, dim)))
 
 
-def _beside(flow: Flow, name: str, part: torch.Tensor, model: Numbers, dim: int) -> Numbers:
+def _beside(flow: TensorFlow, name: str, part: torch.Tensor, model: Numbers, dim: int) -> Numbers:
     """Of a whole part beside a cut one: the numbers of the cut one, where the whole one is alike along what is cut."""
     whole = torch.zeros((), dtype=torch.int64).expand(part.shape)
     if flow.is_activation(part):
@@ -180,7 +180,7 @@ def _beside(flow: Flow, name: str, part: torch.Tensor, model: Numbers, dim: int)
     return model if name == "stack" else model.narrow(dim, 0, 1).expand(part.shape)
 
 
-def _pad(flow: Flow, operation: Operation) -> None:
+def _pad(flow: TensorFlow, operation: TracedOperation) -> None:
     numbers = flow.atoms_of(operation.args[0])
     sizes: Sequence[int] = operation.args[1]
     for at in range(len(sizes) // 2):
@@ -191,7 +191,7 @@ def _pad(flow: Flow, operation: Operation) -> None:
     flow.set(operation.made[0], numbers.expand(operation.made[0].shape))
 
 
-def _gate(flow: Flow, operation: Operation) -> None:
+def _gate(flow: TensorFlow, operation: TracedOperation) -> None:
     one, other = flow.atoms_of(operation.args[0]).chunk(2, operation.argument("dim"))
     flow.atoms.tie(one, other)
     flow.set(operation.made[0], one)
@@ -200,7 +200,7 @@ def _gate(flow: Flow, operation: Operation) -> None:
 # Along a dim ----------------------------------------------------------------------------------------------------------
 
 
-def _mix(flow: Flow, operation: Operation) -> None:
+def _mix(flow: TensorFlow, operation: TracedOperation) -> None:
     source = operation.args[0]
     numbers = flow.atoms_of(source)
     given = operation.argument("dim", operation.argument("dims"))
@@ -218,7 +218,7 @@ def _mix(flow: Flow, operation: Operation) -> None:
         flow.set(each, own.expand(each.shape))
 
 
-def _normalize(flow: Flow, operation: Operation) -> None:
+def _normalize(flow: TensorFlow, operation: TracedOperation) -> None:
     for each in flow.cut(operation.given):
         if flow.is_parameter(each):
             flow.forbid(flow.atoms_of(each), f"'{operation.name}'")
@@ -231,7 +231,7 @@ def _normalize(flow: Flow, operation: Operation) -> None:
     flow.set(operation.made[0], numbers)
 
 
-def _pick(flow: Flow, operation: Operation) -> None:
+def _pick(flow: TensorFlow, operation: TracedOperation) -> None:
     """Elements by their positions."""
     name, source = operation.name, operation.args[0]
     positions = [each for each in tree_leaves((operation.args[1:], operation.kwargs)) if isinstance(each, torch.Tensor)]
@@ -246,7 +246,7 @@ def _pick(flow: Flow, operation: Operation) -> None:
     flow.set(operation.made[0], slim(operation.func(numbers, *args, **kwargs)))
 
 
-def _picked_dims(operation: Operation, source: torch.Tensor) -> list[int]:
+def _picked_dims(operation: TracedOperation, source: torch.Tensor) -> list[int]:
     if operation.name == "index_select":
         return [operation.args[1] % source.dim()]
     if operation.name == "gather":
@@ -259,7 +259,7 @@ def _picked_dims(operation: Operation, source: torch.Tensor) -> list[int]:
     return dims
 
 
-def _look_up(flow: Flow, operation: Operation) -> None:
+def _look_up(flow: TensorFlow, operation: TracedOperation) -> None:
     weight, tokens = operation.args[:2]
     if flow.numbers(weight) is None or flow.numbers(tokens) is not None or tokens.is_meta:
         refuse(flow, operation.given, operation.name)
@@ -274,7 +274,7 @@ def _on_cpu(value: Any) -> Any:
 # Products -------------------------------------------------------------------------------------------------------------
 
 
-def _multiply(flow: Flow, operation: Operation) -> None:
+def _multiply(flow: TensorFlow, operation: TracedOperation) -> None:
     """Matrices, one pair or many: what is summed over is one group, and so are the row and the column that meet."""
     name, made = operation.name, operation.made[0]
     added = operation.args[0] if name in ("addmm", "baddbmm") else None
@@ -301,7 +301,7 @@ def _multiply(flow: Flow, operation: Operation) -> None:
         flow.set(made, numbers)
 
 
-def _attend(flow: Flow, operation: Operation) -> None:
+def _attend(flow: TensorFlow, operation: TracedOperation) -> None:
     """Attention of [rows, heads, positions, dims]: a head is one group, as are query, key and value of one."""
     name = operation.name
     tensors = operation.args[:3]
@@ -328,7 +328,7 @@ def _attend(flow: Flow, operation: Operation) -> None:
     flow.set(operation.made[0], numbers.expand(operation.made[0].shape))
 
 
-_FOLLOWED: Mapping[str, Callable[[Flow, Operation], None]] = {
+_FOLLOWED: Mapping[str, Callable[[TensorFlow, TracedOperation], None]] = {
     **dict.fromkeys(("cat", "stack"), _join),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _normalize),
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), _multiply),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.calls import Signature, gather, scatter_sum
+from shardwise.comm.call_signatures import Signature, gather, scatter_sum
 from shardwise.errors import CallMismatchError
 
 
@@ -18,7 +18,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 @dataclass(kw_only=True, slots=True)
-class Call:
+class RankCall:
     """What one rank gives to a transfer; tensors are flat."""
 
     signature: Signature
@@ -27,12 +27,12 @@ class Call:
     value: bytes = b""
 
 
-class Transfer:
+class MatchedCalls:
     """The calls of several ranks that belong together."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, RankCall] = {}
         self.is_ready = False
         """Every rank has called, so that no wait blocks any more."""
         self.values: list[bytes] = []
@@ -43,7 +43,7 @@ class Transfer:
         """The ranks that have not called yet."""
         return [rank for rank in self.ranks if rank not in self.calls] if not self.is_ready else []
 
-    def join(self, rank: int, call: Call) -> None:
+    def join(self, rank: int, call: RankCall) -> None:
         """Add the call of one rank; the last one brings the comparison."""
         self.calls[rank] = call
         self.is_ready = len(self.calls) == len(self.ranks)
@@ -91,13 +91,13 @@ class Group:
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self._num_calls: dict[tuple[tuple[int, ...], int], int] = {}
-        self._open: dict[tuple[tuple[int, ...], int], Transfer] = {}
+        self._open: dict[tuple[tuple[int, ...], int], MatchedCalls] = {}
 
-    def join(self, lane: tuple[int, ...], rank: int, call: Call) -> Transfer:
+    def join(self, lane: tuple[int, ...], rank: int, call: RankCall) -> MatchedCalls:
         """Add the call to its transfer; a lane is (source, destination), or empty for collectives."""
         position = self._num_calls.get((lane, rank), 0)
         self._num_calls[lane, rank] = position + 1
-        transfer = self._open.setdefault((lane, position), Transfer(lane or self.ranks))
+        transfer = self._open.setdefault((lane, position), MatchedCalls(lane or self.ranks))
         transfer.join(rank, call)
         if transfer.is_ready:
             del self._open[lane, position]

@@ -7,14 +7,14 @@ from functools import partial
 import torch
 
 from shardwise.engine.batches import Batch
-from shardwise.engine.pipeline.flows import Flow
+from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.glue import Glue, LossOf
 from shardwise.engine.pipeline.gradient_kinds import GradientKinds
 from shardwise.engine.pipeline.local_stages import Stages
 from shardwise.engine.pipeline.recorded_spans import SpanRecorder
-from shardwise.engine.pipeline.ties import Chain, StageTies
+from shardwise.engine.pipeline.stage_ties import Chain, StageTies
+from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.pipeline.turns import Turn
-from shardwise.engine.pipeline.values import StageTensor
 from shardwise.engine.randomness import KeyedRandom, Stream
 from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
@@ -32,7 +32,7 @@ class Equipment:
     kinds: GradientKinds | None
     """Wants to know what gradients are along `tp`."""
     recorder: SpanRecorder
-    begin_flow: Callable[[int, Stream | None], Flow]
+    begin_flow: Callable[[int, Stream | None], MicrobatchFlow]
     """From the number and the stream of a microbatch."""
 
 
@@ -48,7 +48,7 @@ class TrainingStep:
         streams: Sequence[Stream | None],
         rounds: UnevenMicrobatches,
     ) -> None:
-        self.flows: dict[int, Flow] = {}
+        self.flows: dict[int, MicrobatchFlow] = {}
         self.losses = [torch.zeros((), device=equipment.stages.device) for _ in parts]
         """Of each microbatch, where this rank has it, else zero."""
         self.peak_in_flight = 0
