@@ -14,8 +14,8 @@ from shardwise.errors import PlanError
 from shardwise.plan import reshard_batches
 from shardwise.plan.reshard import ReshardPlan, Share, plan_reshard
 from shardwise.plan.reshard_batches import batches_of, stretch_bytes
-from shardwise.plan.reshard_check import check
 from shardwise.space import Box, Layout, Mesh, Piece, Shard
+from tests.plan.reshard_check import check
 from tests.plan.strategies import proven
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, shapes
 
