@@ -27,7 +27,7 @@ from shardwise.checkpoint.sharing import merge_ties
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.streaming import stream_whole
-from shardwise.checkpoint.transfers import row_major_bytes
+from shardwise.checkpoint.tensor_bytes import row_major_bytes
 from shardwise.checkpoint.writing import Filling, Sink
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
