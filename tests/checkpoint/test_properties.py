@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import assignment, file_writing, reading, rounds, saving, transfers, windows
+from shardwise.checkpoint import assignment, file_writing, reading, rounds, saving, tensor_bytes, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
@@ -30,7 +30,7 @@ SMALL += [
     (file_writing, "_CHUNK_BYTES"),
     (reading, "_STRETCH_BYTES"),
     (reading, "_PART_BYTES"),
-    (transfers, "_BOUNCE_BYTES"),
+    (tensor_bytes, "_BOUNCE_BYTES"),
     (assignment, "_SPLIT_BYTES"),
 ]
 """Limits that small states do not reach by themselves, in bytes."""

@@ -35,7 +35,7 @@ from shardwise.checkpoint.sharing import merge_ties
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stored_names import model_name_of_master
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.transfers import cast_through
+from shardwise.checkpoint.tensor_bytes import cast_through
 from shardwise.checkpoint.twins import compare_in_turns
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed

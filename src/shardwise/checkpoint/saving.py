@@ -28,7 +28,7 @@ from shardwise.checkpoint.state_arguments import wrong_rewrite
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.streaming import stream_whole
-from shardwise.checkpoint.transfers import row_major_bytes
+from shardwise.checkpoint.tensor_bytes import row_major_bytes
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.default import channel_of, given_or_default

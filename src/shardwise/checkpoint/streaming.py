@@ -12,7 +12,7 @@ import torch
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.file_writing import DataFile, Sink
 from shardwise.checkpoint.held import Held, bytes_of
-from shardwise.checkpoint.transfers import cast_through
+from shardwise.checkpoint.tensor_bytes import cast_through
 from shardwise.checkpoint.windows import part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.comm.torch_dtypes import torch_dtype

@@ -14,7 +14,7 @@ from shardwise.checkpoint.read_targets import ReadTarget, joined
 from shardwise.checkpoint.reading import BatchReader, batches_of
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.strided_copies import copy_strided
-from shardwise.checkpoint.transfers import cast_through
+from shardwise.checkpoint.tensor_bytes import cast_through
 from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.parts import part_of

@@ -1,4 +1,4 @@
-"""Transfers: the elements of tensors as the bytes of files."""
+"""Tensor bytes: the elements of tensors as the bytes of files, and the casts on the way."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
