@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 import shardwise.plan.reshard
 from shardwise.errors import PlanError
-from shardwise.plan import reshard_batches
+from shardwise.plan import routes as routes_module
 from shardwise.plan.reshard import ReshardPlan, Share, plan_reshard
-from shardwise.plan.reshard_batches import batches_of, stretch_bytes
-from shardwise.plan.reshard_check import check
+from shardwise.plan.routes import batches_of, stretch_bytes
 from shardwise.space import Box, Layout, Mesh, Piece, Shard
 from tests.plan.strategies import proven
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, shapes
@@ -71,7 +70,7 @@ def of_name(pieces: list[list[Piece]], name: str) -> list[tuple[int, Piece]]:
 def test_every_element_that_is_wanted_comes_once_from_its_place_in_one_holder(given_sides: Sides) -> None:
     held, wanted = given_sides
     plan = plan_reshard(held, wanted)
-    assert check(plan) == []
+    assert plan.check() == []
     assert ReshardPlan.parse(plan.text()) == plan
     routes = {name: plan.routes[at] for name, at in plan.tensors}
     for name in {piece.name for each in wanted for piece in each}:
@@ -114,7 +113,7 @@ def test_what_nobody_holds_is_found_in_every_tensor(given_sides: Sides) -> None:
             if missing:
                 lacking.setdefault(piece.name, (rank, len(missing)))
     if not lacking:
-        assert check(plan_reshard(held, wanted)) == []
+        assert plan_reshard(held, wanted).check() == []
         return
     with pytest.raises(PlanError) as error:
         plan_reshard(held, wanted)
@@ -184,24 +183,24 @@ def test_batches_sum_to_every_share_whatever_its_dtype_and_the_bytes_they_may_ha
                 came[at] = stop
     assert came == [share.num_elements for share in route.shares]
     assert sum(came) == size
-    assert check(plan) == []
+    assert plan.check() == []
 
 
 def test_a_batch_that_lacks_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_reshard([[piece()], []], [[], [piece()]], max_bytes=64)
-    assert check(plan) == []
-    items = reshard_batches._items
+    assert plan.check() == []
+    items = routes_module._items
     for lacking, text in (
         (slice(1, None), "after element 0 of .* batches have elements 4 to 8"),
         (slice(-1), "batches have 28 elements of Share"),
         (slice(0), "batches have 0 elements of Share"),
     ):
         monkeypatch.setattr(
-            reshard_batches, "_items", lambda *args, lacking=lacking, **options: items(*args, **options)[lacking]
+            routes_module, "_items", lambda *args, lacking=lacking, **options: items(*args, **options)[lacking]
         )
-        (finding,) = check(plan)
+        (finding,) = plan.check()
         assert re.search(text, finding)
-    assert check(replace(plan, max_bytes=63)) == ["max_bytes is 63; messages need at least 64 bytes"]
+    assert replace(plan, max_bytes=63).check() == ["max_bytes is 63; messages need at least 64 bytes"]
 
 
 def piece(name: str = "w", whole: Shape = (8, 4), dtype: str = "float32", **place: object) -> Piece:
@@ -226,7 +225,7 @@ def test_replicas_are_read_from_the_rank_itself_else_from_the_holder_with_least_
     held = [[piece(name) for name in names] for _ in range(3)] + [[], []]
     wanted = [[piece(name) for name in names], [], [], [piece(name) for name in names], [piece("layers.0")]]
     plan = plan_reshard(held, wanted)
-    assert check(plan) == []
+    assert plan.check() == []
     of = {name: plan.routes[at] for name, at in plan.tensors}
     givers = [of[name].ranks(share) for name in names for share in of[name].shares]
     assert sum(giver == taker == 0 for giver, taker in givers) == 9
@@ -303,7 +302,7 @@ def test_a_planted_fault_is_found() -> None:
         ((*route.shares, route.shares[0]), "12 of 32 elements are held more than once"),
         ((route.shares[0], replace(route.shares[1], num_elements=19)), "moves 20 elements"),
     ):
-        findings = check(replace(plan, routes=(replace(route, shares=shares),)))
+        findings = replace(plan, routes=(replace(route, shares=shares),)).check()
         assert [text in finding for finding in findings] == [True]
 
 
@@ -331,7 +330,7 @@ def test_ten_thousand_tensors_on_eight_ranks_are_planned_in_two_seconds() -> Non
     batches = list(batches_of(plan))
     assert time.process_time() - begun < 2.0
     assert len(plan.routes) == 1
-    assert check(plan) == []
+    assert plan.check() == []
     assert sum(map(len, batches)) == 10_000
     assert len(plan.text()) < 1_000_000
 

@@ -1,15 +1,25 @@
-"""Routes: which holder gives which elements of a tensor to whom. The value that `plan_reshard` makes, with its text."""
+"""Routes: which holder gives which elements of a tensor to whom. The value that `plan_reshard` makes, with its text.
+
+Batches of a reshard: what travels together, so that no rank has more than the plan's bytes of messages in memory.
+
+    rank 0   start 0 | start 1 | finish 0 | start 2 | finish 1 | ...
+
+Two batches are under way at a time, and each has messages out and in: a batch has a quarter of the bytes for either.
+A tensor that needs more is cut: each batch has as large a part of all its shares, so that all of its ranks are busy.
+A rank that has nothing in a batch goes on to its next one.
+"""
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from shardwise.errors import PlanError
-from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import Box, Move, Piece, moves
+from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
+from shardwise.space import Box, Move, Piece, check_cover, moves
 
-__all__ = ["Place", "ReshardPlan", "Route", "Share"]
+__all__ = ["MIN_MAX_BYTES", "Lot", "Place", "ReshardPlan", "Route", "Share", "batches_of", "stretch_bytes"]
 
 
 class Place(NamedTuple):
@@ -108,6 +118,24 @@ class ReshardPlan:
         """The way back, in which elements that several targets got meet again. Dtypes are the same on both sides."""
         return replace(self, routes=tuple(route.reversed() for route in self.routes))
 
+    def check(self) -> list[str]:
+        """What keeps shares and batches from giving every wanted element exactly once; empty when nothing does."""
+        findings = []
+        for at, route in enumerate(self.routes):
+            parts: list[list[Box]] = [[] for _ in route.wanted]
+            for share in route.shares:
+                parts[share.target] += _boxes_of(route, share)
+                num_elements = sum(move.num_elements for move in route.moves(share))
+                if num_elements != share.num_elements:
+                    findings.append(f"route {at}: {share} moves {num_elements} elements")
+            for (rank, piece), boxes in zip(route.wanted, parts, strict=True):
+                findings += [
+                    f"route {at}: of {piece} at rank {rank}, {finding}"
+                    for box in piece.boxes()
+                    for finding in check_cover(_relative(box, boxes))
+                ]
+        return findings + _lot_findings(self)
+
     def text(self) -> str:
         """A heading, the routes, and a line per tensor. `parse` reads it.
 
@@ -135,10 +163,174 @@ class ReshardPlan:
         )
 
 
+def _boxes_of(route: Route, share: Share) -> list[Box]:
+    """Where in the tensor the elements of a share are."""
+    if share.box is not None:
+        return [share.box]
+    sources, targets = route.held[share.source].piece.boxes(), route.wanted[share.target].piece.boxes()
+    return [shared for one in sources for other in targets if (shared := one.intersect(other)) is not None]
+
+
+def _relative(box: Box, parts: list[Box]) -> Iterator[Piece]:
+    """What the parts have of a box, as pieces of a tensor that is just this box; what has no elements as well."""
+    yield Piece(name="it", dtype="", global_shape=box.shape, shape=box.shape, run=(0, 0))
+    for part in parts:
+        shared = part.intersect(box)
+        if shared is not None:
+            within = shared.relative_to(box.offset)
+            yield Piece(name="it", dtype="", global_shape=box.shape, offset=within.offset, shape=within.shape)
+
+
 def _in_box(box: Box | None) -> str:
     if box is None:
         return ""
     return f" in [{', '.join(f'{start}:{stop}' for start, stop in zip(box.offset, box.stop, strict=True))}]"
+
+
+_WAYS = 4
+"""In and out, for each of two batches."""
+
+MIN_MAX_BYTES = _WAYS * ALIGNMENT_BYTES
+"""One element of the widest dtype each way, in two batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """One of equal parts of every share of a tensor, or of one of its shares."""
+
+    tensor: int
+    """Position in the plan's `tensors`."""
+    part: int = 0
+    num_parts: int = 1
+    share: int | None = None
+    """Position in the route's `shares`; None is all of them."""
+
+    def stretch(self, num_elements: int) -> tuple[int, int]:
+        """The first element of the part of a share that has so many, and the element after its last."""
+        return num_elements * self.part // self.num_parts, num_elements * (self.part + 1) // self.num_parts
+
+
+def stretch_bytes(num_elements: int, dtype: str) -> int:
+    """The bytes of so many elements in a message."""
+    return aligned(num_elements * itemsize_bytes(dtype))
+
+
+_Traffic = Sequence[tuple[int, int, int]]
+"""(rank, bytes out, bytes in)"""
+
+_Item = tuple[int | None, int, int, _Traffic]
+"""Share, part, number of parts, and what it adds to the messages of ranks."""
+
+
+def batches_of(plan: ReshardPlan, *, in_order: bool = False) -> Iterator[list[Lot]]:
+    """Return what travels together, batch by batch; the same for all ranks.
+
+    in_order: all of a share goes before anything of the next share of the same tensor.
+    """
+    limit = plan.max_bytes // _WAYS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    items: dict[int, list[_Item]] = {}
+    out, into = [0] * plan.num_ranks, [0] * plan.num_ranks
+    batch: list[Lot] = []
+    for tensor, (_, at) in enumerate(plan.tensors):
+        if at not in items:
+            items[at] = _items(plan.routes[at], limit, in_order=in_order)
+        for share, part, num_parts, traffic in items[at]:
+            if any(out[rank] + sent > limit or into[rank] + received > limit for rank, sent, received in traffic):
+                yield batch
+                batch = []
+                out, into = [0] * plan.num_ranks, [0] * plan.num_ranks
+            for rank, sent, received in traffic:
+                out[rank] += sent
+                into[rank] += received
+            batch.append(Lot(tensor, part, num_parts, share))
+    if batch:
+        yield batch
+
+
+def _lot_findings(plan: ReshardPlan) -> list[str]:
+    """What keeps the batches from having every element of every share once, in order; empty when nothing does."""
+    if plan.max_bytes < MIN_MAX_BYTES:
+        return [f"max_bytes is {plan.max_bytes}; messages need at least {MIN_MAX_BYTES} bytes"]
+    findings: dict[str, None] = {}
+    for in_order in (False, True):
+        lots: list[list[Lot]] = [[] for _ in plan.tensors]
+        for batch in batches_of(plan, in_order=in_order):
+            for lot in batch:
+                lots[lot.tensor].append(lot)
+        seen: set[tuple[object, ...]] = set()
+        for each, (_, at) in zip(lots, plan.tensors, strict=True):
+            key = (at, *((lot.share, lot.part, lot.num_parts) for lot in each))
+            if key not in seen:  # tensors of one route go in the same parts
+                seen.add(key)
+                findings |= dict.fromkeys(_gaps(plan.routes[at], each, f"route {at}"))
+    return list(findings)
+
+
+def _gaps(route: Route, lots: Sequence[Lot], what: str) -> Iterator[str]:
+    passed = [0] * len(route.shares)
+    for lot in lots:
+        for at in range(len(passed)) if lot.share is None else [lot.share]:
+            share = route.shares[at]
+            start, stop = lot.stretch(share.num_elements)
+            if start != passed[at]:
+                yield f"{what}: after element {passed[at]} of {share}, batches have elements {start} to {stop}"
+            passed[at] = stop
+    for share, num_elements in zip(route.shares, passed, strict=True):
+        if num_elements != share.num_elements:
+            yield f"{what}: batches have {num_elements} elements of {share}"
+
+
+def _items(route: Route, limit: int, *, in_order: bool) -> list[_Item]:
+    """The parts of a tensor that fit into a batch."""
+    every = range(len(route.shares))
+    if not in_order and (items := _cut(route, every, None, limit)):
+        return items
+    items = []
+    for share in every:
+        parts = _cut(route, [share], share, limit)
+        assert parts, "one element fits: a plan has at least MIN_MAX_BYTES"
+        items += parts
+    return items
+
+
+def _cut(route: Route, shares: Sequence[int], share: int | None, limit: int) -> list[_Item]:
+    """Some shares in as few equal parts as fit into a batch; none where even single elements do not."""
+    most = max((route.shares[at].num_elements for at in shares), default=1)
+    if not _fits(_traffic(route, shares, Lot(0, most - 1, most)), limit):  # the last part has one of every share
+        return []
+    whole = _traffic(route, shares, Lot(0))
+    num_parts = max((-(-max(sent, received) // limit) for _, sent, received in whole), default=1)
+    while (items := _parts(route, shares, share, min(num_parts, most), limit)) is None:
+        num_parts += max(1, num_parts // 8)
+    return items
+
+
+def _parts(route: Route, shares: Sequence[int], share: int | None, num_parts: int, limit: int) -> list[_Item] | None:
+    """Some shares in so many parts; None where one of them does not fit into a batch."""
+    items: list[_Item] = []
+    for part in range(num_parts):
+        traffic = _traffic(route, shares, Lot(0, part, num_parts))
+        if not _fits(traffic, limit):
+            return None
+        items.append((share, part, num_parts, traffic))
+    return items
+
+
+def _fits(traffic: _Traffic, limit: int) -> bool:
+    return all(sent <= limit and received <= limit for _, sent, received in traffic)
+
+
+def _traffic(route: Route, shares: Sequence[int], lot: Lot) -> _Traffic:
+    sums: dict[int, list[int]] = {}
+    for at in shares:
+        share = route.shares[at]
+        giver, taker = route.ranks(share)
+        if giver != taker:
+            start, stop = lot.stretch(share.num_elements)
+            num_bytes = stretch_bytes(stop - start, route.wire_dtype(share))
+            sums.setdefault(giver, [0, 0])[0] += num_bytes
+            sums.setdefault(taker, [0, 0])[1] += num_bytes
+    return [(rank, sent, received) for rank, (sent, received) in sums.items()]
 
 
 _HEADING = re.compile(r"reshard: (\d+) ranks, at most (\d+) bytes of messages")
