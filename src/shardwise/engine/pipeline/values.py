@@ -152,7 +152,7 @@ class Family:
         self.last = copy
 
 
-class Program(Protocol):
+class ValueForward(Protocol):
     """The forward that a value belongs to (a `Flow`), as far as the value needs it."""
 
     device: torch.device
@@ -171,10 +171,10 @@ class StageTensor(torch.Tensor):
 
     value: Value
     family: Family
-    flow: Program
+    flow: ValueForward
 
     @staticmethod
-    def __new__(cls, flow: Program, value: Value, family: Family | None = None) -> "StageTensor":
+    def __new__(cls, flow: ValueForward, value: Value, family: Family | None = None) -> "StageTensor":
         """A tensor without elements that stands for `value`; `family` where it has copies already."""
         spec = value.spec
         made: StageTensor = torch.Tensor._make_wrapper_subclass(
@@ -210,7 +210,7 @@ class StageTensor(torch.Tensor):
         return _flow_in((args, kwargs)).refuse_compiled_code(func)
 
 
-def _flow_in(nested: Any) -> Program:
+def _flow_in(nested: Any) -> ValueForward:
     for each in nested.values() if isinstance(nested, dict) else nested:
         if type(each) is StageTensor:
             return each.flow
