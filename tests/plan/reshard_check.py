@@ -6,8 +6,7 @@ it checks the planner in tests, and not each plan before it runs.
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.plan.reshard_batches import MIN_MAX_BYTES, Lot, batches_of
-from shardwise.plan.routes import ReshardPlan, Route, Share
+from shardwise.plan.routes import MIN_MAX_BYTES, Lot, ReshardPlan, Route, Share, batches_of
 from shardwise.space import Box, Piece, check_cover
 
 __all__ = ["check"]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import shardwise.plan.reshard
 from shardwise.errors import PlanError
-from shardwise.plan import reshard_batches
+from shardwise.plan import routes as routes_module
 from shardwise.plan.reshard import ReshardPlan, Share, plan_reshard
-from shardwise.plan.reshard_batches import batches_of, stretch_bytes
+from shardwise.plan.routes import batches_of, stretch_bytes
 from shardwise.space import Box, Layout, Mesh, Piece, Shard
 from tests.plan.reshard_check import check
 from tests.plan.strategies import proven
@@ -190,14 +190,14 @@ def test_batches_sum_to_every_share_whatever_its_dtype_and_the_bytes_they_may_ha
 def test_a_batch_that_lacks_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_reshard([[piece()], []], [[], [piece()]], max_bytes=64)
     assert check(plan) == []
-    items = reshard_batches._items
+    items = routes_module._items
     for lacking, text in (
         (slice(1, None), "after element 0 of .* batches have elements 4 to 8"),
         (slice(-1), "batches have 28 elements of Share"),
         (slice(0), "batches have 0 elements of Share"),
     ):
         monkeypatch.setattr(
-            reshard_batches, "_items", lambda *args, lacking=lacking, **options: items(*args, **options)[lacking]
+            routes_module, "_items", lambda *args, lacking=lacking, **options: items(*args, **options)[lacking]
         )
         (finding,) = check(plan)
         assert re.search(text, finding)

@@ -11,7 +11,7 @@ from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.moving.mover import Delivery, Mover
 from shardwise.moving.parts import parts_of
 from shardwise.plan.reshard import ReshardPlan, Route, Share
-from shardwise.plan.reshard_batches import Lot, batches_of
+from shardwise.plan.routes import Lot, batches_of
 from shardwise.space import Move, Piece
 from shardwise.space.moves import stretch_of
 

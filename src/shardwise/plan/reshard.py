@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import PlanError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, itemsize_bytes
-from shardwise.plan.reshard_batches import MIN_MAX_BYTES
-from shardwise.plan.routes import PieceAt, ReshardPlan, Route, Share
+from shardwise.plan.routes import MIN_MAX_BYTES, PieceAt, ReshardPlan, Route, Share
 from shardwise.space import Box, Piece, PieceIndex, check_cover
 from shardwise.space.moves import blocks_of, elements_in_both
 from shardwise.space.pieces import taken_in_order

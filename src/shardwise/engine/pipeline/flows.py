@@ -42,7 +42,7 @@ class MicrobatchFlow:
         number: int,
         stream: Stream | None,
     ) -> None:
-        """on_call: see `values.Program`."""
+        """on_call: see `values.ValueForward`."""
         self.stages = stages
         self.device = stages.device
         """Where real tensors are."""

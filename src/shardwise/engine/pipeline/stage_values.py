@@ -152,7 +152,7 @@ class ValueCopies:
         self.last = copy
 
 
-class FlowProgram(Protocol):
+class ValueForward(Protocol):
     """The forward that a value belongs to (a `Flow`), as far as the value needs it."""
 
     device: torch.device
@@ -171,10 +171,10 @@ class StageTensor(torch.Tensor):
 
     value: StageValue
     family: ValueCopies
-    flow: FlowProgram
+    flow: ValueForward
 
     @staticmethod
-    def __new__(cls, flow: FlowProgram, value: StageValue, family: ValueCopies | None = None) -> "StageTensor":
+    def __new__(cls, flow: ValueForward, value: StageValue, family: ValueCopies | None = None) -> "StageTensor":
         """A tensor without elements that stands for `value`; `family` where it has copies already."""
         spec = value.spec
         made: StageTensor = torch.Tensor._make_wrapper_subclass(
@@ -210,7 +210,7 @@ class StageTensor(torch.Tensor):
         return _flow_in((args, kwargs)).refuse_compiled_code(func)
 
 
-def _flow_in(nested: Any) -> FlowProgram:
+def _flow_in(nested: Any) -> ValueForward:
     for each in nested.values() if isinstance(nested, dict) else nested:
         if type(each) is StageTensor:
             return each.flow
