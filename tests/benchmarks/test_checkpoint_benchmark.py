@@ -16,6 +16,7 @@ from benchmarks.checkpoint.states import Specs
 SMALL = Cell(work="save and load", num_bytes=1 << 20, num_ranks=2, num_savers=2, num_rounds=1, rare=True)
 
 
+@pytest.mark.stress
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_a_small_cell_measures_every_side_and_prints_every_verdict(tmp_path: Path) -> None:

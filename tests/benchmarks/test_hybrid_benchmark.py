@@ -46,6 +46,7 @@ def measure_all(number: int, folder: Path) -> None:
             outcome.write(folder / f"{name}.json")
 
 
+@pytest.mark.stress
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_small_cells_measure_every_side_and_a_peak(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def cell(**settings: object) -> Cell:
     return Cell(**{**given, "num_rounds": 1, **settings})  # type: ignore[arg-type]
 
 
+@pytest.mark.stress
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["computing", "sleeping"])

@@ -43,6 +43,7 @@ def test_a_layer_of_the_model_has_as_many_names_as_it_says_and_loses_none() -> N
     assert elements[0] == elements[1]
 
 
+@pytest.mark.stress
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_small_model_is_converted_by_every_run_and_every_verdict_is_printed(tmp_path: Path) -> None:

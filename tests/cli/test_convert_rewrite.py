@@ -50,7 +50,7 @@ def test_there_and_back_by_name_and_by_record(saved: Path, tmp_path: Path) -> No
         assert same(tensors_of(tmp_path / name), state())
     result = convert(tmp_path / "b", tmp_path / "e", "--inverse", "--like", saved, "--certify")  # recorded, compared
     assert result.exit_code == 0, result.output
-    assert f"come back to the bit; all 3 are as in {saved}" in result.stdout
+    assert f"comes back to the bit; all 3 are as in {saved}" in result.stdout
     assert same(tensors_of(tmp_path / "e"), state())
 
 

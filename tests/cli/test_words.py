@@ -47,7 +47,7 @@ OF_PROGRAMS = {
     "plan/reshard.py": "sw.reshard",
     "train/verification/program.py": "sw.verify",
     "rewrite/checking.py": "statements",
-    "rewrite/arguments.py": "statements",
+    "rewrite/statement_arguments.py": "statements",
     "rewrite/rewrites.py": "rewrites that are composed",
     "engine/inventory.py": "a second plan for one model",
 }

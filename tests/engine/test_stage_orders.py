@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm import Work
-from shardwise.errors import MismatchError, ModelError, PeerError, ShardwiseError
+from shardwise.errors import CallMismatchError, ModelError, PeerError, ShardwiseError
 from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import share_of
 from tests.engine.test_backward import GoesOnAlone
@@ -79,7 +79,7 @@ def test_ranks_that_run_their_modules_in_other_orders_are_stopped(wrapped: Any) 
             assert all(torch.equal(value, before[piece]) for piece, value in engine.state().items())
 
     for error in errors_of(run, ranks=2):
-        assert isinstance(error, MismatchError)
+        assert isinstance(error, CallMismatchError)
         assert "unit 'layers." in str(error)
 
 
@@ -106,7 +106,7 @@ def test_ranks_that_tell_another_one_different_things_are_stopped() -> None:
         engine.step(share)
 
     errors = errors_of(run, ranks=3)
-    assert {type(error) for error in errors} == {MismatchError}
+    assert {type(error) for error in errors} == {CallMismatchError}
     assert str(errors[0]).splitlines()[:3] == [
         "data ranks go through a microbatch in different ways:",
         "  - rank 0: use unit 'layers.1' in forward",
@@ -125,7 +125,7 @@ def test_a_prediction_of_one_data_rank_alone_is_an_error() -> None:
             engine.step(share_of(BATCHES[0], channel.rank, channel.size))
 
     for error in errors_of(run, ranks=2):
-        assert isinstance(error, MismatchError)
+        assert isinstance(error, CallMismatchError)
         assert "exchange for 'parameters are written'" in str(error)
 
 
