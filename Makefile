@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: setup demo test check fix golden bench bench-checkpoint bench-pipeline bench-rewrite bench-hybrid stress clean
+.PHONY: setup demo test check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-hybrid stress clean
 
 setup: $(STAMP)
 
@@ -24,14 +24,14 @@ test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=10
 
 check: setup
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples docs
+	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 fix: setup
-	$(BIN)/ruff format src tests benchmarks examples
-	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples docs
+	$(BIN)/ruff check --fix src tests benchmarks examples docs
 
 golden: setup
 	$(BIN)/python -m tests.golden
@@ -55,6 +55,11 @@ bench-rewrite: setup
 bench-hybrid: setup
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python -m benchmarks.hybrid
+
+# The site in build/site, with every link and anchor checked.
+docs: setup
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --quiet
 
 stress: setup
 	$(BIN)/python -m pytest -m stress

@@ -1,4 +1,4 @@
-"""The manifest: what a save of ours holds, as JSON. docs/checkpoint-format.md describes it for other readers.
+"""The manifest: what a save of ours holds, as JSON. docs/reference/checkpoint-format.md describes it for other readers.
 
 manifest.json            the head: what was saved, when, by which layout; names, sizes and checksums of the files
 <id>-tensors-00000.json  a table: tensors and their pieces, in the order in which they were saved

@@ -1,6 +1,6 @@
 """The engine: a model under a plan, trained one update at a time.
 
-One update on one rank (numbers as in docs/life-of-a-parameter.md):
+One update on one rank (numbers as in docs/internals.md):
 
     [1] agree       split the batch, weigh the microbatches, exchange the weights; here all ranks refuse a bad batch
     [2] compute     forward and backward of k microbatches; gradients go into the arena as they appear

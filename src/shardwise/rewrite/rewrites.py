@@ -33,7 +33,7 @@ class Rewrite:
     everything that is wrong in the text, and for parameters that it does not name.
 
     A line `---` parts the text into sections, as `then` composes them.
-    `docs/rewrite.md` describes the language.
+    `docs/guides/rewrite.md` describes the language.
 
     >>> fuse = Rewrite("q, k -> qk, axis=0")
     >>> fuse.check({"q": (2, 4), "k": (3, 4)}).outputs["qk"].shape

@@ -31,7 +31,7 @@ def changed_schedule(pipeline: PipelineRunner | None) -> list[str]:
         return []
     return [
         f"schedule run: {schedule.name}; values go back to earlier stages, or ranks wait for what others announce, so "
-        "that stages cannot run ahead of each other (docs/pipeline.md, Feedback)"
+        "that stages cannot run ahead of each other (docs/guides/pipeline.md, Feedback)"
     ]
 
 
