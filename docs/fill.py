@@ -123,14 +123,29 @@ def results(name: str) -> str:
     return re.sub(r"\A# .*\n", "", text)
 
 
+def drawing(source: str, *words: str, processes: int = 1) -> str:
+    """The picture that `shardwise draw SOURCE --nproc PROCESSES` with these settings draws, as a part of the page."""
+    from shardwise.train.drawing import draw
+
+    svg = draw(str(ROOT / source), overrides=words, num_processes=processes)
+    return f"<figure markdown='0'>{svg.replace(chr(10), '')}</figure>"
+
+
 MACROS: dict[str, Callable[..., str]] = {
-    macro.__name__: macro for macro in (settings, glossary, commands, measured, results)
+    macro.__name__: macro for macro in (settings, glossary, commands, measured, results, drawing)
 }
 
 
 def filled(page: str) -> str:
     """The text of a page with all its macros replaced; raises LookupError for a macro or a cell that is not there."""
-    return MACRO.sub(lambda match: MACROS[match[1]](*json.loads(f"[{match[2]}]")), page)
+    return MACRO.sub(_value, page)
+
+
+def _value(match: re.Match[str]) -> str:
+    call = ast.parse(f"f({match[2]})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    named = {each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg is not None}
+    return MACROS[match[1]](*map(ast.literal_eval, call.args), **named)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

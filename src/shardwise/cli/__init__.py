@@ -3,6 +3,7 @@
 import click
 
 from shardwise.cli.ckpt import ckpt
+from shardwise.cli.draw import draw
 from shardwise.cli.schedule import schedule
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
@@ -18,3 +19,4 @@ main.add_command(train)
 main.add_command(verify)
 main.add_command(ckpt)
 main.add_command(schedule)
+main.add_command(draw)

@@ -1,0 +1,48 @@
+"""`shardwise draw SOURCE [--out FILE.svg] [--rewrite FILE] [--tensor NAME]...`."""
+
+from pathlib import Path
+
+import click
+
+from shardwise.cli.exit_verdicts import told
+
+
+@click.command("draw")
+@click.argument("source")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The picture [default: the name of SOURCE, with .svg].",
+)
+@click.option("--rewrite", metavar="FILE", help="Of a checkpoint: draw where this rewrite takes elements from.")
+@click.option("--parameter", "parameters", multiple=True, metavar="NAME=VALUE", help="A parameter of the rewrite.")
+@click.option("--tensor", "names", multiple=True, metavar="NAME", help="Draw this tensor; repeatable.")
+@click.option("--nproc", default=1, show_default=True, type=click.IntRange(min=1), help="Processes, as for train.")
+@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Change a setting; repeatable.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def draw(
+    source: str,
+    out: Path | None,
+    rewrite: str | None,
+    parameters: tuple[str, ...],
+    names: tuple[str, ...],
+    nproc: int,
+    overrides: tuple[str, ...],
+    debug: bool,
+) -> None:
+    """Draw SOURCE as an SVG picture.
+
+    SOURCE is a plan or a configuration (TOML): what each rank holds, one update, the buckets. Or it is a checkpoint:
+    which file has which elements, or where a rewrite takes them from.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+    """
+    with told(debug=debug):
+        from shardwise.train.drawing import draw as svg_of
+
+        pairs = dict(pair.partition("=")[::2] for pair in parameters)
+        values = {name: int(value) if value.isdecimal() else value for name, value in pairs.items()}
+        text = svg_of(source, rewrite=rewrite, parameters=values, names=names, num_processes=nproc, overrides=overrides)
+        target = out or Path(Path(source.rstrip("/")).name).with_suffix(".svg")
+        target.write_text(text, encoding="utf-8")
+        click.echo(f"drawn in {target}")

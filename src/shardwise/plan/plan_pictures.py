@@ -1,0 +1,155 @@
+"""What a plan looks like: what each rank of its mesh holds, one update on each rank, the parts of its buckets."""
+
+from shardwise.plan.buckets import Ownership
+from shardwise.plan.schedule_check import adapt
+from shardwise.plan.schedule_walk import chain
+from shardwise.plan.schedules import make_schedule
+from shardwise.plan.specs import Plan
+from shardwise.plan.timeline import simulate_schedule
+from shardwise.svg import INK, MUTED, Picture, colour
+
+__all__ = ["bucket_picture", "mesh_picture", "step_picture"]
+
+_SHOWN_RANKS = 32
+_SHOWN_BUCKETS = 12
+_KINDS = (("parameters", 3), ("gradients", 2), ("masters", 1), ("optimizer state", 1))
+"""What ranks hold, and the sharding stage from which data ranks hold parts of it only."""
+
+
+def held(plan: Plan, rank: int) -> dict[str, tuple[float, float]]:
+    """For each kind the part of the model that `rank` holds: from and to, of a model that is 1 long.
+
+    Elements are taken to be spread evenly over stages, ranks along tp, and owners: `engine.footprint()` has the exact
+    bytes. The parts of all ranks are disjoint but for replicas, and cover everything.
+    """
+    mesh, at = plan.mesh, plan.mesh.coordinates(rank)
+    num_owners, owner = 1, 0
+    for axis in plan.sharding.owner_axes:
+        size = getattr(mesh, axis)
+        num_owners, owner = num_owners * size, owner * size + at[axis]
+    found = {}
+    for kind, stage in _KINDS:
+        width = 1 / (mesh.pp * mesh.tp)
+        start = at["pp"] / mesh.pp + at["tp"] * width
+        if plan.sharding.stage >= stage:
+            width /= num_owners
+            start += owner * width
+        found[kind] = (start, start + width)
+    return found
+
+
+def mesh_picture(plan: Plan) -> Picture:
+    """The ranks, with what each holds of parameters, gradients, masters and optimizer state."""
+    picture = Picture(f"{plan.mesh}, sharding stage {plan.sharding.stage}: what each rank holds of the model")
+    picture.legend([(colour(number), kind) for number, (kind, _) in enumerate(_KINDS)])
+    num_shown = min(plan.mesh.size, _SHOWN_RANKS)
+    columns = min(num_shown, 4)
+    wide = (picture.width - 32) / columns
+    for rank in range(num_shown):
+        x, y = 16 + rank % columns * wide, picture.y + rank // columns * 84
+        at = ", ".join(
+            f"{axis} {place}" for axis, place in plan.mesh.coordinates(rank).items() if getattr(plan.mesh, axis) > 1
+        )
+        picture.text(x, y + 10, f"rank {rank}" + (f": {at}" if at else ""))
+        for number, (kind, (start, stop)) in enumerate(held(plan, rank).items()):
+            top = y + 18 + 13 * number
+            picture.box(x, top, wide - 20, 10, "#eef0f2")
+            share = f"{kind}: {stop - start:.4g} of the model"
+            picture.box(x + (wide - 20) * start, top, (wide - 20) * (stop - start), 10, colour(number), title=share)
+    picture.y += -(-num_shown // columns) * 84
+    if plan.mesh.size > num_shown:
+        picture.text(16, picture.y, f"and {plan.mesh.size - num_shown} more ranks", fill=MUTED)
+        picture.y += 20
+    return picture
+
+
+def step_picture(plan: Plan) -> Picture:
+    """One update on each rank along pp: forwards and backwards by the schedule, and what data ranks exchange.
+
+    All stages take the same time, a backward twice that of a forward; exchanges are marks without a length.
+    """
+    k, pipeline, stage = plan.merge.microbatches, plan.pipeline, plan.sharding.stage
+    asked = make_schedule(
+        pipeline.schedule if plan.mesh.pp > 1 else "1f1b",
+        num_ranks=plan.mesh.pp,
+        num_chunks=pipeline.num_chunks if plan.mesh.pp > 1 else 1,
+        num_microbatches=k,
+    )
+    transfers = chain(asked.num_stages)
+    schedule = adapt(asked, transfers)
+    ones = [1.0] * asked.num_stages
+    timeline = simulate_schedule(schedule, transfers, forward_s=ones, backward_s=[2.0] * asked.num_stages)
+    order = f"{schedule.name}, " if plan.mesh.pp > 1 else ""
+    picture = Picture(f"one update: {order}{k} microbatch{'es' if k > 1 else ''}, sharding stage {stage}")
+    marks = {"gather": colour(2, 0.9), "reduce": colour(3, 0.9), "update": colour(5, 0.9)}
+    picture.legend([(colour(0), "forward"), (colour(1), "backward"), *((fill, name) for name, fill in marks.items())])
+    length = timeline.makespan_s + 1
+    scale = (picture.width - 96) / length
+    has_data_ranks = plan.mesh.dp_replicate * plan.mesh.dp_shard > 1
+    spans = timeline.busy_spans()
+    for rank in range(min(plan.mesh.pp, _SHOWN_RANKS)):
+        y = picture.y
+        picture.text(16, y + 17, f"pp {rank}" if plan.mesh.pp > 1 else "rank")
+        own = [span for span in spans if span.rank == rank]
+        for span in own:
+            x, wide = 80 + span.start_s * scale, (span.stop_s - span.start_s) * scale
+            words = (
+                f"{'forward' if span.kind == 'F' else 'backward'} of microbatch {span.microbatch}, stage {span.stage}"
+            )
+            picture.box(x, y, wide - 1, 24, colour("FB".index(span.kind), 0.35), title=words)
+            if wide > 14:
+                picture.text(x + wide / 2, y + 16, str(span.microbatch), middle=True, fill=INK)
+            if has_data_ranks and stage == 3:
+                picture.box(x, y + 26, 4, 8, marks["gather"], title="all-gather of each unit before it computes")
+            if has_data_ranks and stage >= 2 and span.kind == "B":
+                picture.box(
+                    x + wide - 5, y + 26, 4, 8, marks["reduce"], title="reduce-scatter of this microbatch's gradients"
+                )
+        end = 80 + max(span.stop_s for span in own) * scale
+        if has_data_ranks and stage < 2:
+            picture.box(end, y + 26, 4, 8, marks["reduce"], title="reduce-scatter of the merged gradients")
+        picture.box(
+            80 + timeline.makespan_s * scale, y, scale - 1, 24, marks["update"], title="norm, clip, optimizer, one cast"
+        )
+        if has_data_ranks and 0 < stage < 3:
+            picture.box(
+                80 + (length * scale) - 5, y + 26, 4, 8, marks["gather"], title="all-gather of updated parameters"
+            )
+        picture.y += 42
+    picture.text(16, picture.y + 6, f"bubble {timeline.bubble:.1%}", fill=MUTED)
+    picture.y += 24
+    return picture
+
+
+def bucket_picture(ownership: Ownership) -> Picture:
+    """The flat buffers: whose part each is, and which parameters stand in it."""
+    picture = Picture(f"{len(ownership.buckets)} buckets, {ownership.num_owners} owners each")
+    for number, bucket in enumerate(ownership.buckets[:_SHOWN_BUCKETS]):
+        scale = (picture.width - 32) / max(1, bucket.num_elements)
+        unit = f", unit {bucket.unit}" if bucket.unit is not None else ""
+        words = f"bucket {number}: {bucket.num_elements:,} elements, {bucket.working}, masters {bucket.master}{unit}"
+        picture.text(16, picture.y + 2, words)
+        picture.y += 8
+        for owner in range(ownership.num_owners):
+            part = bucket.part(owner)
+            x, wide = 16 + part.start * scale, part.num_elements * scale
+            picture.box(
+                x,
+                picture.y,
+                wide,
+                8,
+                colour(owner, 0.8),
+                title=f"part of owner {owner}: {part.num_elements:,} elements",
+            )
+            for segment in bucket.segments(owner):
+                at = 16 + (part.start + segment.start) * scale
+                own = segment.run.num_elements * scale
+                title = f"{segment.name}: elements {segment.run.start:,} to {segment.run.stop:,}, owner {owner}"
+                picture.box(at, picture.y + 9, own, 22, colour(owner, 0.15), title=title, line="#ffffff")
+                if own > 7 * len(segment.name):
+                    picture.text(at + own / 2, picture.y + 24, segment.name, size=11, middle=True)
+        picture.y += 50
+    if len(ownership.buckets) > _SHOWN_BUCKETS:
+        picture.text(16, picture.y, f"and {len(ownership.buckets) - _SHOWN_BUCKETS} more buckets", fill=MUTED)
+        picture.y += 20
+    return picture

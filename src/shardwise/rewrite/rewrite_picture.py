@@ -1,0 +1,61 @@
+"""What a rewrite looks like: each output, its cells in the colours of the sources' elements that they hold."""
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from operator import mul
+
+from shardwise.rewrite.rewrites import Checked
+from shardwise.space import Box
+from shardwise.space.boxes import row_major_strides
+from shardwise.svg import MUTED, Picture, colour
+
+__all__ = ["rewrite_picture"]
+
+_SHOWN_OUTPUTS = 12
+
+
+def rewrite_picture(checked: Checked, names: Sequence[str] = ()) -> Picture:
+    """Sources at the left and outputs at the right; a source's colour grows darker from its first element to its last.
+
+    names: which outputs; none given: the first ones that are more than a source under another name.
+    """
+    outputs = checked.outputs
+    shown = list(names) or [name for name in outputs if _is_changed(checked, name)] or list(outputs)
+    picture = Picture("where the elements of outputs come from", width=720)
+    for name in shown[:_SHOWN_OUTPUTS]:
+        _add_output(picture, checked, name)
+    if len(shown) > _SHOWN_OUTPUTS:
+        picture.text(16, picture.y, f"and {len(shown) - _SHOWN_OUTPUTS} more outputs", fill=MUTED)
+        picture.y += 20
+    return picture
+
+
+def _add_output(picture: Picture, checked: Checked, name: str) -> None:
+    sources = sorted(checked.sources_of(name))
+
+    def shade(source: str, index: Sequence[int]) -> str:
+        """By the source, and by where in it the element is."""
+        shape = checked.sources[source].shape
+        element = sum(map(mul, index, row_major_strides(shape)))
+        return colour(sources.index(source), element / max(1, prod(shape) - 1))
+
+    def origin(index: tuple[int, ...]) -> str | None:
+        found = checked.resolve(name, Box(index, (1,) * len(index)))
+        return shade(found[0].other, found[0].offset) if found else None
+
+    meta, top = checked.outputs[name], picture.y
+    picture.text(400, top, f"{name} {list(meta.shape)} {meta.dtype}")
+    picture.tensor(400, top + 8, meta.shape, origin)
+    for source in sources:
+        given = checked.sources[source]
+        picture.text(16, picture.y, f"{source} {list(given.shape)} {given.dtype}")
+        picture.tensor(16, picture.y + 8, given.shape, partial(shade, source))
+        picture.y += 128
+    picture.y = max(picture.y, top + 128)
+
+
+def _is_changed(checked: Checked, name: str) -> bool:
+    """Whether an output is more than one whole source in its own shape."""
+    sources = checked.sources_of(name)
+    return len(sources) != 1 or checked.sources[next(iter(sources))].shape != checked.outputs[name].shape

@@ -1,0 +1,87 @@
+"""Pictures of what a user has: a plan, a configuration, a checkpoint, a rewrite of one."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint import open as open_checkpoint
+from shardwise.checkpoint.contents_picture import contents_picture
+from shardwise.engine.inventory import take_inventory
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.plan import Plan, plan_ownership
+from shardwise.plan.plan_pictures import bucket_picture, mesh_picture, step_picture
+from shardwise.rewrite import Rewrite
+from shardwise.rewrite.rewrite_picture import rewrite_picture
+from shardwise.svg import Picture, stacked
+from shardwise.train.config import RunConfig, read_config
+from shardwise.train.run_build import build_model
+
+__all__ = ["draw"]
+
+
+def draw(
+    source: str,
+    *,
+    rewrite: str | None = None,
+    parameters: Mapping[str, int | str] | None = None,
+    names: Sequence[str] = (),
+    num_processes: int = 1,
+    overrides: Sequence[str] = (),
+) -> str:
+    """The SVG text of a picture of `source`.
+
+    source: a TOML file: a plan (`Plan.text()`), or a configuration of `shardwise train`, whose buckets are drawn too
+    where the model is cut neither along pp nor along tp. Else a checkpoint of any format.
+    rewrite: of a checkpoint, the file of a rewrite or the name of one that comes along; its outputs are drawn.
+    names: which tensors. num_processes, overrides: of a configuration, as for `shardwise train`.
+    Raises PlanError, ConfigError, CheckpointError or RewriteError.
+    """
+    if source.endswith(".toml") and Path(source).is_file():
+        if rewrite is not None or names:
+            raise ConfigError(
+                f"{source} is a plan or a configuration; a rewrite and names of tensors go with a checkpoint"
+            )
+        return stacked(_of_toml(Path(source), num_processes, overrides))
+    contents = open_checkpoint(source).contents
+    if rewrite is None:
+        known = contents.tensors
+        pictures = [contents_picture(contents, names)] if _all_known(names, known, source) else []
+    else:
+        read = Rewrite.file(rewrite, parameters=parameters or {})
+        checked = read.check({name: (each.shape, each.dtype) for name, each in contents.tensors.items()})
+        pictures = [rewrite_picture(checked, names)] if _all_known(names, checked.outputs, rewrite) else []
+    return stacked(pictures)
+
+
+def _all_known(names: Sequence[str], known: Mapping[str, object], where: str) -> bool:
+    if unknown := [name for name in names if name not in known]:
+        raise CheckpointError(
+            f"{where} has no tensor {', '.join(map(repr, unknown))}; it has {', '.join(sorted(known)[:8])}"
+        )
+    return True
+
+
+def _of_toml(path: Path, num_processes: int, overrides: Sequence[str]) -> list[Picture]:
+    text = path.read_text(encoding="utf-8")
+    is_configuration = any(line.strip().startswith(("[model", "[train")) for line in text.splitlines())
+    config = read_config(path, overrides=overrides, num_processes=num_processes) if is_configuration else None
+    plan = Plan.parse(text) if config is None else config.plan
+    pictures = [mesh_picture(plan), step_picture(plan)]
+    if config is not None and plan.mesh.pp * plan.mesh.tp == 1:
+        pictures.append(_buckets(config, plan))
+    return pictures
+
+
+def _buckets(config: RunConfig, plan: Plan) -> Picture:
+    """The buckets of the model that the configuration names, which is built without values."""
+    with torch.device("meta"):
+        model = build_model(config)
+    num_data_ranks = plan.mesh.dp_replicate * plan.mesh.dp_shard
+    num_owners = 1
+    for axis in plan.sharding.owner_axes:
+        num_owners *= getattr(plan.mesh, axis)
+    specs = take_inventory(model, plan.precision).specs
+    return bucket_picture(
+        plan_ownership(specs, plan.sharding, num_owners=num_owners, num_replicas=num_data_ranks // num_owners)
+    )

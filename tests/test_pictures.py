@@ -1,0 +1,145 @@
+"""Pictures say what is so: parts of a model, orders of a schedule, files of elements, sources of elements."""
+
+from itertools import product
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import shardwise as sw
+from shardwise.checkpoint.contents_picture import contents_picture
+from shardwise.cli import main
+from shardwise.plan.plan_pictures import held, mesh_picture, step_picture
+from shardwise.rewrite.rewrite_picture import rewrite_picture
+from shardwise.svg import Picture, colour, stacked
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def boxes(text: str) -> list[dict[str, str]]:
+    """The rectangles of a picture, which is well-formed XML."""
+    return [each.attrib for each in ElementTree.fromstring(text).iter(f"{SVG}rect") if "stroke" in each.attrib]
+
+
+PLANS = [
+    sw.Plan(mesh=sw.Mesh(pp=pp, dp_replicate=replicas, dp_shard=shards, tp=tp), sharding=sharding)
+    for pp, replicas, shards, tp in product((1, 2), (1, 2), (1, 3), (1, 2))
+    for sharding in (*(sw.Sharding(stage=stage) for stage in (0, 1, 2, 3)), sw.Sharding(owners="dp_shard"))
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.mesh} {plan.sharding.stage} {plan.sharding.owners}")
+def test_what_ranks_hold_covers_the_model_once_per_replica(plan: sw.Plan) -> None:
+    parts = [held(plan, rank) for rank in range(plan.mesh.size)]
+    for kind in parts[0]:
+        total = sum(part[kind][1] - part[kind][0] for part in parts)
+        assert total == pytest.approx(len(parts) * (parts[0][kind][1] - parts[0][kind][0]))  # equal parts
+        distinct = sorted({(round(start, 9), round(stop, 9)) for start, stop in (part[kind] for part in parts)})
+        assert distinct[0][0] == 0
+        assert distinct[-1][1] == pytest.approx(1)
+        assert [stop for _, stop in distinct[:-1]] == pytest.approx([start for start, _ in distinct[1:]])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_picture_of_a_step_has_every_action_once(stage: int) -> None:
+    mesh = sw.Mesh(pp=2, dp_shard=2)
+    plan = sw.Plan(mesh=mesh, sharding=sw.Sharding(stage=stage), merge=sw.Merge(microbatches=3))
+    text = step_picture(plan).svg()
+    for kind, microbatch, pp in product(("forward", "backward"), range(3), range(2)):
+        assert text.count(f"<title>{kind} of microbatch {microbatch}, stage {pp}</title>") == 1
+    assert text.count("<title>reduce-scatter of this") == (6 if stage >= 2 else 0)
+    assert text.count("<title>reduce-scatter of the merged") == (2 if stage < 2 else 0)
+    assert boxes(text)
+
+
+def test_cells_of_a_small_tensor_show_every_element() -> None:
+    picture = Picture("all")
+    seen = []
+    picture.tensor(0, 0, (2, 3, 4), lambda index: seen.append(index) or colour(sum(index)))  # type: ignore[func-returns-value]
+    assert seen == list(product(range(2), range(3), range(4)))
+    many: list[tuple[int, ...]] = []
+    picture.tensor(0, 0, (1000, 7), lambda index: many.append(index))
+    assert len(many) == 48 * 7
+    assert all(row < 1000 for row, _ in many)
+    picture.tensor(0, 0, (), lambda index: colour(len(index)))
+
+
+def test_the_picture_of_a_rewrite_follows_each_element() -> None:
+    shapes = {"q": (4, 6), "k": (2, 6)}
+    checked = sw.Rewrite("q, k -> qk, axis=0\nqk^T -> out").check(shapes)
+    values = {name: torch.arange(4 * 6).view(4, 6)[: shape[0]] for name, shape in shapes.items()}
+    expected = torch.cat([values["q"], 100 + values["k"]]).T  # which source, and where in it
+    text = rewrite_picture(checked).svg()
+    for source in ("q", "k"):
+        assert f"{source} {list(shapes[source])}" in text
+    order = ["k", "q"]
+    wanted = [
+        colour(order.index("k" if value >= 100 else "q"), (value % 100) / (11 if value >= 100 else 23))
+        for value in expected.flatten().tolist()
+    ]
+    # The cells of the output begin at its left edge, row by row; equal neighbours are one box.
+    found: list[str] = []
+    for box in boxes(text):
+        if float(box["x"]) >= 400 and box["stroke"] == "none":
+            found += [box["fill"]] * round(float(box["width"]) / 40)
+    assert found == wanted
+
+
+def test_the_picture_of_a_save_shows_the_file_of_each_element(tmp_path: Path) -> None:
+    def save(channel: sw.Channel) -> None:
+        rows = sw.Piece(name="w", dtype="float32", global_shape=(4, 3), offset=(2 * channel.rank, 0), shape=(2, 3))
+        sw.save(tmp_path, {rows: torch.ones(2, 3)}, channel=channel)
+
+    sw.simulate(2, save)
+    text = contents_picture(sw.checkpoint.open(tmp_path).contents).svg()
+    rows = [box for box in boxes(text) if box["stroke"] == "none" and float(box["height"]) == 24]
+    assert [box["fill"] for box in rows] == [colour(0)] * 2 + [colour(1)] * 2
+
+
+def test_the_command_draws_plans_configurations_and_checkpoints(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(sw.Plan(mesh=sw.Mesh(pp=2, tp=2)).text())
+    (tmp_path / "fuse.rewrite").write_text("a, b -> ab, axis=0\n")
+    sw.save(tmp_path / "save", {"a": torch.ones(2, 3), "b": torch.zeros(1, 3)})
+    runner = CliRunner()
+    for words, shown in [
+        ([str(plan)], "what each rank holds"),
+        (["examples/tiny.toml", "--nproc", "2"], "buckets, 2 owners"),
+        ([str(tmp_path / "save")], "a [2, 3]"),
+        ([str(tmp_path / "save"), "--rewrite", str(tmp_path / "fuse.rewrite")], "ab [3, 3]"),
+    ]:
+        result = runner.invoke(main, ["draw", *words, "--out", str(tmp_path / "out.svg")])
+        assert result.exit_code == 0, result.output
+        text = (tmp_path / "out.svg").read_text()
+        assert shown in text
+        assert boxes(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing.toml"], "nothing.toml"),
+        (["{save}", "--tensor", "c"], "has no tensor 'c'; it has a"),
+        (["{plan}", "--tensor", "c"], "go with a checkpoint"),
+        (["{broken}"], "mesh.up: unknown setting"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_words(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "plan.toml").write_text(sw.Plan().text())
+    (tmp_path / "broken.toml").write_text("mesh.up = 2\n")
+    sw.save(tmp_path / "save", {"a": torch.ones(2, 3)})
+    names = {"save": tmp_path / "save", "plan": tmp_path / "plan.toml", "broken": tmp_path / "broken.toml"}
+    result = CliRunner().invoke(
+        main, ["draw", *(word.format(**names) for word in words), "--out", str(tmp_path / "x.svg")]
+    )
+    assert result.exit_code in (1, 2)
+    assert message in result.output
+    assert not (tmp_path / "x.svg").exists()
+
+
+def test_one_plan_has_one_picture() -> None:
+    plan = sw.Plan(mesh=sw.Mesh(dp_shard=40))
+    assert stacked([mesh_picture(plan), step_picture(plan)]) == stacked([mesh_picture(plan), step_picture(plan)])
+    assert "and 8 more ranks" in mesh_picture(plan).svg()
