@@ -3,6 +3,7 @@
 import click
 
 from shardwise.cli.ckpt import ckpt
+from shardwise.cli.doctor import doctor
 from shardwise.cli.draw import draw
 from shardwise.cli.schedule import schedule
 from shardwise.cli.train import train
@@ -20,3 +21,4 @@ main.add_command(verify)
 main.add_command(ckpt)
 main.add_command(schedule)
 main.add_command(draw)
+main.add_command(doctor)

@@ -1,0 +1,107 @@
+"""`shardwise doctor` names what will not work, and goes on to the next check."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import shardwise.comm.doctor
+from shardwise.cli import main
+from shardwise.comm.doctor import Finding, examine
+
+
+def findings(folder: Path, environment: dict[str, str] | None = None) -> dict[str, list[Finding]]:
+    found: dict[str, list[Finding]] = {}
+    for each in examine(environment or {}, folder=folder, trial=False):
+        found.setdefault(each.subject, []).append(each)
+    return found
+
+
+def test_this_host_has_nothing_wrong(tmp_path: Path) -> None:
+    found = findings(tmp_path)
+    assert [each for group in found.values() for each in group if each.verdict == "wrong"] == []
+    assert found["torch"][0].text == torch.__version__
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [("2.10.1", "wrong"), ("2.11.0", "ok"), ("2.13.1+cu130", "ok"), ("2.14.0a0", "wrong")]
+)
+def test_versions_of_torch_that_are_not_supported_are_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, verdict: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert findings(tmp_path)["torch"][0].verdict == verdict
+
+
+def no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+
+
+def no_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = shardwise.comm.doctor.find_spec
+    monkeypatch.setattr(shardwise.comm.doctor, "find_spec", lambda name: None if name == "tokenizers" else find(name))
+
+
+def no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> str:
+        raise OSError("no such host")
+
+    monkeypatch.setattr(shardwise.comm.doctor.socket, "gethostbyname", fail)
+
+
+def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shardwise.comm.doctor.resource, "getrlimit", lambda _: (256, 4096))
+
+
+@pytest.mark.parametrize(
+    ("change", "subject", "words"),
+    [
+        (no_memfd, "shared memory", "over TCP"),
+        (no_tokenizers, "tokenizers", "pip install 'shardwise[train]'"),
+        (no_name, "network", "give MASTER_ADDR"),
+        (few_files, "open files", "ulimit -n 4096"),
+    ],
+)
+def test_what_is_limited_is_noted_with_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pytest.MonkeyPatch], None],
+    subject: str,
+    words: str,
+) -> None:
+    change(monkeypatch)
+    notes = [each.text for each in findings(tmp_path)[subject] if each.verdict == "note"]
+    assert any(words in text for text in notes), notes
+
+
+def test_a_folder_that_takes_no_files_is_wrong(tmp_path: Path) -> None:
+    found = findings(tmp_path / "is not there")
+    assert found["saves"][0].verdict == "wrong"
+    assert "network" in found  # the others go on
+
+
+def test_a_launcher_that_contradicts_itself_is_wrong(tmp_path: Path) -> None:
+    found = findings(tmp_path, {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "2"})
+    assert found["launcher"][0].verdict == "wrong"
+    assert "ranks are 0 to 1" in found["launcher"][0].text
+
+
+@pytest.mark.processes
+def test_the_command_lets_two_ranks_try(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["doctor", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    last = json.loads(result.output.splitlines()[-1])
+    assert last["subject"] == "two ranks"
+    assert "2 processes met and summed 64 MiB over shared memory" in last["text"]
+
+
+def test_the_command_fails_when_something_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "1.0")
+    result = CliRunner().invoke(main, ["doctor", str(tmp_path), "--no-trial"])
+    assert result.exit_code == 1
+    assert "WRONG  torch" in result.output
