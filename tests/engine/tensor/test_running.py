@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.recorded import Recorded
 from shardwise.engine.tensor.cut_outline import tensor_outline
-from shardwise.engine.tensor.movements import Movements
-from shardwise.engine.tensor.running import TensorParallel
+from shardwise.engine.tensor.styles import TensorParallel
+from shardwise.engine.tensor.tp_collectives import Movements
 from shardwise.errors import ModelError
 from shardwise.plan.tensor import plan_tensor
 from tests.engine.tensor.cut_models import assert_close, compute_cut, compute_whole

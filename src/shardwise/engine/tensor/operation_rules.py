@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.engine.tensor.atoms import slim, varies
-from shardwise.engine.tensor.flow import TensorFlow, TracedOperation
+from shardwise.engine.tensor.atoms import TensorFlow, TracedOperation, slim, varies
 
 Numbers = torch.Tensor
 """An atom for each element."""

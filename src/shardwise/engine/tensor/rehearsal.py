@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.inventory import named_places
 from shardwise.engine.pipeline.module_outline import unchanged
-from shardwise.engine.tensor.apart import NoDropout, random_states
-from shardwise.engine.tensor.movements import taken
+from shardwise.engine.tensor.isolated_runs import NoDropout, random_states
 from shardwise.engine.tensor.styles import STYLES, SharedInputs, parameters_set
+from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.engine.wrapping import Forward, unwrap, wrap
 from shardwise.errors import in_words
 from shardwise.plan.tensor_outline import TensorOutline

@@ -4,16 +4,20 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm import Channel
 from shardwise.engine.autograd_state import at_end_of_backward, in_backward
-from shardwise.engine.tensor.movements import Movements, is_fake, uncompiled
-from shardwise.engine.wrapping import Forward
-from shardwise.errors import ModelError
+from shardwise.engine.tensor.tp_collectives import Movements, is_fake, uncompiled
+from shardwise.engine.wrapping import Forward, structures_of, unwrap, wrap
+from shardwise.errors import ModelError, ShardwiseError
+from shardwise.plan.tensor import TensorPlan
 from shardwise.plan.tensor_plan import Style
 from shardwise.space import even_cuts
 
@@ -390,3 +394,102 @@ def _holding(module: nn.Module, held: _Held) -> Iterator[None]:
     attributes, parameters = held
     with attributes_set(module, attributes), parameters_set(module, parameters):
         yield
+
+
+class TensorParallel:
+    """The modules of one rank under a plan of tensor parallelism; their parameters are this rank's portions."""
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, channel: Channel) -> None:
+        forget_heads(model)
+        shared = SharedInputs()
+        for name, styles in plan.styles.items():
+            module = model.get_submodule(name)
+            movements = Movements(channel, f"tensor parallelism of {name or 'the model'}", module=name)
+            for style in styles:
+                styled = STYLES[style.kind](name, style, movements, shared)
+                wrap(module, styled)
+                if isinstance(styled, ColumnStyle) and not style.gathers:
+                    know_head(module, styled)
+
+    @staticmethod
+    def take_off(model: nn.Module) -> None:
+        """Give the modules that an earlier plan changed their own forwards back."""
+        unwrap(model)
+        forget_heads(model)
+
+
+_HEAD_MARK = "_shardwise_vocabulary"
+
+
+def know_head(module: nn.Module, styled: ColumnStyle) -> None:
+    """The module leaves each rank its own outputs: a loss that is made for it finds out how they are cut."""
+    vars(module)[_HEAD_MARK] = styled
+
+
+def forget_heads(model: nn.Module) -> None:
+    """No module leaves its outputs cut any more."""
+    for module in model.modules():
+        vars(module).pop(_HEAD_MARK, None)
+
+
+def style_of_head(module: nn.Module) -> ColumnStyle | None:
+    """How the outputs of a head are cut; None for a module that gives all of them."""
+    styled: ColumnStyle | None = vars(module).get(_HEAD_MARK)
+    return styled
+
+
+@contextmanager
+def module_noted(model: nn.Module) -> Iterator[None]:
+    """Errors that come out of a module of `model` have a note about that module, where a plan cuts the model."""
+    try:
+        yield
+    except ShardwiseError:
+        raise  # its words name what they mean
+    except Exception as error:
+        if (note := note_on(model, error)) is not None:
+            error.add_note(note)
+        raise
+
+
+def innermost_module(model: nn.Module, traceback: TracebackType | None) -> tuple[str, nn.Module, FrameType] | None:
+    """The module of `model` in whose code an error was raised, by name, with its frame."""
+    names = {module: name for name, module in model.named_modules()}
+    innermost = None
+    while traceback is not None:
+        each = traceback.tb_frame.f_locals.get("self")
+        if isinstance(each, nn.Module) and each in names:
+            innermost = names[each], each, traceback.tb_frame
+        traceback = traceback.tb_next
+    return innermost
+
+
+def note_on(model: nn.Module, error: Exception) -> str | None:
+    """What is to be known of the module in which an error was raised; None where no rule cuts the model."""
+    if not any(map(_rules, model.modules())):
+        return None
+    if (innermost := innermost_module(model, error.__traceback__)) is None:
+        return None
+    path, module, frame = innermost
+    name = repr(path) if path else "the model itself"
+    rules = _rules(module)
+    said = f"with the style {' and '.join(map(repr, rules))}" if rules else "without a rule"
+    given = [str(tuple(value.shape)) for value in _arguments(frame)]
+    held = [f"{key} {tuple(each.shape)}" for key, each in module._parameters.items() if each is not None]
+    return (
+        f"shardwise: in {name} ({type(module).__name__}, {said} in tensor.rules), which was given "
+        f"{', '.join(given) or 'no tensor'} and holds {', '.join(held) or 'no parameter'} on this rank along tp; a "
+        "rule may be missing for it, or be wrong for it or for what comes before it"
+    )
+
+
+def _rules(module: nn.Module) -> list[str]:
+    structures = tree_leaves(structures_of(vars(module).get("forward")))
+    return [style.kind for style in structures if isinstance(style, Style)]
+
+
+def _arguments(frame: FrameType) -> list[torch.Tensor]:
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+    values = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -12,13 +12,15 @@ both ways has a gradient that no sum makes right. Nor is one right that comes to
 movement hands on: what a module gives whole is read by all ranks alike, what it leaves cut by each rank for itself.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardwise.engine.tensor.movements import module_of, movement_of
+from shardwise.comm import Channel
+from shardwise.engine.tensor.tp_collectives import Movements, module_of, movement_of
 from shardwise.engine.tensor.vocabulary import is_cut_loss
 from shardwise.errors import ModelError
 
@@ -246,3 +248,17 @@ def _given(node: Any, sources: Sources) -> Sources:
 
 def _producers(node: Any) -> list[Any]:
     return [producer for producer, _ in node.next_functions if producer is not None]
+
+
+@torch.no_grad()
+def sum_over_ranks(gradients: Sequence[torch.Tensor], channel: Channel) -> None:
+    """Replace each gradient by its sum over the ranks of `channel`, which all give the same ones in the same order."""
+    if channel.size == 1 or not gradients:
+        return
+    movements = Movements(channel, "gradients of parameters that are whole along tp")
+    for _, group in groupby(gradients, key=lambda gradient: gradient.dtype):
+        alike = list(group)
+        lengths = [gradient.numel() for gradient in alike]
+        flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+        for gradient, total in zip(alike, movements.sum_of(flat).split(lengths), strict=True):
+            gradient.copy_(total.view(gradient.shape))

@@ -13,24 +13,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from shardwise.engine.tensor.movements import Movements, is_fake
-from shardwise.engine.tensor.styles import ColumnStyle
+from shardwise.engine.tensor.styles import ColumnStyle, style_of_head
+from shardwise.engine.tensor.tp_collectives import Movements, is_fake
 from shardwise.errors import ModelError, PlanError
 
 Reduction = Literal["mean", "sum", "none"]
-
-_MARK = "_shardwise_vocabulary"
-
-
-def know_head(module: nn.Module, styled: ColumnStyle) -> None:
-    """The module leaves each rank its own outputs: a loss that is made for it finds out how they are cut."""
-    vars(module)[_MARK] = styled
-
-
-def forget_heads(model: nn.Module) -> None:
-    """No module leaves its outputs cut any more."""
-    for module in model.modules():
-        vars(module).pop(_MARK, None)
 
 
 class VocabularyCrossEntropy:
@@ -77,7 +64,7 @@ class VocabularyCrossEntropy:
                 "have the shape of the logits without the last dim"
             )
         rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        styled: ColumnStyle | None = vars(self._head).get(_MARK)
+        styled = style_of_head(self._head)
         if styled is None:
             rows = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
             losses = functional.cross_entropy(
