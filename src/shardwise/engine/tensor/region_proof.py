@@ -30,7 +30,7 @@ from shardwise.engine.tensor.isolated_runs import (
     widened,
 )
 from shardwise.engine.tensor.styles import note_on
-from shardwise.engine.tensor.tp_collectives import Movements, is_fake, taken, uncompiled
+from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, taken, uncompiled
 from shardwise.engine.wrapping import Forward, take_off, wrap
 from shardwise.errors import ModelError, ShardwiseError, in_words
 from shardwise.plan.tensor_heads import GROUPS, HEADS
@@ -74,7 +74,7 @@ class Comparison:
         plan: TensorPlan,
         names: Mapping[nn.Parameter, str],
         channel: Channel,
-        movements: Movements,
+        collectives: TpCollectives,
         gather: Gather | None,
     ) -> None:
         """names: of parameters, as the plan has them. gather: of parameters at rest; None: all have their values."""
@@ -83,7 +83,7 @@ class Comparison:
         self._plan = plan
         self._names = names
         self._channel = channel
-        self._movements = movements
+        self._collectives = collectives
         self._gather: Gather = gather or (lambda _: nullcontext())
 
     def verdict(self, forward: Forward, inputs: CopiedInputs, *, is_outermost: bool) -> Unknown | str | None:
@@ -160,7 +160,7 @@ class Comparison:
         if len({dtype for _, dtype, _ in told}) > 1:
             return None
         if len(set(shapes)) == 1 and tensor.is_floating_point():
-            every = self._movements.gathered(tensor)
+            every = self._collectives.gathered(tensor)
             if differ(list(every), [every[0]] * len(every)) <= _CLOSE * torch.finfo(tensor.dtype).eps:
                 return every[0], every[0]
         for dim in self.region.dims:
@@ -169,7 +169,7 @@ class Comparison:
                 continue
             cuts = even_cuts(sum(shape[dim] for shape in shapes), len(shapes))
             if [stop - start for start, stop in cuts] == [shape[dim] for shape in shapes]:
-                return self._movements.whole(tensor, dim, [(each,) for each in cuts]), tensor
+                return self._collectives.all_gather(tensor, dim, [(each,) for each in cuts]), tensor
         return None
 
     def _held(self) -> Parameters:
@@ -189,7 +189,7 @@ class Comparison:
             value = widened(local) if is_wide else local
             cut = self._plan.cuts.get(name)
             if cut is not None:
-                value = self._movements.whole(value, cut.dim, cut.ranges)
+                value = self._collectives.all_gather(value, cut.dim, cut.ranges)
             whole[parameter] = value = perturbed(value, name, attempt)
             portion = value if cut is None else taken(value, cut.dim, cut.ranges[self._channel.rank])
             own[parameter] = portion.contiguous()
@@ -344,11 +344,11 @@ class Proof:
         self._watched: list[_RegionWatch] = []
         self._calls: list[_RegionWatch] = []
         names = {parameter: name for name, parameter in model.named_parameters()}
-        movements = Movements(channel, "proof of tensor.rules")
+        collectives = TpCollectives(channel, "proof of tensor.rules")
         for region in regions_of(plan):
             if is_local(region.name):
                 module = model.get_submodule(region.name)
-                comparison = Comparison(region, module, plan, names, channel, movements, gather)
+                comparison = Comparison(region, module, plan, names, channel, collectives, gather)
                 self._watched.append(_RegionWatch(self, comparison))
                 wrap(module, self._watched[-1])
             elif region.is_needed:

@@ -186,13 +186,13 @@ class _Prompter:
 
 
 class _Offline:
-    """Movements of a rank that is alone: nothing moves."""
+    """TpCollectives of a rank that is alone: nothing moves."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
 
-    def share(self, value: torch.Tensor) -> torch.Tensor:
+    def copy_to_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The value."""
         return value
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import Channel
 from shardwise.engine.autograd_state import at_end_of_backward, in_backward
-from shardwise.engine.tensor.tp_collectives import Movements, is_fake, uncompiled
+from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, uncompiled
 from shardwise.engine.wrapping import Forward, structures_of, unwrap, wrap
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.plan.tensor import TensorPlan
@@ -64,10 +64,10 @@ class SharedInputs:
 class Styled(ABC):
     """A wrapper of a module's forward (see `engine.wrapping`)."""
 
-    def __init__(self, name: str, style: Style, movements: Movements, shared: SharedInputs) -> None:
+    def __init__(self, name: str, style: Style, collectives: TpCollectives, shared: SharedInputs) -> None:
         self.name = name
         self.style = self.structure = style
-        self.movements = movements
+        self.collectives = collectives
         self.shared = shared
         self._own: _Held | None = None
         """What the module itself holds, while it has been given something else for a backward."""
@@ -139,7 +139,7 @@ class Styled(ABC):
 
     def positions(self, size: int, dim: int, *, is_part: bool = False) -> Sequence[tuple[tuple[int, int], ...]]:
         """Which positions each rank has of `size` along `dim`; `is_part`: of those of which this rank has `size`."""
-        count = self.movements.num_ranks
+        count = self.collectives.num_ranks
         if not is_part and size % count and self.style.kind != "sequence":
             raise ModelError(
                 f"{self.name!r}: {size} positions (dim {dim}) do not divide among {count} ranks along tp, which rules "
@@ -153,20 +153,26 @@ class ColumnStyle(Styled):
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        style, movements = self.style, self.movements
+        style, collectives = self.style, self.collectives
         dim = style.gather
         if dim is None:
-            args, kwargs = on_input(args, kwargs, lambda x: self.shared.made(x, "share", movements.share))
+            args, kwargs = on_input(
+                args, kwargs, lambda x: self.shared.made(x, "copy_to_ranks", collectives.copy_to_ranks)
+            )
         else:
-            args, kwargs = on_input(args, kwargs, lambda x: self.shared.made(x, ("spread", dim), self._spread(dim)))
-        sizes = dict.fromkeys(style.attributes, sum(b - a for a, b in style.ranges[movements.rank]))
+            args, kwargs = on_input(
+                args, kwargs, lambda x: self.shared.made(x, ("gather_to_ranks", dim), self._gather(dim))
+            )
+        sizes = dict.fromkeys(style.attributes, sum(b - a for a, b in style.ranges[collectives.rank]))
         output = self.run_with(module, (sizes, {}), lambda: forward(*args, **kwargs))
         if style.gathers:
-            return self.on_output(output, lambda y: movements.whole(y, y.dim() - 1, style.ranges))
+            return self.on_output(output, lambda y: collectives.all_gather(y, y.dim() - 1, style.ranges))
         return output
 
-    def _spread(self, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: self.movements.spread(x, dim, self.positions(self.size_along(x, dim), dim, is_part=True))
+    def _gather(self, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: self.collectives.gather_to_ranks(
+            x, dim, self.positions(self.size_along(x, dim), dim, is_part=True)
+        )
 
 
 class RowStyle(Styled):
@@ -174,9 +180,9 @@ class RowStyle(Styled):
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        style, movements = self.style, self.movements
+        style, collectives = self.style, self.collectives
         if style.splits:
-            args, kwargs = on_input(args, kwargs, lambda x: movements.part(x, x.dim() - 1, style.ranges))
+            args, kwargs = on_input(args, kwargs, lambda x: collectives.scatter(x, x.dim() - 1, style.ranges))
         bias = module._parameters.get("bias")
         # What torch's own forward does without a bias is known; others may do anything but add zeros.
         absent = None if bias is None or type(module).forward is nn.Linear.forward else torch.zeros_like(bias)
@@ -189,8 +195,8 @@ class RowStyle(Styled):
         """The sum over the ranks, or this rank's positions of it."""
         dim = self.style.scatter
         if dim is None:
-            return self.movements.total(output)
-        return self.movements.settle(output, dim, self.positions(self.size_along(output, dim), dim))
+            return self.collectives.all_reduce(output)
+        return self.collectives.reduce_scatter(output, dim, self.positions(self.size_along(output, dim), dim))
 
 
 class Vocabulary(RowStyle):
@@ -198,7 +204,7 @@ class Vocabulary(RowStyle):
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        ((start, stop),) = self.style.ranges[self.movements.rank]
+        ((start, stop),) = self.style.ranges[self.collectives.rank]
         foreign: list[torch.Tensor] = []
 
         def own(tokens: torch.Tensor) -> torch.Tensor:
@@ -234,7 +240,7 @@ class Channels(Styled):
         output = forward(*args, **kwargs)
         if not self.style.gathers:
             return output
-        return self.on_output(output, lambda y: self.movements.whole(y, y.dim() - 1, self.style.ranges))
+        return self.on_output(output, lambda y: self.collectives.all_gather(y, y.dim() - 1, self.style.ranges))
 
 
 class Sum(Styled):
@@ -242,11 +248,11 @@ class Sum(Styled):
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        share = self.movements.share
-        args = tuple(share(each) if isinstance(each, torch.Tensor) else each for each in args)
-        kwargs = {key: share(each) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()}
+        copy = self.collectives.copy_to_ranks
+        args = tuple(copy(each) if isinstance(each, torch.Tensor) else each for each in args)
+        kwargs = {key: copy(each) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()}
         output = forward(*args, **kwargs)
-        return None if output is None else self.on_output(output, self.movements.total)
+        return None if output is None else self.on_output(output, self.collectives.all_reduce)
 
 
 class Once(Styled):
@@ -254,7 +260,7 @@ class Once(Styled):
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        return self.on_output(forward(*args, **kwargs), self.movements.on_first_rank)
+        return self.on_output(forward(*args, **kwargs), self.collectives.on_first_rank)
 
 
 class Hide(Styled):
@@ -266,7 +272,7 @@ class Hide(Styled):
         for attribute in self.style.attributes:
             parameter = module._parameters[attribute]
             assert parameter is not None
-            seen[attribute] = self.movements.on_first_rank(parameter)
+            seen[attribute] = self.collectives.on_first_rank(parameter)
         return self.run_with(module, ({}, seen), lambda: forward(*args, **kwargs))
 
 
@@ -275,16 +281,16 @@ class Tail(Styled):
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        return self.on_output(forward(*args, **kwargs), self._share_last)
+        return self.on_output(forward(*args, **kwargs), self._copy_last)
 
-    def _share_last(self, output: torch.Tensor) -> torch.Tensor:
+    def _copy_last(self, output: torch.Tensor) -> torch.Tensor:
         size = self.style.size
         if size >= output.shape[-1]:
             raise ModelError(
                 f"{self.name!r}: the last {size} outputs are to be shared, but it has {output.shape[-1]}; give the "
                 "size of what every head reads: 'mla_kv_a_proj(size=...)'"
             )
-        return self.movements.share_last(output, size)
+        return self.collectives.copy_last_to_ranks(output, size)
 
 
 class Positions(Styled):
@@ -297,11 +303,11 @@ class Positions(Styled):
 
         def own(value: torch.Tensor) -> torch.Tensor:
             found.append(self.positions(self.size_along(value, dim, has_features=False), dim))
-            return self.movements.part(value, dim, found[0])
+            return self.collectives.scatter(value, dim, found[0])
 
         args, kwargs = on_input(args, kwargs, own)
         output = forward(*args, **kwargs)
-        return self.on_output(output, lambda y: self.movements.whole(y, dim, found[0]))
+        return self.on_output(output, lambda y: self.collectives.all_gather(y, dim, found[0]))
 
 
 class SplitStyle(Styled):
@@ -315,12 +321,12 @@ class SplitStyle(Styled):
         def own(value: torch.Tensor) -> torch.Tensor:
             size = self.size_along(value, dim, has_features=False)
             taken.append(value)
-            return self.movements.part(value, dim, self.positions(size, dim))
+            return self.collectives.scatter(value, dim, self.positions(size, dim))
 
         args, kwargs = on_input(args, kwargs, own)
         output = forward(*args, **kwargs)
         if isinstance(output, torch.Tensor) and not any(value.requires_grad for value in taken):
-            return self.movements.apart(output)  # which the graph does not say otherwise
+            return self.collectives.own_part(output)  # which the graph does not say otherwise
         return output
 
 
@@ -330,7 +336,7 @@ class Heads(Styled):
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         style = self.style
-        ((start, stop),) = style.ranges[self.movements.rank]
+        ((start, stop),) = style.ranges[self.collectives.rank]
         own = {name: getattr(module, name) * (stop - start) // style.size for name in style.attributes}
         return self.run_with(module, (own, {}), lambda: forward(*args, **kwargs))
 
@@ -404,9 +410,9 @@ class TensorParallel:
         shared = SharedInputs()
         for name, styles in plan.styles.items():
             module = model.get_submodule(name)
-            movements = Movements(channel, f"tensor parallelism of {name or 'the model'}", module=name)
+            collectives = TpCollectives(channel, f"tensor parallelism of {name or 'the model'}", module=name)
             for style in styles:
-                styled = STYLES[style.kind](name, style, movements, shared)
+                styled = STYLES[style.kind](name, style, collectives, shared)
                 wrap(module, styled)
                 if isinstance(styled, ColumnStyle) and not style.gathers:
                     know_head(module, styled)

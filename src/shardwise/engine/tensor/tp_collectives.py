@@ -1,18 +1,26 @@
-"""What moves between the ranks along `tp`, forward and backward.
+"""What is exchanged between the ranks along `tp`, forward and backward: collectives that autograd knows.
 
-Every movement is linear, and its backward is the movement that is its transpose:
+Each is linear, and its backward is the collective that is its transpose:
 
-    forward                         backward
-    share    as it is               sum over the ranks        a whole value is read by each rank for itself
-    total    sum over the ranks     as it is                  each rank has a part of a sum
-    whole    parts are gathered     own part is taken         what follows is computed alike by all ranks
-    part     own part is taken      parts are gathered        what comes before was computed alike by all ranks
-    spread   parts are gathered     sum, own part is taken    gathered, and read by each rank for itself
-    settle   sum, own part is taken parts are gathered        each rank has a part of a sum, goes on with a part
+    forward                                  backward                     the value
+    copy_to_ranks    as it is                all_reduce                   is whole, each rank reads it for itself
+    all_reduce       sum over the ranks      copy_to_ranks                is a rank's term of a sum
+    all_gather       parts are gathered      scatter                      is a part; all ranks go on alike
+    scatter          own part is taken       all_gather                   was computed alike by all ranks
+    gather_to_ranks  parts are gathered      reduce_scatter               is a part; each rank reads all for itself
+    reduce_scatter   sum, own part is taken  gather_to_ranks              is a rank's term; it goes on with a part
 
-Sums are taken in rank order, by one rank for each element, so that all ranks have the same bits; half precision travels
-as it is, is added in float32 and rounded once. What moved is no view, so that it may be written to in place. Fake
-tensors do not travel: what comes of them has the right shape.
+The column and row pair of a feed-forward block on 2 ranks, x (2, 5, 6), up 6 -> 32 and down 32 -> 6:
+
+    rank 0   x (2, 5, 6) --copy_to_ranks-- up[0:16] --> (2, 5, 16) --> down[:, 0:16] --> (2, 5, 6) --+
+             the same x                                                                   partial   (+)-- all_reduce
+    rank 1   x (2, 5, 6) --copy_to_ranks-- up[16:32] -> (2, 5, 16) --> down[:, 16:32] -> (2, 5, 6) --+   y (2, 5, 6)
+
+    forward communicates once, behind `down`; backward once, in front of `up`: the gradient of x is summed there.
+
+All ranks end up with the same bits: one rank adds each element, in rank order (NCCL: an order of its own), and gives
+the sum to the others. Half precision travels as it is, is added in float32 and rounded once. Fake tensors are not sent:
+the result has the right shape alone.
 """
 
 import sys
@@ -25,147 +33,165 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardwise.comm import Channel
 from shardwise.plan.tensor_plan import Ranges
 
-Movement = Callable[[torch.Tensor], torch.Tensor]
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 
-Kind = Literal["share", "tail", "total", "whole", "part", "spread", "settle", "once", "apart"]
-"""`tail`: a value of which only the last is shared. `apart`: nothing moves; the value is of this rank's part alone."""
+Kind = Literal[
+    "copy_to_ranks",
+    "copy_last_to_ranks",
+    "all_reduce",
+    "all_gather",
+    "scatter",
+    "gather_to_ranks",
+    "reduce_scatter",
+    "on_first_rank",
+    "own_part",
+]
+"""`copy_last_to_ranks`: the ranks read the last features each for itself. `own_part`: nothing is sent; the value is of
+this rank's part alone."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-class _Moved(torch.autograd.Function):
-    """A movement, with its transpose for the gradient."""
+class _Collective(torch.autograd.Function):
+    """A collective, with its transpose for the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movement, module: str
+        ctx: Any, value: torch.Tensor, kind: Kind, run: TensorMap, transpose: TensorMap, module: str
     ) -> torch.Tensor:
+        # `kind` and `module` are for `summed_gradients`, which reads the graph and names modules in refusals.
         ctx.kind = kind
         ctx.module = module
-        ctx.movements = (movement, transpose)
-        return movement(value)
+        ctx.maps = (run, transpose)
+        return run(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
-        movement, transpose = ctx.movements
-        moved = _moved(gradients[0], _TRANSPOSES[ctx.kind], transpose, movement, ctx.module)
-        return moved, None, None, None, None
+        run, transpose = ctx.maps
+        # Through `_applied` again, so that under create_graph the gradient has a graph too: the transpose of the
+        # transpose is the collective itself.
+        gradient = _applied(gradients[0], _TRANSPOSES[ctx.kind], transpose, run, ctx.module)
+        return gradient, None, None, None, None
 
 
 _TRANSPOSES: dict[Kind, Kind] = {
-    "share": "total",
-    "tail": "total",
-    "total": "share",
-    "whole": "part",
-    "part": "whole",
-    "spread": "settle",
-    "settle": "spread",
-    "once": "once",
-    "apart": "apart",
+    "copy_to_ranks": "all_reduce",
+    "copy_last_to_ranks": "all_reduce",
+    "all_reduce": "copy_to_ranks",
+    "all_gather": "scatter",
+    "scatter": "all_gather",
+    "gather_to_ranks": "reduce_scatter",
+    "reduce_scatter": "gather_to_ranks",
+    "on_first_rank": "on_first_rank",
+    "own_part": "own_part",
 }
 
 
-def movement_of(node: object) -> Kind | None:
-    """What kind of movement a node of an autograd graph is the backward of; None for one that is none."""
-    if not isinstance(node, _Moved._backward_cls):
+def collective_of(node: object) -> Kind | None:
+    """The collective whose backward a node of an autograd graph is; None for another node."""
+    if not isinstance(node, _Collective._backward_cls):
         return None
     kind: Kind = node.kind  # type: ignore[attr-defined]
     return kind
 
 
 def module_of(node: Any) -> str:
-    """The name of the module whose rule asks for the movement that a node is the backward of."""
+    """The name of the module whose rule asks for the collective of a node."""
     name: str = node.module
     return name
 
 
-def _moved(value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movement, module: str) -> torch.Tensor:
+def _applied(value: torch.Tensor, kind: Kind, run: TensorMap, transpose: TensorMap, module: str) -> torch.Tensor:
     if torch.is_grad_enabled() and value.requires_grad:
-        moved: torch.Tensor = _Moved.apply(value, kind, movement, transpose, module)  # type: ignore[no-untyped-call]
-        return moved
-    return movement(value)
+        output: torch.Tensor = _Collective.apply(value, kind, run, transpose, module)  # type: ignore[no-untyped-call]
+        return output
+    return run(value)
 
 
-class Movements:
-    """The movements over one channel, for one purpose."""
+class TpCollectives:
+    """The collectives over one channel, for one purpose.
+
+    All ranks of the channel call the same ones in the same order. What was sent or taken is no view of the input, so
+    that the model may write to it in place. A copy to ranks is a view, and torch refuses a write to it.
+    """
 
     def __init__(self, channel: Channel, purpose: str, *, module: str = "") -> None:
-        """module: the name of the one that they are for."""
+        """module: the name of the module that asks for them."""
         self._channel = channel
         self._purpose = purpose
         self.rank = channel.rank
         self.num_ranks = channel.size
         self._module = module
-        self._move = uncompiled(_moved)
+        self._apply = uncompiled(_applied)
 
-    def share(self, value: torch.Tensor) -> torch.Tensor:
+    def copy_to_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The same value, which each rank reads for itself."""
+        # Forward sends nothing. Without a gradient there is no backward either, and a node would be waste.
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
-        return self._moved(value, "share", _same, self.sum_of)
+        return self._applied(value, "copy_to_ranks", _same, self.sum_of)
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' values."""
-        return self._moved(value, "total", self.sum_of, _same)
+    def copy_last_to_ranks(self, value: torch.Tensor, size: int) -> torch.Tensor:
+        """The same value, of which each rank reads the last `size` features for itself."""
 
-    def whole(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
-        """All ranks' parts along `dim`, each where its ranges say."""
-        return self._moved(value, "whole", self._gathering(dim, ranges), self._taking(dim, ranges))
-
-    def part(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
-        """This rank's part along `dim`."""
-        return self._moved(value, "part", self._taking(dim, ranges), self._gathering(dim, ranges))
-
-    def spread(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
-        """All ranks' parts along `dim`, which each rank reads for itself."""
-        return self._moved(value, "spread", self._gathering(dim, ranges), self._settling(dim, ranges))
-
-    def settle(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
-        """This rank's part along `dim` of the sum of all ranks' values."""
-        return self._moved(value, "settle", self._settling(dim, ranges), self._gathering(dim, ranges))
-
-    def share_last(self, value: torch.Tensor, size: int) -> torch.Tensor:
-        """The same value, of which each rank reads the last `size` along the last dim for itself."""
-
+        # The features before the last are read by all ranks alike (a norm and a column behind it that has its own
+        # `copy_to_ranks`): their gradient is complete already, and a second sum would multiply it.
         def sum_last(gradient: torch.Tensor) -> torch.Tensor:
             rest, last = gradient.split([gradient.shape[-1] - size, size], dim=-1)
             return torch.cat([rest, self.sum_of(last)], dim=-1)
 
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
-        return self._moved(value, "tail", _same, sum_last)
+        return self._applied(value, "copy_last_to_ranks", _same, sum_last)
 
-    def apart(self, value: torch.Tensor) -> torch.Tensor:
-        """The same value, which each rank has of its own part."""
+    def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' values."""
+        return self._applied(value, "all_reduce", self.sum_of, _same)
+
+    def all_gather(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
+        """All ranks' parts along `dim`, each where its ranges say."""
+        return self._applied(value, "all_gather", self._gathering(dim, ranges), self._taking(dim, ranges))
+
+    def scatter(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
+        """This rank's part along `dim` of a value that every rank has."""
+        return self._applied(value, "scatter", self._taking(dim, ranges), self._gathering(dim, ranges))
+
+    def gather_to_ranks(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
+        """All ranks' parts along `dim`, which each rank reads for itself."""
+        return self._applied(value, "gather_to_ranks", self._gathering(dim, ranges), self._scattering_sum(dim, ranges))
+
+    def reduce_scatter(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
+        """This rank's part along `dim` of the sum of all ranks' values."""
+        return self._applied(value, "reduce_scatter", self._scattering_sum(dim, ranges), self._gathering(dim, ranges))
+
+    def own_part(self, value: torch.Tensor) -> torch.Tensor:
+        """The same value, marked in the graph as this rank's part."""
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
-        return self._moved(value, "apart", torch.clone, _same)
+        return self._applied(value, "own_part", torch.clone, _same)
 
     def on_first_rank(self, value: torch.Tensor) -> torch.Tensor:
         """The value on the first rank, zeros on the others; so for the gradient."""
-        return self._moved(value, "once", *((_same, _same) if self.rank == 0 else (_zeros, _zeros)))
+        return self._applied(value, "on_first_rank", *((_same, _same) if self.rank == 0 else (_zeros, _zeros)))
 
     def gathered(self, value: torch.Tensor) -> torch.Tensor:
         """All ranks' values, of one shape, in rank order along a new first dim; without a gradient."""
         output = value.new_empty((self.num_ranks, *value.shape))
-        if self._travels(value):
+        if self._is_sent(value):
             self._channel.all_gather(output.view(-1), _flat(value), purpose=self._purpose).wait()
         return output
 
-    def _moved(self, value: torch.Tensor, kind: Kind, movement: Movement, transpose: Movement) -> torch.Tensor:
-        return self._move(value, kind, movement, transpose, self._module)
-
-    def _travels(self, value: torch.Tensor) -> bool:
-        """Whether there is anything to move."""
-        return self.num_ranks > 1 and value.numel() > 0 and not is_fake(value)
-
     def sum_of(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' values, without a gradient."""
-        if not self._travels(value):
+        if not self._is_sent(value):
             return value if self.num_ranks == 1 else torch.empty_like(value)
+        # A reduce-scatter and an all-gather: one rank adds each element, and the others get its result. Replicas that
+        # added for themselves, in orders of their own, would drift apart in the last bits.
+        #
+        #     7 elements on 3 ranks, counts 3 2 2     rank 0 adds 0:3, rank 1 adds 3:5, rank 2 adds 5:7, all get 0:7
         flat = _flat(value)
         share, rest = divmod(flat.numel(), self.num_ranks)
         counts = [share + (at < rest) for at in range(self.num_ranks)]
@@ -174,26 +200,41 @@ class Movements:
         self._channel.all_gather(total.view(-1), part, counts=counts, purpose=self._purpose).wait()
         return total
 
+    def _applied(self, value: torch.Tensor, kind: Kind, run: TensorMap, transpose: TensorMap) -> torch.Tensor:
+        return self._apply(value, kind, run, transpose, self._module)
+
+    def _is_sent(self, value: torch.Tensor) -> bool:
+        """Whether there is anything to send."""
+        # Ranks of a pipeline run the modules of other stages on fake tensors, to learn what shapes they give.
+        return self.num_ranks > 1 and value.numel() > 0 and not is_fake(value)
+
     def _summed_part(self, flat: torch.Tensor, counts: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """This rank's `counts` of the sum, in their shape."""
+        # The channel adds in the dtype of its output. Half precision is rounded once, behind the last addition, and
+        # not after each: otherwise the error would grow with the number of ranks.
         dtype = torch.float32 if flat.dtype in _HALVES else flat.dtype
         part = torch.empty(shape, dtype=dtype, device=flat.device)
         self._channel.reduce_scatter(part.view(-1), flat, counts=counts, purpose=self._purpose).wait()
         return part.to(flat.dtype)
 
-    def _taking(self, dim: int, ranges: Sequence[Ranges]) -> Movement:
+    def _taking(self, dim: int, ranges: Sequence[Ranges]) -> TensorMap:
+        # A copy even of one range: torch refuses a write in place to a view that an autograd function made, and a view
+        # would keep the memory of the whole.
         return lambda value: taken(value, dim, ranges[self.rank]).clone(memory_format=torch.contiguous_format)
 
-    def _gathering(self, dim: int, ranges: Sequence[Ranges]) -> Movement:
+    def _gathering(self, dim: int, ranges: Sequence[Ranges]) -> TensorMap:
         def gather(value: torch.Tensor) -> torch.Tensor:
             sizes = [_length(each) for each in ranges]
             output = value.new_empty(_resized(value, dim, sum(sizes)))
             if output.numel() == 0 or is_fake(value):
                 return output
+            # A rank without a position (3 positions on 4 ranks) gives nothing, and cannot divide by its own size.
             others = value.numel() // sizes[self.rank] if sizes[self.rank] else output.numel() // sum(sizes)
             counts = [others * size for size in sizes]
             flat = value.new_empty(sum(counts))
             self._channel.all_gather(flat, _flat(value), counts=counts, purpose=self._purpose).wait()
+            # The parts arrive rank by rank, each in its own row-major order. They are copied to their places: only a
+            # gather along the first dim, with one range per rank, would need no copy.
             for part, size, held in zip(flat.split(counts), sizes, ranges, strict=True):
                 shaped = part.view(_resized(value, dim, size))
                 for (start, stop), piece in zip(held, shaped.split([b - a for a, b in held], dim), strict=True):
@@ -202,23 +243,22 @@ class Movements:
 
         return gather
 
-    def _settling(self, dim: int, ranges: Sequence[Ranges]) -> Movement:
-        def settle(value: torch.Tensor) -> torch.Tensor:
+    def _scattering_sum(self, dim: int, ranges: Sequence[Ranges]) -> TensorMap:
+        def scatter_sum(value: torch.Tensor) -> torch.Tensor:
             shape = _resized(value, dim, _length(ranges[self.rank]))
-            if not self._travels(value):
+            if not self._is_sent(value):
                 return taken(value, dim, ranges[self.rank]) if self.num_ranks == 1 else value.new_empty(shape)
             parts = [taken(value, dim, held).reshape(-1) for held in ranges]
             counts = [part.numel() for part in parts]
             return self._summed_part(torch.cat(parts), counts, shape)
 
-        return settle
+        return scatter_sum
 
 
 def uncompiled(function: Callable[Given, Answer]) -> Callable[Given, Answer]:
-    """The function as compiled modules may call it: what it does is not compiled with them.
-
-    Torch loads its compiler with the first module that is compiled, and not before for our sake: that takes seconds.
-    """
+    """The function as compiled modules may call it: what it does is not compiled with them."""
+    # torch.compiler.disable would load torch's compiler, which takes seconds. It is loaded with the first module that
+    # is compiled; before that nothing can be compiled, and the function may stay as it is.
     if "torch._dynamo" not in sys.modules:
         return function
     alone: Callable[Given, Answer] = torch.compiler.disable(function)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwise.engine.tensor.styles import ColumnStyle, style_of_head
-from shardwise.engine.tensor.tp_collectives import Movements, is_fake
+from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake
 from shardwise.errors import ModelError, PlanError
 
 Reduction = Literal["mean", "sum", "none"]
@@ -84,7 +84,7 @@ class VocabularyCrossEntropy:
 
     def _of_parts(self, rows: torch.Tensor, targets: torch.Tensor, styled: ColumnStyle) -> torch.Tensor:
         ranges = styled.style.ranges
-        own = ranges[styled.movements.rank]
+        own = ranges[styled.collectives.rank]
         if len(own) > 1:
             raise ModelError(
                 f"{styled.name!r} is cut in several parts on each rank; a head has the rule 'column' alone"
@@ -97,7 +97,7 @@ class VocabularyCrossEntropy:
             )
         size = max(end for each in ranges for _, end in each)
         losses: torch.Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            rows, targets, styled.movements, start, size, self._ignore_index, self._smoothing
+            rows, targets, styled.collectives, start, size, self._ignore_index, self._smoothing
         )
         return losses
 
@@ -110,7 +110,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         ctx: Any,
         rows: torch.Tensor,
         targets: torch.Tensor,
-        movements: Movements,
+        collectives: TpCollectives,
         start: int,
         size: int,
         ignore_index: int,
@@ -129,7 +129,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         ]
         if smoothing:
             numbers.append(wide.sum(-1))
-        of_ranks = movements.gathered(torch.stack(numbers))
+        of_ranks = collectives.gathered(torch.stack(numbers))
         largest = of_ranks[:, 0].amax(0)
         weights = (of_ranks[:, 0] - _finite(largest)).exp()
         total, of_target = _added(of_ranks[:, 1] * weights), _added(of_ranks[:, 2])
