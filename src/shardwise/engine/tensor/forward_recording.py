@@ -1,4 +1,13 @@
-"""The mode under which a forward is traced: every operation is done, and what it does to atoms beside it."""
+"""Runs a forward once and writes down which features of its linear maps have to be on one rank.
+
+    q = Linear(6, 4)   the wrapper `_Followed` runs it paused, and gives its output 4 fresh atoms     a b c d
+    view, q @ k^T      the mode `Following` runs each operation and applies its rule to the atoms     a b | c d
+    o = Linear(4, 6)   `_Followed` notes the atoms that it reads, and gives its output fresh ones     reads a b c d
+    afterwards         `_TraceReader` numbers the groups: q gives 1 1 3 3, o reads 1 1 3 3            a `ForwardTrace`
+
+A linear map separates: its outputs are any sums of its inputs, so nothing of its inputs ties its outputs. Operations
+inside of it are not looked at.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,6 +52,7 @@ class Following(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         operation = TracedOperation(func, name, args, kwargs, given, output, _tensors_in(output))
         flow.set_levels(operation)
+        # Most operations of a forward see nothing that is cut, and need no rule.
         if not flow.cut(given):
             _follow_whole(flow, operation)
         elif any(each.numel() for each in operation.made):
@@ -58,6 +68,8 @@ def _follow_whole(flow: TensorFlow, operation: TracedOperation) -> None:
     elif name in _CONSTANTS:
         for each in made:
             flow.set_alike(each, torch.zeros((), dtype=torch.int64).expand(each.shape))
+    # A mask that is built as (1, 1, tokens, tokens) and expanded over heads is alike along the heads, whatever its
+    # values are. A tensor of full size is taken for different everywhere.
     elif name == "expand" and flow.alike(given[0]) is None:
         distinct = torch.arange(given[0].numel()).view(given[0].shape)
         flow.set_alike(made[0], distinct.expand(made[0].shape))
@@ -75,6 +87,7 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
     for module, _, name, parameter in named_places(model):
         names.setdefault(id(parameter), name)
         owners[id(parameter)] = of_module.get(module) or owners.get(id(parameter), "")
+    # Without dropout and without a graph: atoms do not depend on values, and gradients are followed as levels.
     with torch.no_grad(), unchanged(model), ExitStack() as stack:
         model.eval()
         flow = TensorFlow(Atoms(), owners, followed)
@@ -124,6 +137,8 @@ class _Root:
         for each in _tensors_in(output):
             if (numbers := self._flow.numbers(each)) is not None:
                 self.given.append(numbers)
+                # A program reads what the model gives, and expects the whole. Heads are found before: they get the rule
+                # `vocab`, which gathers.
                 self._flow.atoms.forbid(numbers, "the model gives it")
         return output
 
@@ -154,6 +169,7 @@ class _Followed:
         """See `engine.wrapping.Wrapper`."""
         flow = self.flow
         assert flow is not None
+        # A count, not a flag: a followed module may call another one (an adapter around its base layer).
         flow.paused += 1
         try:
             output = forward(*args, **kwargs)
@@ -161,7 +177,7 @@ class _Followed:
             flow.paused -= 1
         if flow.paused:
             return output
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = _tensors_in((args, kwargs))
         if self.order < 0:
             self.order = flow.atoms.count
         self._note(flow, given, output)
@@ -173,11 +189,11 @@ class _Followed:
             self.problem = "it is called with other things than one tensor"
             for each in numbers:
                 flow.atoms.forbid(each, f"{self.known.name!r}, which is called with other things than one tensor")
-            for each in tree_leaves(output):
-                if isinstance(each, torch.Tensor):
-                    flow.give(each, None)
+            for each in _tensors_in(output):
+                flow.give(each, None)
             return
         if numbers and _varies_inside(numbers[0]):
+            # Atoms that are tied by now are one group, which may not vary any more.
             numbers = [slim(flow.atoms.groups()[numbers[0]])]
             if not bool(numbers[0].any()):
                 numbers = []  # by now it is whole
@@ -190,6 +206,7 @@ class _Followed:
             return
         else:
             self.inputs.append(numbers[0])
+        # Once per map: a map that is called twice gives the same features, which have to be on one rank in both calls.
         if self.atoms is None:
             self.atoms = flow.atoms.fresh(output.shape[-1])
         flow.give(output, self.atoms.expand(output.shape))
@@ -225,6 +242,7 @@ def _is_lookup(weight: torch.Tensor, tokens: torch.Tensor, output: torch.Tensor)
         return False
     rows, given = weight[tokens].double(), output.double()
     square = float(rows.square().sum())
+    # The least-squares factor: embeddings of some models are scaled by the square root of the width, in half precision.
     scale = float((rows * given).sum()) / square if square else 1.0
     return torch.allclose(given, rows * scale, rtol=1e-2, atol=1e-6)
 
@@ -302,6 +320,7 @@ class _TraceReader:
     def _bare(self, parameter: nn.Parameter, numbers: torch.Tensor) -> TracedParameter | None:
         """Along which dim the groups of a parameter lie; None where it meets nothing that is cut."""
         groups = self._groups[numbers]
+        # An atom that is tied to nothing was never used (positions behind the last token): it may go anywhere.
         alone = torch.bincount(self._groups)[groups] == 1
         groups = groups.masked_fill(alone, -1)
         if not bool((groups > WHOLE).any()):

@@ -1,7 +1,15 @@
 """Rules of tensor parallelism for any model, from one forward: what "auto" gives a model that carries no plan.
 
-One forward is traced, rules are inferred from the trace, and a plan by these rules is rehearsed. What a rehearsal shows
-to be wrong is cured by numbers of heads that a module reads (the rule `heads`), or else left whole.
+One forward is traced (`forward_recording`), rules are inferred from the trace, and a plan by these rules is rehearsed
+(`rehearsal`). What a trace cannot show is how a forward counts: after `q(x).view(b, -1, self.num_heads, 4)` a rank with
+half of the heads has to find half in `num_heads`. So a rehearsal that fails is answered with attempts:
+
+    rehearsal 1   q k v column, o row                          "what 'o' reads is not its part"
+    rehearsal 2   ... and heads(attributes=num_heads)          passes: this is the plan
+    else          heads and widths, widths, ...                the last one fails: q k v o are whole, with the reason
+
+What is tried for one layer holds for all that are alike, so a model of 96 layers takes as many attempts as one layer.
+For a model of transformers without a sample, `sample_for` makes one by its configuration.
 """
 
 import inspect
@@ -23,6 +31,7 @@ from shardwise.plan.tensor_inference import ForwardTrace, MapFamily, RuleInferen
 from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 
 _MOST_REHEARSALS = 64
+"""Each costs a forward per rank, in every process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +70,7 @@ class _AlikeFamilies:
 
 @dataclass
 class _Search:
-    """Rehearses, and gives up what fails."""
+    """Infers, plans and rehearses until a plan holds, and gives up what fails."""
 
     model: nn.Module
     outline: TensorOutline
@@ -75,6 +84,8 @@ class _Search:
         self.modules: dict[str, TensorModule] = {each.name: each for each in self.outline.modules}
 
     def run(self) -> Inferred:
+        # Each turn begins anew from the trace, with what has been given up left out: without one map another family may
+        # fit that was refused before.
         for _ in range(_MOST_REHEARSALS):
             inference = infer_rules(self.trace, num_ranks=self.num_ranks, without=self.without)
             rules = inference.rules
@@ -99,6 +110,7 @@ class _Search:
     # Heads --------------------------------------------------------------------------------------------------------
 
     def _kind_of(self, family: MapFamily) -> _AlikeFamilies:
+        # Layers are alike where the classes of their maps and of what holds them are, and the groups: names differ.
         key = (
             tuple(sorted({(self.modules[each].kind, self._parent(each).kind) for each in family.columns})),
             (
@@ -114,7 +126,7 @@ class _Search:
         return next(self.modules[each] for each in (*parents(name), "") if each in self.modules and each != name)
 
     def _around(self, family: MapFamily) -> dict[str, TensorModule]:
-        """Modules that hold what is cut, and may count what they hold."""
+        """The modules that hold the maps, or hold what holds them, and may count their features."""
         found = {}
         for each in (*family.columns, *family.rows):
             for name in [*parents(each), ""][:2]:
@@ -138,6 +150,8 @@ class _Search:
         def _counts(value: int) -> bool:
             return value > 0 and value % groups == 0
 
+        # From the likeliest to the odd. Words that mean heads come first; then any number that is a width of what is
+        # cut (`inner`, `embed_dim`), and last a number that happens to be that of the groups.
         heads = frozenset((*HEADS, *GROUPS))
         sizes = frozenset(WORDS) - heads
         tried = [
@@ -164,9 +178,11 @@ class _Search:
         """Try the next numbers of heads for the families that lie where it shows, or leave them whole."""
         families = self._at(inference, wrong.module)
         if not families:
+            # It shows in a module that holds nothing that is cut: no family can be blamed, so all are whole.
             names = {name for family in inference.families for name in (*family.columns, *family.rows)}
             self.without |= dict.fromkeys(names or inference.vocabulary, f"with it cut, {_said(wrong)}")
             return
+        # All families of a module are moved on together: a rehearsal says where it fails, not which of them is wrong.
         for kind in {id(each): each for each in map(self._kind_of, families)}.values():
             alike = [each for each in inference.families if self._kind_of(each) is kind]
             kind.at += 1
@@ -190,6 +206,7 @@ class _Search:
 
     def _give_up_planned(self, inference: RuleInference, error: PlanError) -> None:
         """Leave whole what the planner refuses."""
+        # The planner reports names in its sentences. Only the families that it names are given up, where it names any.
         text = str(error)
         names = [name for name in inference.rules if f"'{name}'" in text or f"'{name}." in text]
         families = [each for each in inference.families if {*each.rules} & {*names}] or (
@@ -213,6 +230,9 @@ def _nothing(left: Mapping[str, str]) -> str:
     )
 
 
+# Samples --------------------------------------------------------------------------------------------------------------
+
+# Two rows, because a model may treat one row as no batch; few tokens, since a trace follows every element.
 _ROWS = 2
 _TOKENS = 8
 
@@ -231,14 +251,15 @@ def sample_for(model: nn.Module) -> dict[str, torch.Tensor] | None:
         try:
             with torch.no_grad(), unchanged(model):
                 model.eval()(**batch)
-        except Exception:  # whatever a model raises that wants something else
+        except Exception:
+            # A model that wants other arguments raises what it likes; the next candidate has more of them.
             continue
         return batch
     return None
 
 
 def _candidates(model: nn.Module) -> Iterator[list[str]]:
-    """Arguments to give: what the model calls its main input and what has no default; then more beside it."""
+    """Arguments to give: the main input of the model and those without a default; then all that are known."""
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     needed = [name for name, each in parameters.items() if each.default is each.empty and name in _MAKERS]
@@ -248,6 +269,7 @@ def _candidates(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _made(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    # A generator of its own: all ranks make one sample, infer one plan, and the random state of the program stays.
     generator = torch.Generator().manual_seed(0)
     sizes = _ConfigSizes(model.config)
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
@@ -279,6 +301,7 @@ class _ConfigSizes:
 
 def _tokens(sizes: _ConfigSizes, generator: torch.Generator) -> torch.Tensor:
     count = sizes.number("vocab_size", default=16)
+    # Not from 0: small numbers are special tokens (padding, start), which masks may leave out of the computation.
     return torch.randint(min(5, count - 1), count, (_ROWS, _TOKENS), generator=generator)
 
 
@@ -294,6 +317,7 @@ def _frames(sizes: _ConfigSizes, generator: torch.Generator) -> torch.Tensor:
 
 def _mel(sizes: _ConfigSizes, generator: torch.Generator) -> torch.Tensor:
     bins = sizes.number("num_mel_bins", "feature_size", "n_mels", default=16)
+    # An encoder with a fixed number of positions (Whisper) halves its frames by a convolution before it adds them.
     if (positions := sizes.number("max_source_positions", default=0)) > 0:
         return torch.randn(_ROWS, bins, 2 * positions, generator=generator)
     return torch.randn(_ROWS, 32, bins, generator=generator)

@@ -1,4 +1,21 @@
-"""What is done around the forward of a module, by the style that the plan gives it."""
+"""What is done around the forward of a module, by the style that the plan gives it.
+
+`TensorParallel` puts one `Styled` wrapper per style around a module's forward. The module itself is not changed: it
+runs its own code with this rank's portions, on inputs that the wrapper made fit, and the wrapper completes the output.
+Errors that come out of a cut module get a note with its rule and its shapes (`module_noted`).
+
+Attention with 3 groups of key-value heads, 2 query heads each, head size 4, on 2 ranks (groups 0 1 | group 2):
+
+    style             whole         rank 0            rank 1           around the forward
+    column q          6 -> 24       6 -> 16           6 -> 8           copy_to_ranks(x) once for q, k and v
+    column k, v       6 -> 12       6 -> 8            6 -> 4
+    heads             num_heads 6   4                 2                attributes x (groups of the rank) / 3
+    row o             24 -> 6       16 -> 6           8 -> 6           all_reduce(y), then + bias, once
+
+Random numbers: all ranks along tp draw from one stream (see `engine.randomness`: the seed, the step and the microbatch
+key it, no rank does). A dropout of what is whole on every rank has to drop the same places everywhere; with other masks
+the replicas of activations and parameters would drift apart, and no collective would put them right.
+"""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -30,7 +47,12 @@ _Held = tuple[Mapping[str, object], Mapping[str, torch.Tensor | None]]
 class SharedInputs:
     """What was made of the last value that several modules read one after the other (query, key, value).
 
-    It is made once, so its gradient is summed over the ranks once for all of them.
+    One `copy_to_ranks` serves all readers of a value. Autograd adds their gradients first, on each rank, and the sum
+    over the ranks is taken once:
+
+        x -- copy_to_ranks --+-- q        backward: (dq + dk + dv) summed over the ranks, one message instead of three
+                             +-- k
+                             +-- v
     """
 
     def __init__(self) -> None:
@@ -40,19 +62,24 @@ class SharedInputs:
 
     def _made(self, value: torch.Tensor, how: object, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`make(value)`, or what it gave the last time for the same value; `how`: equal where `make` does the same."""
+        # Without a gradient nothing is saved by sharing, and nobody would tell when to forget the value.
         if not (torch.is_grad_enabled() and value.requires_grad):
             return make(value)
         if self._known is not None and self._value is not None and self._value() is value:
+            # The same object with other elements is another value: `_version` counts writes in place.
             version, known_how, made = self._known
             if (version, known_how) == (value._version, how):
                 return made
         made = make(value)
         reference = self._value = weakref.ref(value, self._forget)
         self._known = (value._version, how, made)
-        # What is made may be a view, which keeps the value. Nobody reads it any more once backward has been here.
+        # What is made may be a view, which keeps the value alive: a weak reference alone would never end. Once backward
+        # has been here nothing reads it any more.
         if not in_backward():
             made.register_hook(lambda _: self._forget(reference))
-        else:  # of a recomputed forward
+        else:
+            # An activation checkpoint computes this forward again. Backward goes through the first graph and takes only
+            # saved tensors from the second, so a hook here would not run.
             at_end_of_backward(lambda: self._forget(reference))
         return made
 
@@ -70,24 +97,29 @@ class Styled(ABC):
         self.collectives = collectives
         self.shared = shared
         self._own: _Held | None = None
-        """What the module itself holds, while it has been given something else for a backward."""
+        """What the module itself holds, while it holds something else for a backward."""
         self._give_in_backward = uncompiled(self._given_in_backward)
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `forward` on what this rank has, and give what the modules around expect."""
         if self._own is None:
             return self.compute(module, forward, args, kwargs)
+        # A recomputation that goes through this wrapper finds the module with what a backward gave it. `compute` starts
+        # from the module's own: else heads, say, would be divided by the ranks twice.
         with _holding(module, self._own):
             return self.compute(module, forward, args, kwargs)
 
     @abstractmethod
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`run`, of a module that holds what is its own."""
+        """`run`, of a module that holds its own attributes and parameters."""
 
     def run_with(self, module: nn.Module, held: "_Held", run: Callable[[], Any]) -> Any:
-        """`run()` while the module holds something else, which it is given again for the backward of the answer.
+        """`run()` while the module holds something else, which it holds again in the backward of the answer.
 
-        A part of the forward that an activation checkpoint runs again in backward reads it then.
+        An activation checkpoint inside the module runs a part of its forward again in backward, without this wrapper:
+
+            forward    [ num_heads = 4 ............ ] num_heads = 6
+            backward   ... [ num_heads = 4: recomputed part of forward, its backward ] num_heads = 6
         """
         with _holding(module, held):
             answer = run()
@@ -96,9 +128,10 @@ class Styled(ABC):
         return answer
 
     def _given_in_backward(self, module: nn.Module, held: "_Held", answer: Any) -> None:
-        """Give it to the module from where backward reaches the answer, up to the end of that backward."""
+        """The module holds it from where backward reaches the answer, up to the end of that backward."""
 
         def begin(_: torch.Tensor) -> None:
+            # Several outputs, and several calls in one backward, all hook this: the first one changes the module.
             if self._own is not None:
                 return
             attributes, parameters = held
@@ -128,7 +161,7 @@ class Styled(ABC):
         return change(output)
 
     def size_along(self, value: torch.Tensor, dim: int, *, has_features: bool = True) -> int:
-        """How many positions a value has; `has_features`: its last dim is none of positions."""
+        """How many positions a value has; `has_features`: its last dim holds features."""
         if dim < value.dim() - has_features:
             return value.shape[dim]
         last = " before the last, which is that of the features" if has_features else ""
@@ -140,6 +173,8 @@ class Styled(ABC):
     def positions(self, size: int, dim: int, *, is_part: bool = False) -> Sequence[tuple[tuple[int, int], ...]]:
         """Which positions each rank has of `size` along `dim`; `is_part`: of those of which this rank has `size`."""
         count = self.collectives.num_ranks
+        # A rank that goes on with a part sees its own size only, and takes the whole for `size * count` when it
+        # gathers. `sequence` gathers in the same call, where the size of the whole is still known.
         if not is_part and size % count and self.style.kind != "sequence":
             raise ModelError(
                 f"{self.name!r}: {size} positions (dim {dim}) do not divide among {count} ranks along tp, which rules "
@@ -163,6 +198,7 @@ class ColumnStyle(Styled):
             args, kwargs = on_input(
                 args, kwargs, lambda x: self.shared.made(x, ("gather_to_ranks", dim), self._gather(dim))
             )
+        # Attributes of a module that counts its outputs itself (Conv1D of transformers has `nf`): this rank's count.
         sizes = dict.fromkeys(style.attributes, sum(b - a for a, b in style.ranges[collectives.rank]))
         output = self.run_with(module, (sizes, {}), lambda: forward(*args, **kwargs))
         if style.gathers:
@@ -184,7 +220,8 @@ class RowStyle(Styled):
         if style.splits:
             args, kwargs = on_input(args, kwargs, lambda x: collectives.scatter(x, x.dim() - 1, style.ranges))
         bias = module._parameters.get("bias")
-        # What torch's own forward does without a bias is known; others may do anything but add zeros.
+        # Each rank would add the bias to its term, and the sum would have it once per rank. So the forward runs without
+        # it. torch's own takes None; a forward of another class may not, and adds zeros.
         absent = None if bias is None or type(module).forward is nn.Linear.forward else torch.zeros_like(bias)
         held: _Held = ({}, {} if bias is None else {"bias": absent})
         output = self.run_with(module, held, lambda: forward(*args, **kwargs))
@@ -200,7 +237,11 @@ class RowStyle(Styled):
 
 
 class Vocabulary(RowStyle):
-    """An embedding of which each rank has the rows of its tokens; those of others are zeros, and the sum has all."""
+    """An embedding of which each rank has the rows of its tokens; those of others are zeros, and the sum has all.
+
+    11 tokens, rank 1 has 6:11       tokens    3   7  10         looked up here   0   1   4   (row 0 stands in)
+                                     foreign   x   -   -         given            0  r7  r10  + rank 0: r3  0  0
+    """
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
@@ -213,23 +254,21 @@ class Vocabulary(RowStyle):
             return (tokens - start).masked_fill(foreign[0], 0)
 
         args, kwargs = on_input(args, kwargs, own)
+        # torch gives the row at padding_idx no gradient. The row has another number on the rank that holds it, and on
+        # the others a row of their own, which must be trained, would have that number.
         padding = getattr(module, "padding_idx", None)
         local = padding - start if padding is not None and start <= padding < stop else None
         held: _Held = ({} if padding is None else {"padding_idx": local}, {})
         output = self.run_with(module, held, lambda: forward(*args, **kwargs))
+        # Adding zeros rounds nothing: the sum has the bits of the row. The mask also stops the gradient that tokens of
+        # others would give to row 0.
         return self.on_output(output, lambda y: self.summed(y.masked_fill(foreign[0].unsqueeze(-1), 0)))
 
     def _check(self, tokens: torch.Tensor) -> None:
         """As the embedding itself would: a token that no rank has is an error, not zeros."""
-        if is_fake(tokens) or tokens.numel() == 0:
-            return
         size = self.style.ranges[-1][-1][1]
-        if tokens.is_cuda:
-            torch._assert_async(((tokens >= 0) & (tokens < size)).all())
-        elif not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
-            raise IndexError(
-                f"{self.name!r} was given tokens from {int(tokens.min())} to {int(tokens.max())}; it has {size}"
-            )
+        if found := span_outside(tokens, size):
+            raise IndexError(f"{self.name!r} was given tokens from {found[0]} to {found[1]}; it has {size}")
 
 
 class Channels(Styled):
@@ -244,11 +283,12 @@ class Channels(Styled):
 
 
 class Sum(Styled):
-    """Any module that computes a part of a sum from bare parameters: experts, each cut over all ranks."""
+    """Any module that computes a term of a sum from bare parameters: experts, each cut over all ranks."""
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         copy = self.collectives.copy_to_ranks
+        # All tensors, not only the first: the weights of the router reach every rank's term, too.
         args = tuple(copy(each) if isinstance(each, torch.Tensor) else each for each in args)
         kwargs = {key: copy(each) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()}
         output = forward(*args, **kwargs)
@@ -256,7 +296,7 @@ class Sum(Styled):
 
 
 class Once(Styled):
-    """What all ranks compute alike counts once in the sum around it."""
+    """A module that all ranks compute alike, and that counts once in the sum around it."""
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
@@ -277,7 +317,11 @@ class Hide(Styled):
 
 
 class Tail(Styled):
-    """A module whole on all ranks, of whose outputs the heads of each rank read the last ones directly."""
+    """A module that is whole on all ranks, and whose last outputs the heads of each rank read directly.
+
+    Keys of multi-head latent attention: 5 compressed features go to a norm and a column (which has a `copy_to_ranks` of
+    its own), 2 last ones are read by all heads as they are, so only those 2 have their gradient summed here.
+    """
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
@@ -326,7 +370,9 @@ class SplitStyle(Styled):
         args, kwargs = on_input(args, kwargs, own)
         output = forward(*args, **kwargs)
         if isinstance(output, torch.Tensor) and not any(value.requires_grad for value in taken):
-            return self.collectives.own_part(output)  # which the graph does not say otherwise
+            # Nothing before needs a gradient (token numbers), so autograd recorded no `scatter`. The mark says to
+            # `summed_gradients` that what follows is this rank's part.
+            return self.collectives.own_part(output)
         return output
 
 
@@ -337,6 +383,8 @@ class Heads(Styled):
         """See `Styled`."""
         style = self.style
         ((start, stop),) = style.ranges[self.collectives.rank]
+        # Every attribute is a multiple of the number of groups (the planner refuses others): 6 heads in 3 groups, of
+        # which this rank has 2, are 6 * 2 // 3 = 4. A forward whose view has -1 for the heads needs no such rule.
         own = {name: getattr(module, name) * (stop - start) // style.size for name in style.attributes}
         return self.run_with(module, (own, {}), lambda: forward(*args, **kwargs))
 
@@ -359,7 +407,7 @@ STYLES: Mapping[str, type[Styled]] = {
 def on_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Arguments:
-    """The arguments with the first tensor changed: positional ones first, then keywords as they were written."""
+    """The arguments with the first tensor changed: positional ones first, then keywords in the order of the call."""
     for at, each in enumerate(args):
         if isinstance(each, torch.Tensor):
             return (*args[:at], change(each), *args[at + 1 :]), kwargs
@@ -367,6 +415,18 @@ def on_input(
         if isinstance(each, torch.Tensor):
             return args, {**kwargs, key: change(each)}
     return args, kwargs
+
+
+def span_outside(values: torch.Tensor, size: int) -> tuple[int, int] | None:
+    """The smallest and the largest of some indices, where one of them is not in `0:size`; a GPU stops by itself."""
+    if is_fake(values) or values.numel() == 0:
+        return None
+    if values.is_cuda:
+        # Reading the values would make the host wait for the device at every call.
+        torch._assert_async(((values >= 0) & (values < size)).all())
+        return None
+    lowest, highest = int(values.min()), int(values.max())
+    return None if 0 <= lowest <= highest < size else (lowest, highest)
 
 
 @contextmanager
@@ -385,6 +445,8 @@ def attributes_set(module: nn.Module, values: Mapping[str, object]) -> Iterator[
 @contextmanager
 def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
     """The module holds these tensors in the place of parameters meanwhile."""
+    # Past nn.Module.__setattr__, which refuses a plain tensor in the place of a parameter. In a rehearsal, and for the
+    # zeros of a bias, plain tensors are what the forward has to see.
     held: dict[str, Any] = module._parameters
     saved = {key: held[key] for key in values}
     held.update(values)
@@ -403,23 +465,27 @@ def _holding(module: nn.Module, held: _Held) -> Iterator[None]:
 
 
 class TensorParallel:
-    """The modules of one rank under a plan of tensor parallelism; their parameters are this rank's portions."""
+    """Puts the styles of a plan around the modules of a model, whose parameters are this rank's portions."""
 
     def __init__(self, model: nn.Module, plan: TensorPlan, channel: Channel) -> None:
         forget_heads(model)
+        # One for the whole model: the readers of a value run one after the other, whatever module they are in.
         shared = SharedInputs()
         for name, styles in plan.styles.items():
             module = model.get_submodule(name)
             collectives = TpCollectives(channel, f"tensor parallelism of {name or 'the model'}", module=name)
+            # From the inside out: `wrap` puts each around those before it.
             for style in styles:
                 styled = STYLES[style.kind](name, style, collectives, shared)
                 wrap(module, styled)
+                # Kept in `vars` of the module, where a loss that is made for it looks: the loss may be made before or
+                # after the plan is put on the model.
                 if isinstance(styled, ColumnStyle) and not style.gathers:
                     know_head(module, styled)
 
     @staticmethod
     def take_off(model: nn.Module) -> None:
-        """Give the modules that an earlier plan changed their own forwards back."""
+        """The modules have their own forwards again."""
         unwrap(model)
         forget_heads(model)
 
@@ -428,7 +494,7 @@ _HEAD_MARK = "_shardwise_vocabulary"
 
 
 def know_head(module: nn.Module, styled: ColumnStyle) -> None:
-    """The module leaves each rank its own outputs: a loss that is made for it finds out how they are cut."""
+    """Mark a module that leaves each rank its own outputs, for a loss over them."""
     vars(module)[_HEAD_MARK] = styled
 
 
@@ -450,7 +516,7 @@ def module_noted(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except ShardwiseError:
-        raise  # its words name what they mean
+        raise  # it names the module or the setting itself
     except Exception as error:
         if (note := note_on(model, error)) is not None:
             error.add_note(note)
@@ -459,6 +525,7 @@ def module_noted(model: nn.Module) -> Iterator[None]:
 
 def innermost_module(model: nn.Module, traceback: TracebackType | None) -> tuple[str, nn.Module, FrameType] | None:
     """The module of `model` in whose code an error was raised, by name, with its frame."""
+    # The traceback runs from the outside in, so the last frame whose `self` is a module of the model is the innermost.
     names = {module: name for name, module in model.named_modules()}
     innermost = None
     while traceback is not None:
@@ -470,7 +537,8 @@ def innermost_module(model: nn.Module, traceback: TracebackType | None) -> tuple
 
 
 def note_on(model: nn.Module, error: Exception) -> str | None:
-    """What is to be known of the module in which an error was raised; None where no rule cuts the model."""
+    """The module in which an error was raised, its rule and its shapes; None where no rule cuts the model."""
+    # A note about missing rules would mislead where tensor parallelism is not in play.
     if not any(map(_rules, model.modules())):
         return None
     if (innermost := innermost_module(model, error.__traceback__)) is None:

@@ -1,4 +1,12 @@
-"""How the parameters of a model are cut: by rules that are given, that it carries, or that a run of it allows."""
+"""The decision how the parameters of a model are cut over the ranks along `tp`, and what it leaves each rank with.
+
+    rules given           plan_tensor
+    "auto"                the plan that the model carries; for a model without one, `rule_inference` and a rehearsal
+    both, {"*": "auto"}   what is given beats the rest, and the mixture is rehearsed
+
+Every rank decides for itself from the same model and compares the plan with the others. Then `keep_portions` takes the
+whole parameters away, and each rank holds its portions.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +30,9 @@ from shardwise.plan.tensor import TensorPlan, plan_tensor
 from shardwise.plan.tensor_matching import match_rules
 from shardwise.plan.tensor_rules import read_rule
 from shardwise.space import Portion
+
+NO_CUTS = TensorPlan(num_ranks=1)
+"""Of a model that is whole on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +67,7 @@ def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | N
     inferred = infer_plan(model, outline, call, num_ranks=num_ranks)
     if rules == "auto":
         return TensorDecision(plan=inferred.plan, inferred=inferred.rules, left=inferred.left)
+    # What is inferred takes the place of a carried plan, so that the planner joins both as it always does.
     mixed = plan_tensor(replace(outline, carried=inferred.rules), rules, num_ranks=num_ranks)
     try:
         rehearse(model, outline, mixed, call)
@@ -78,6 +90,7 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
         )
     device = next((each.device for each in tensors), torch.device("cpu"))
     if sample is not None:
+        # One microbatch, as the training will see it: a whole batch might not fit.
         part = split_batch(sample, min(plan.merge.microbatches, count_rows(sample)), device)[0]
         return lambda: loss(part)
     made = sample_for(model)
@@ -87,10 +100,6 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
             "model is run on a batch: give one, parallelize(..., sample=batch), or give {name: rule}"
         )
     return lambda: model(**made)
-
-
-NO_CUTS = TensorPlan(num_ranks=1)
-"""Of a model that is whole on every rank."""
 
 
 def agree_on_tensor_plan(
@@ -125,6 +134,8 @@ def agree_on_tensor_plan(
             )
         if rules is not None:
             decision = decide(model, plan, loss=loss, sample=sample)
+    # The plans themselves, not the verdicts alone: under "auto" a sample with other entries may infer other rules on
+    # one rank, and its collectives would match those of no other.
     compare(
         channel,
         decision.plan.text().splitlines(),
@@ -135,11 +146,11 @@ def agree_on_tensor_plan(
 
 
 def _check_names(model: nn.Module, plan: Plan, channel: Channel) -> None:
-    """Rules that cut nothing over one rank mean something in the model all the same; raises PlanError."""
+    """Raise PlanError for rules that name nothing in the model: one rank cuts nothing, and a wrong name is wrong."""
     rules = plan.tensor.rules
     if rules is None or rules == "auto":
         return
-    # A plan that carries nothing may be asked for on one rank: it is the plan of all models then.
+    # "auto" is no name of a module. A model that carries no plan is right under it on one rank.
     named = {name: rule for name, rule in rules.items() if read_rule(rule).kind != "auto"}
     _, findings = match_rules(tensor_outline(model), named)
     with agreed(channel, purpose="verdict on tensor parallelism"):
@@ -156,12 +167,14 @@ def portion_of(tensor: torch.Tensor, portion: Portion) -> torch.Tensor:
 def keep_portions(inventory: Inventory) -> None:
     """Leave each parameter with the portion that this rank has of it.
 
-    What moves to a flat buffer is a view until it is copied there; the rest lets go of the whole at once. What has no
-    values yet stays whole, for those who make them.
+    Parameters on the meta device stay whole: their initial values are made whole, and cut then.
     """
     for spec in inventory.specs:
         parameter = inventory.parameters[spec.name]
         if spec.portion is not None and not parameter.is_meta and not is_dtensor(parameter):
             local = portion_of(parameter.detach(), spec.portion)
+            # A gradient from before would have the shape of the whole.
             parameter.grad = None
+            # A fused parameter is copied to its flat buffer next, and a view is enough until then. Others keep this
+            # tensor for good: a view would keep the memory of the whole.
             parameter.data = local if spec.fused else local.contiguous().clone()

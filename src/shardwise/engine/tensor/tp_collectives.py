@@ -52,8 +52,6 @@ Kind = Literal[
 """`copy_last_to_ranks`: the ranks read the last features each for itself. `own_part`: nothing is sent; the value is of
 this rank's part alone."""
 
-_HALVES = (torch.bfloat16, torch.float16)
-
 
 class _Collective(torch.autograd.Function):
     """A collective, with its transpose for the gradient."""
@@ -212,7 +210,7 @@ class TpCollectives:
         """This rank's `counts` of the sum, in their shape."""
         # The channel adds in the dtype of its output. Half precision is rounded once, behind the last addition, and
         # not after each: otherwise the error would grow with the number of ranks.
-        dtype = torch.float32 if flat.dtype in _HALVES else flat.dtype
+        dtype = torch.float32 if is_half(flat) else flat.dtype
         part = torch.empty(shape, dtype=dtype, device=flat.device)
         self._channel.reduce_scatter(part.view(-1), flat, counts=counts, purpose=self._purpose).wait()
         return part.to(flat.dtype)
@@ -269,6 +267,16 @@ def taken(value: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
     """These ranges of a dim side by side: a view where it is one range, else a copy."""
     parts = [value.narrow(dim, start, stop - start) for start, stop in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def is_half(value: torch.Tensor) -> bool:
+    """Whether it is in half precision."""
+    return value.dtype in (torch.bfloat16, torch.float16)
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """Half precision as float32; everything else as it is."""
+    return value.float() if is_half(value) else value
 
 
 def is_fake(value: torch.Tensor) -> bool:
