@@ -10,7 +10,7 @@ live on one rank.
 
 Atom 0 is all ranks: what is tied to it is whole everywhere, and nothing of its group is cut.
 
-`TensorFlow` keeps, beside the atoms of each tensor, where its gradient goes, and along which dims a whole tensor is
+`TensorFlow` keeps the atoms of each tensor, where its gradient goes, and along which dims a whole tensor is
 alike. A rank with a part of something reads the same elements of a whole value as the other ranks do. So a dim along
 which the whole value differs cannot be cut in what it meets. Where gradients go back from it to activations, each rank
 would send its own, and what meets it is whole.
@@ -70,7 +70,7 @@ class Atoms:
             self._ties.append(_Tie(why, one))
 
     def tie_along(self, numbers: torch.Tensor, dim: int, why: str, *, is_expected: bool = False) -> None:
-        """All that lies along a dim is one group."""
+        """All atoms along a dim are one group."""
         if varies(numbers, dim):
             first = numbers.narrow(dim, 0, 1)
             self.tie(numbers, first.expand_as(numbers))
@@ -183,14 +183,13 @@ class TensorFlow:
     """The atoms, gradients and alike dims of the tensors of one forward."""
 
     def __init__(self, atoms: Atoms, parameters: Mapping[int, str], followed: Iterable[str]) -> None:
-        """parameters: id of each -> the module that holds it. followed: modules of which only what they read and give
-        counts."""
+        """parameters: id of each -> the module that holds it. followed: modules that are seen from the outside only."""
         self.atoms = atoms
         self.paused = 0
         self.where: list[str] = []
         """Names of the modules that run, from the outside in."""
         self.read_outside: set[str] = set()
-        """Followed modules of which a parameter is read by others."""
+        """Followed modules with a parameter that others read."""
         self.bare: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
         """Other parameters that were read, with an atom for each element."""
         self._parameters = parameters
@@ -249,7 +248,7 @@ class TensorFlow:
         return f"{what} in {self.where[-1] or 'the model itself'!r}" if self.where else what
 
     def along(self, numbers: torch.Tensor, dim: int, what: str, *, is_product: bool = False) -> None:
-        """All that lies along a dim is one group."""
+        """All atoms along a dim are one group."""
         self.atoms.tie_along(numbers, dim, self.why(f"{what} over dim {dim}"), is_expected=is_product)
 
     def forbid(self, numbers: torch.Tensor, what: str) -> None:
@@ -258,8 +257,8 @@ class TensorFlow:
 
     def meet(self, name: str, whole: torch.Tensor, numbers: torch.Tensor, dims: Iterable[int] | None = None) -> None:
         """A whole value meets what is cut. dims: of both, from the last (-1); None: all of the whole value."""
-        # rank 0: part * w, rank 1: part * w. Backward gives w the sum over this rank's part only, and nobody adds the
-        # two: no rule puts a `copy_to_ranks` in the middle of a forward.
+        # rank 0: part * w, rank 1: part * w. Backward gives w the sum over this rank's part only, and nothing adds
+        # the two: no rule puts a `copy_to_ranks` in the middle of a forward.
         if self.is_activation(whole):
             self.forbid(numbers, f"'{name}' with a whole value that has a gradient")
             return

@@ -27,56 +27,6 @@ from shardwise.engine.wrapping import Forward, unwrap, wrap
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
 from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 
-_CONSTANTS = frozenset({"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"})
-"""Operations that give tensors with all elements alike."""
-
-
-class Following(TorchDispatchMode):
-    """Tells a flow of every operation, but for those inside of followed modules."""
-
-    def __init__(self, flow: TensorFlow) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._flow = flow
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        flow = self._flow
-        if flow.paused:
-            return func(*args, **kwargs)
-        given = _tensors_in((args, kwargs))
-        for each in given:
-            flow.read(each)
-        output = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        operation = TracedOperation(func, name, args, kwargs, given, output, _tensors_in(output))
-        flow.set_levels(operation)
-        # Most operations of a forward see nothing that is cut, and need no rule.
-        if not flow.cut(given):
-            _follow_whole(flow, operation)
-        elif any(each.numel() for each in operation.made):
-            follow(flow, operation)
-        return output
-
-
-def _follow_whole(flow: TensorFlow, operation: TracedOperation) -> None:
-    """Keep what is known of dims along which a whole tensor is alike."""
-    name, given, made = operation.name, operation.given, operation.made
-    if operation.is_writing:
-        flow.forget_alike(made)
-    elif name in _CONSTANTS:
-        for each in made:
-            flow.set_alike(each, torch.zeros((), dtype=torch.int64).expand(each.shape))
-    # A mask that is built as (1, 1, tokens, tokens) and expanded over heads is alike along the heads, whatever its
-    # values are. A tensor of full size is taken for different everywhere.
-    elif name == "expand" and flow.alike(given[0]) is None:
-        distinct = torch.arange(given[0].numel()).view(given[0].shape)
-        flow.set_alike(made[0], distinct.expand(made[0].shape))
-    elif len(given) == 1 and (alike := flow.alike(given[0])) is not None:
-        for each, own in zip(made, moved(operation, alike) or (), strict=False):
-            flow.set_alike(each, own)
-
 
 def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) -> ForwardTrace:
     """The trace of `call()`, which runs the model; afterwards the model is as before."""
@@ -110,7 +60,8 @@ def _is_map(module: TensorModule) -> bool:
 
 @contextmanager
 def _named(module: nn.Module, name: str, flow: TensorFlow) -> Iterator[None]:
-    def leave(*_: object) -> None:  # what a hook gives would take the place of the output
+    # Not a lambda: what a forward hook returns takes the place of the output.
+    def leave(*_: object) -> None:
         flow.where.pop()
 
     before = module.register_forward_pre_hook(lambda *_: flow.where.append(name))
@@ -137,8 +88,8 @@ class _Root:
         for each in _tensors_in(output):
             if (numbers := self._flow.numbers(each)) is not None:
                 self.given.append(numbers)
-                # A program reads what the model gives, and expects the whole. Heads are found before: they get the rule
-                # `vocab`, which gathers.
+                # A program reads what the model gives, and expects the whole. A head over a vocabulary is recognized by
+                # this, and gets the rule `vocab`, which gathers.
                 self._flow.atoms.forbid(numbers, "the model gives it")
         return output
 
@@ -247,6 +198,57 @@ def _is_lookup(weight: torch.Tensor, tokens: torch.Tensor, output: torch.Tensor)
     return torch.allclose(given, rows * scale, rtol=1e-2, atol=1e-6)
 
 
+_CONSTANTS = frozenset({"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"})
+"""Operations that give tensors with all elements alike."""
+
+
+class Following(TorchDispatchMode):
+    """Applies the rule of every operation to a flow, but for those inside of followed modules."""
+
+    def __init__(self, flow: TensorFlow) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._flow = flow
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        flow = self._flow
+        if flow.paused:
+            return func(*args, **kwargs)
+        given = _tensors_in((args, kwargs))
+        for each in given:
+            flow.read(each)
+        output = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        operation = TracedOperation(func, name, args, kwargs, given, output, _tensors_in(output))
+        flow.set_levels(operation)
+        # Most operations of a forward see nothing that is cut, and need no rule.
+        if not flow.cut(given):
+            _follow_whole(flow, operation)
+        elif any(each.numel() for each in operation.made):
+            follow(flow, operation)
+        return output
+
+
+def _follow_whole(flow: TensorFlow, operation: TracedOperation) -> None:
+    """Keep what is known of dims along which a whole tensor is alike."""
+    name, given, made = operation.name, operation.given, operation.made
+    if operation.is_writing:
+        flow.forget_alike(made)
+    elif name in _CONSTANTS:
+        for each in made:
+            flow.set_alike(each, torch.zeros((), dtype=torch.int64).expand(each.shape))
+    # A mask that is built as (1, 1, tokens, tokens) and expanded over heads is alike along the heads, whatever its
+    # values are. A tensor of full size is taken for different everywhere.
+    elif name == "expand" and flow.alike(given[0]) is None:
+        distinct = torch.arange(given[0].numel()).view(given[0].shape)
+        flow.set_alike(made[0], distinct.expand(made[0].shape))
+    elif len(given) == 1 and (alike := flow.alike(given[0])) is not None:
+        for each, own in zip(made, moved(operation, alike) or (), strict=False):
+            flow.set_alike(each, own)
+
+
 class _TraceReader:
     """From what was noted to a trace."""
 
@@ -318,7 +320,7 @@ class _TraceReader:
         return _tuple(self._groups[numbers])
 
     def _bare(self, parameter: nn.Parameter, numbers: torch.Tensor) -> TracedParameter | None:
-        """Along which dim the groups of a parameter lie; None where it meets nothing that is cut."""
+        """The groups of a parameter, and their dim; None where it meets nothing that is cut."""
         groups = self._groups[numbers]
         # An atom that is tied to nothing was never used (positions behind the last token): it may go anywhere.
         alone = torch.bincount(self._groups)[groups] == 1

@@ -7,7 +7,7 @@ on around a proof has the same bits with and without it.
 `differ` measures two runs against each other, `rounded` what rounding alone makes of one. A change of one last digit in
 every input and parameter shows how a module amplifies an error; right plans differ by a few such roundings:
 
-    float32     one last digit 1.2e-7   its effect on the output 3e-7   allowed 64 x 3e-7 = 2e-5    wrong plans: > 1e-3
+    float32    one last digit 1.2e-7    its effect on an output 1.7e-7    allowed 64 x 1.7e-7 = 1.1e-5    wrong: > 1e-3
 """
 
 import copy
@@ -163,6 +163,7 @@ class NoDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Whole and cut would drop other places of the same value: each rank draws for its part.
         if func in _dropouts():
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
@@ -236,6 +237,7 @@ class _PrecisionWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        # Every operation counts, not only the output: a forward may cast to bfloat16 inside and back again.
         for each in made if isinstance(made, tuple | list) else (made,):
             if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
                 self.eps = max(self.eps, torch.finfo(each.dtype).eps, _eps_inside(str(func), each))
@@ -260,6 +262,7 @@ def _is_kept(hook: Any, way: Way) -> bool:
 
     In training mode nothing is drawn to split streams: it would look as if the module had drawn.
     """
+    # A split draws one number from the stream around (see `engine.randomness`).
     if way.trains and isinstance(getattr(hook, "__self__", hook), StreamSplit):
         return False
     origin = getattr(hook, "__module__", None) or type(hook).__module__

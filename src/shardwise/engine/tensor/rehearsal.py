@@ -6,8 +6,8 @@ No rank waits for another: what a sum or a gathering would give is taken from a 
     rank 0        x -> up -> h[0:6] -> tanh -> a'     |  `_Prompter`: a' must be a[0:6]; gives y  |-> as in the whole
     rank 1        x -> up -> h[6:12] -> tanh -> a"    |               a" must be a[6:12]; gives y |-> as in the whole
 
-So what lies outside of cuts is what it is in the whole model, bit for bit, and a fault shows in the first module that
-ends a cut behind it. What lies inside is computed for each rank by the forward that will train.
+So everything outside of cuts has the bits of the whole model, and a fault shows in the first module that ends a cut
+behind it. The inside of a cut is computed for each rank by the forward that will train.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -175,7 +175,7 @@ class _Search:
     # What fails ---------------------------------------------------------------------------------------------------
 
     def _learn(self, inference: RuleInference, wrong: RehearsalError) -> None:
-        """Try the next numbers of heads for the families that lie where it shows, or leave them whole."""
+        """Try the next numbers of heads for the families of the module where it shows, or leave them whole."""
         families = self._at(inference, wrong.module)
         if not families:
             # It shows in a module that holds nothing that is cut: no family can be blamed, so all are whole.
@@ -232,7 +232,7 @@ def _nothing(left: Mapping[str, str]) -> str:
 
 # Samples --------------------------------------------------------------------------------------------------------------
 
-# Two rows, because a model may treat one row as no batch; few tokens, since a trace follows every element.
+# Small: the model runs on it once to be traced, and once per rank in each rehearsal.
 _ROWS = 2
 _TOKENS = 8
 

@@ -62,7 +62,7 @@ class SharedInputs:
 
     def _made(self, value: torch.Tensor, how: object, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`make(value)`, or what it gave the last time for the same value; `how`: equal where `make` does the same."""
-        # Without a gradient nothing is saved by sharing, and nobody would tell when to forget the value.
+        # Without a gradient nothing is saved by sharing, and nothing would say when to forget the value.
         if not (torch.is_grad_enabled() and value.requires_grad):
             return make(value)
         if self._known is not None and self._value is not None and self._value() is value:
@@ -171,7 +171,7 @@ class Styled(ABC):
         )
 
     def positions(self, size: int, dim: int, *, is_part: bool = False) -> Sequence[tuple[tuple[int, int], ...]]:
-        """Which positions each rank has of `size` along `dim`; `is_part`: of those of which this rank has `size`."""
+        """The positions of each rank along `dim`, of `size` in all; `is_part`: this rank alone has `size`."""
         count = self.collectives.num_ranks
         # A rank that goes on with a part sees its own size only, and takes the whole for `size * count` when it
         # gathers. `sequence` gathers in the same call, where the size of the whole is still known.
@@ -226,6 +226,7 @@ class RowStyle(Styled):
         held: _Held = ({}, {} if bias is None else {"bias": absent})
         output = self.run_with(module, held, lambda: forward(*args, **kwargs))
         output = self.on_output(output, self.summed)
+        # Under autocast the output is in half precision, as it would be with the bias inside of the product.
         return output if bias is None else output + bias.to(output.dtype)
 
     def summed(self, output: torch.Tensor) -> torch.Tensor:
@@ -237,7 +238,7 @@ class RowStyle(Styled):
 
 
 class Vocabulary(RowStyle):
-    """An embedding of which each rank has the rows of its tokens; those of others are zeros, and the sum has all.
+    """An embedding whose rows are cut: each rank looks up its own tokens, gives zeros for others, and the sum has all.
 
     11 tokens, rank 1 has 6:11       tokens    3   7  10         looked up here   0   1   4   (row 0 stands in)
                                      foreign   x   -   -         given            0  r7  r10  + rank 0: r3  0  0
@@ -272,7 +273,7 @@ class Vocabulary(RowStyle):
 
 
 class Channels(Styled):
-    """An embedding of which each rank has some columns, which may be gathered."""
+    """An embedding whose columns are cut, and may be gathered."""
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
@@ -312,6 +313,8 @@ class Hide(Styled):
         for attribute in self.style.attributes:
             parameter = module._parameters[attribute]
             assert parameter is not None
+            # Its gradient is zeros there too. The parameter counts as summed along tp, so that all ranks get the
+            # gradient of the first one, once.
             seen[attribute] = self.collectives.on_first_rank(parameter)
         return self.run_with(module, ({}, seen), lambda: forward(*args, **kwargs))
 

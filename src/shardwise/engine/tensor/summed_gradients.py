@@ -140,7 +140,7 @@ def resolve(sources: Sources, came: Mapping[int, Gradient | None]) -> Gradient |
 
 
 class SummedGradients:
-    """The whole parameters of a rank whose gradients are to be summed over the ranks along `tp`.
+    """The whole parameters of a rank whose gradients are summed over the ranks along `tp`.
 
     It begins with what the rules say, and the graphs of losses correct it. A parameter that no graph has reached yet
     stays as the rules have it. Where a part of a graph is hidden, the rules decide, and have to name the parameter.
@@ -166,7 +166,7 @@ class SummedGradients:
 
     @property
     def is_settled(self) -> bool:
-        """Whether graphs have reached all that is to be known."""
+        """Whether graphs have reached all parameters."""
         return not self._unseen
 
     def look_at(self, loss: torch.Tensor) -> None:
@@ -206,7 +206,7 @@ class SummedGradients:
                 self.settle(name, gradient)
 
     def settle(self, name: str, gradient: Gradient) -> None:
-        """Take it as known what the gradient of a parameter is on each rank, here or on another stage."""
+        """Note what the gradient of a parameter is on each rank, as a graph here or on another stage shows."""
         self.names = self.names | {name} if gradient == "own" else self.names - {name}
         self.seen[name] = gradient
         self._unseen.pop(name, None)

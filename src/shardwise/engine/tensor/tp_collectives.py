@@ -133,7 +133,7 @@ class TpCollectives:
         return self._applied(value, "copy_to_ranks", _same, self.sum_of)
 
     def copy_last_to_ranks(self, value: torch.Tensor, size: int) -> torch.Tensor:
-        """The same value, of which each rank reads the last `size` features for itself."""
+        """The same value, whose last `size` features each rank reads for itself."""
 
         # The features before the last are read by all ranks alike (a norm and a column behind it that has its own
         # `copy_to_ranks`): their gradient is complete already, and a second sum would multiply it.
@@ -173,7 +173,8 @@ class TpCollectives:
 
     def on_first_rank(self, value: torch.Tensor) -> torch.Tensor:
         """The value on the first rank, zeros on the others; so for the gradient."""
-        return self._applied(value, "on_first_rank", *((_same, _same) if self.rank == 0 else (_zeros, _zeros)))
+        # A copy: torch would refuse a write to a view on the first rank, and the others would go on without it.
+        return self._applied(value, "on_first_rank", *((torch.clone, _same) if self.rank == 0 else (_zeros, _zeros)))
 
     def gathered(self, value: torch.Tensor) -> torch.Tensor:
         """All ranks' values, of one shape, in rank order along a new first dim; without a gradient."""
