@@ -38,7 +38,7 @@ def test_the_glossary_page_is_the_glossary() -> None:
     assert dict(rows) == dict(GLOSSARY)
 
 
-@pytest.mark.parametrize("module", ["shardwise.plan.names", "shardwise.plan.microbatches"])
+@pytest.mark.parametrize("module", ["shardwise.plan.names", "shardwise.plan.schedules"])
 def test_the_examples_in_docstrings_hold(module: str) -> None:
     result = doctest.testmod(import_module(module))
     assert result.attempted > 0

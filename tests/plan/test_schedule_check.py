@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.plan.schedule_check import adapt, check
-from shardwise.plan.schedule_walk import chain
+from shardwise.plan.schedule_check import adapt, chain, check
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
 
 Transfers = list[tuple[int, int]]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
 from shardwise.plan import Outline, Pipeline, Placement, place
-from shardwise.plan.cuts import cut_evenly, least_largest_load
+from shardwise.plan.balance import cut_evenly, least_largest_load
 from tests.plan.outlines import Tree, layers, model, trees
 from tests.plan.strategies import names, proven
 from tests.plan.texts import placement_from

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.plan.schedule_walk import chain
+from shardwise.plan.schedule_check import chain
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
-from shardwise.plan.timeline import Timeline, TimeSpan, ideal_bubble, simulate_schedule
-from shardwise.plan.timeline_text import draw_timeline, seconds_text
+from shardwise.plan.timeline import Timeline, TimeSpan, draw_timeline, ideal_bubble, seconds_text, simulate_schedule
 from tests.plan.strategies import proven
 
 

@@ -5,10 +5,8 @@ Pure: no torch, no processes. A planner takes any rank, so that one process can 
 
 from shardwise.plan.buckets import Bucket, Ownership, Segment, Slot, plan_ownership
 from shardwise.plan.memory import Arena, ArenaRegion, Footprint, Traffic, footprint, plan_arena, traffic
-from shardwise.plan.microbatches import split_rows
-from shardwise.plan.outlines import Outline
-from shardwise.plan.parameters import Parameter
-from shardwise.plan.schedules import Action, Schedule, make_schedule
+from shardwise.plan.outlines import Outline, Parameter
+from shardwise.plan.schedules import Action, Schedule, make_schedule, split_rows
 from shardwise.plan.specs import Merge, Pipeline, Plan, Precision, Sharding, Tensor
 from shardwise.plan.stages import Placement, place
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule

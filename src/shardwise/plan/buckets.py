@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.parameters import Parameter
+from shardwise.plan.outlines import Parameter
 from shardwise.plan.specs import Sharding
 from shardwise.space import Run
 

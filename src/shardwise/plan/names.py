@@ -48,3 +48,36 @@ def unmatched(patterns: Iterable[str], names: Sequence[str], *, role: str) -> li
         hint = f"; the nearest parameter is {near!r}" if near is not None else "; the model has no parameters"
         findings.append(f"{role}: {pattern!r} matches none of the {len(names)} parameters{hint}")
     return findings
+
+
+MASTER = "master"
+"""The key of a parameter's master, where that is held apart from the working copy."""
+
+STATE_PREFIX = "optimizer/"
+"""With this the names of all optimizer state begin."""
+
+
+def state_name(parameter: str, key: str) -> str:
+    """The name of what an optimizer has for a parameter under `key`.
+
+    >>> state_name("layer.weight", "exp_avg")
+    'optimizer/layer.weight/exp_avg'
+    """
+    return f"{STATE_PREFIX}{parameter}/{key}"
+
+
+def is_state_name(name: str) -> bool:
+    """Whether a name is not the model's own."""
+    return name.startswith(STATE_PREFIX)
+
+
+def split_state_name(name: str) -> tuple[str, str] | None:
+    """The parameter and the key of a name that `state_name` makes; None for every other. Keys hold no slash.
+
+    >>> split_state_name("optimizer/layer.weight/exp_avg"), split_state_name("layer.weight")
+    (('layer.weight', 'exp_avg'), None)
+    """
+    if not is_state_name(name) or name.count("/") < 2:
+        return None
+    parameter, _, key = name.removeprefix(STATE_PREFIX).rpartition("/")
+    return parameter, key

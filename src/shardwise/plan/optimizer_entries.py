@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import OptimizerError
-from shardwise.plan.optimizer_settings import (
+from shardwise.plan.names import MASTER, split_state_name, state_name
+from shardwise.plan.saved_settings import (
     PYTHON_DTYPES,
     NamedOptimizer,
     TakeOver,
@@ -16,7 +17,6 @@ from shardwise.plan.optimizer_settings import (
     stored_names,
     stored_ties,
 )
-from shardwise.plan.state_names import MASTER, split_state_name, state_name
 from shardwise.space import Piece
 
 NEVER_ALONG = frozenset({"step"})

@@ -1,7 +1,15 @@
 """The tree of a model's modules, as far as a placement looks at it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.errors import PlanError
+from shardwise.plan.dtypes import CHECKPOINT_ONLY_DTYPES, ITEMSIZE_BYTES, is_complex, promote
+from shardwise.plan.names import any_matches, unmatched
+from shardwise.plan.specs import Precision
+from shardwise.space import Portion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,3 +62,129 @@ def parents(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
+
+
+Computes = Literal["linear", "transposed linear", "embedding", "other"]
+"""What a module makes of its parameters `weight` and `bias`: x W^T + b, x W + b, rows of W, or something else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorModule:
+    """One module; a module object that is reached by several names is listed once."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    kind: str
+    """The name of its class."""
+    computes: Computes = "other"
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Attribute -> name of the parameter, in the order of registration."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Whole numbers that it has as attributes."""
+    configured: Mapping[str, int] = field(default_factory=dict)
+    """Whole numbers that its `config` has."""
+    output_sizes: tuple[str, ...] = ()
+    """Attributes with the number of outputs that its forward reads."""
+    problem: str = ""
+    """Why this module cannot be cut, though it computes what can be."""
+    column_problem: str = ""
+    """Why its outputs cannot be cut, though its inputs or tokens can be."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorOutline:
+    """The modules of a model in the order of registration, and the shapes of its parameters."""
+
+    modules: tuple[TensorModule, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of each parameter, by its first name."""
+    carried: Mapping[str, str] = field(default_factory=dict)
+    """The rules that the model itself carries: full name of a module or parameter -> rule."""
+
+    def parameter_names(self) -> Iterator[tuple[str, TensorModule, str]]:
+        """Every name that a parameter has: (name, module that holds it, attribute)."""
+        for module in self.modules:
+            for attribute in module.parameters:
+                for name in module.names:
+                    yield f"{name}.{attribute}" if name else attribute, module, attribute
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter of the model; names that share its storage (ties) are aliases of the first."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    shape: tuple[int, ...]
+    """Of the tensor that this rank computes with."""
+    dtype: str
+    """The dtype in which the model was built."""
+    trainable: bool = True
+    working: str
+    """The dtype that forward and backward read."""
+    master: str
+    """The dtype in which the owner updates it and a checkpoint holds it."""
+    portion: Portion | None = None
+    """Which part of it the ranks along this tensor-parallel coordinate have; None: all of it."""
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.shape if self.portion is None else self.portion.global_shape
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements, 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def fused(self) -> bool:
+        """Whether it lives in a flat buffer: it is trained, or it computes in another dtype than it came in."""
+        return self.trainable or self.working != self.dtype
+
+
+def describe(
+    *,
+    name: str,
+    aliases: Sequence[str],
+    shape: Sequence[int],
+    dtype: str,
+    trainable: bool,
+    precision: Precision,
+    beside_statistics: bool = False,
+) -> Parameter:
+    """The parameter with the dtypes that `precision` gives it.
+
+    Working copies of real floating parameters take `precision.compute`, unless `keep` names them; other dtypes stay. A
+    master is never narrower than the working copy; a frozen parameter keeps its values as they were given. A parameter
+    that works `beside_statistics` (of a batch norm, which are never cast) is kept like those that `keep` names.
+    """
+    if dtype not in ITEMSIZE_BYTES or dtype in CHECKPOINT_ONLY_DTYPES:
+        raise PlanError(f"parameter {name!r} has dtype {dtype}, which no plan can hold; convert it before parallelize")
+    if dtype not in ("float16", "bfloat16", "float32", "float64") and not is_complex(dtype):
+        working = master = dtype  # integers and the like: never trained, never cast
+    else:
+        kept = beside_statistics or any_matches(precision.keep, (name, *aliases))
+        wanted = dtype if precision.compute is None or is_complex(dtype) else precision.compute
+        working = promote(precision.master, wanted) if kept else wanted
+        master = promote(precision.master, working) if trainable else promote(dtype, working)
+    return Parameter(
+        name=name,
+        aliases=tuple(aliases),
+        shape=tuple(shape),
+        dtype=dtype,
+        trainable=trainable,
+        working=working,
+        master=master,
+    )
+
+
+def check_keep(precision: Precision, names: Sequence[str]) -> None:
+    """Raise PlanError when a `keep` pattern means no parameter."""
+    if findings := unmatched(precision.keep, names, role="precision.keep"):
+        raise PlanError(*findings)

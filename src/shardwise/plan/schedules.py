@@ -1,8 +1,4 @@
-"""The order in which each rank of a pipeline runs the forwards and backwards of its stages: a value with a text form.
-
-Stage `s` lies on rank `s % num_ranks` (a rank's pp coordinate). In every schedule made here the forwards, and the
-backwards, of one stage go in ascending microbatches: the order in which one process adds its gradients.
-"""
+"""How a batch is cut into microbatches."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +8,18 @@ from itertools import pairwise
 from typing import Literal, Self
 
 from shardwise.errors import PlanError
+
+
+def split_rows(num_rows: int, num_microbatches: int) -> list[range]:
+    """Cut rows into microbatches whose sizes differ by one at most, larger ones first.
+
+    >>> split_rows(7, 3)
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    small, num_larger = divmod(num_rows, num_microbatches)
+    starts = [index * small + min(index, num_larger) for index in range(num_microbatches + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
 
 _ACTION = re.compile(r"([FB])([0-9]{1,9})\.([0-9]{1,9})")
 _HEADING = re.compile(r"(.+): ([0-9]{1,9}) stages?, ([0-9]{1,9}) ranks?, ([0-9]{1,9}) microbatch(?:es)?")

@@ -1,21 +1,95 @@
-"""What a checkpoint knows of optimizers beside their numbers, and how a live optimizer takes it over.
+"""Model settings: what a save keeps of a model beside its tensors, so that others can load what is exported of it."""
 
-Parameters are named, never counted: a parameter that was added, frozen or moved to another group is found and reported,
-and shifts nothing. The JSON form, for each optimizer:
-
-    {"kind": "AdamW",
-     "groups": [{"parameters": ["w", "b"], "settings": {"lr": 0.001, "betas": [0.9, 0.999]}}],
-     "plain": {"step": "int"},       state keys that are Python values, saved as 0-d tensors
-     "none": {"buffer": true}}       state keys that may be None, which is saved by leaving it out
-"""
-
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.errors import CheckpointError, few_of, in_words
+from shardwise.errors import CheckpointError, MismatchError, few_of, in_words
+
+CONFIG = "config.json"
+"""The file from which `from_pretrained` makes a model."""
+
+MODEL_FILES = "model_files"
+"""Under this key the settings of a save have the files that describe the model: file name -> JSON."""
+
+REWRITE = "rewrite"
+"""Under this key the settings of a save have the record of the rewrite by which its tensors were made."""
+
+LOADED_BY = "loaded_by"
+"""Under this key they have the record of the rewrite by which the values were made that training went on from."""
+
+_GENERATION = "generation_config.json"
+
+_MOST_BYTES = 1 << 20
+"""Of one file: the manifest has it, and every rank reads that."""
+
+
+def settings_of_model(model: object) -> dict[str, Any]:
+    """The files that `save_pretrained` would write beside the tensors of a model, as settings; {} for other models.
+
+    A configuration is known by its method `to_json_string`, as those of transformers have it.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    config = _written(getattr(model, "config", None))
+    if config is None:
+        return {}
+    if hasattr(type(model), "config_class"):  # a class that `from_pretrained` can make
+        config["architectures"] = [type(model).__name__]
+    files = {CONFIG: config}
+    can_generate = getattr(model, "can_generate", None)
+    if callable(can_generate) and can_generate():
+        generation = _written(getattr(model, "generation_config", None))
+        files |= {} if generation is None else {_GENERATION: generation}
+    return {MODEL_FILES: files}
+
+
+def origin_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the settings of a save, what says by which rewrite its values came into the form that they have."""
+    record = settings.get(REWRITE, settings.get(LOADED_BY))
+    return {} if record is None else {LOADED_BY: record}
+
+
+def _written(config: Any) -> dict[str, Any] | None:
+    """A configuration as JSON; None where there is none, or none that a save could keep."""
+    write = getattr(config, "to_json_string", None)
+    if not callable(write):
+        return None
+    try:
+        text = write()
+        found = json.loads(text) if len(text) <= _MOST_BYTES else None
+    except Exception:  # a configuration of the user's own: whatever keeps it from being written, a save goes on
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def merge_settings(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings that ranks know together. Raises MismatchError where two say different things under one key."""
+    merged: dict[str, Any] = {}
+    for rank, settings in enumerate(by_rank):
+        merged = _merge(merged, settings, rank, "settings")
+    return merged
+
+
+def _merge(one: Any, other: Any, rank: int, place: str) -> Any:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return {
+            **one,
+            **{key: _merge(one.get(key, value), value, rank, f"{place}.{key}") for key, value in other.items()},
+        }
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [
+            _merge(mine, yours, rank, f"{place}[{at}]") for at, (mine, yours) in enumerate(zip(one, other, strict=True))
+        ]
+    if one != other:
+        raise MismatchError(
+            f"{place} is {one!r} on the ranks before rank {rank}, and {other!r} there; settings (learning rates, "
+            "groups) are to be equal on all ranks when they are saved"
+        )
+    return one
+
 
 PYTHON_DTYPES: Mapping[str, str] = MappingProxyType({"bool": "bool", "int": "int64", "float": "float64"})
 """The dtype of the 0-d tensor that keeps a Python value of an optimizer's state, by the type's name."""

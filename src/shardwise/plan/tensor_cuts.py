@@ -1,19 +1,16 @@
 """Plan tensor parallelism: from rules to cuts of parameters and styles of modules, or every reason why not."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.errors import PlanError
-from shardwise.plan.tensor_adapters import Adapted, adapted_in
-from shardwise.plan.tensor_heads import GROUPS, HEADS, groups_of_heads
+from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_matching import around as modules_around
-from shardwise.plan.tensor_matching import match_rules
-from shardwise.plan.tensor_outline import TensorModule, TensorOutline
+from shardwise.plan.tensor_matching import check_uses, match_rules
 from shardwise.plan.tensor_plan import ParameterCut, Ranges, Style, TensorPlan
 from shardwise.plan.tensor_rules import Rule
-from shardwise.plan.tensor_uses import check_uses
 from shardwise.space import even_cuts
 
 __all__ = ["TensorPlan", "plan_tensor"]
@@ -396,3 +393,81 @@ def _instead(module: TensorModule) -> str:
 def _named(module: TensorModule, attribute: str | None = None) -> str:
     name = ".".join(filter(None, (module.name, attribute)))
     return repr(name) if name else "the model itself"
+
+
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_head", "nhead", "nheads", "attention_heads")
+GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_query_groups", "n_head_kv")
+HEADS_PER_GROUP = ("num_key_value_groups", "n_rep", "num_kv_groups", "num_queries_per_kv")
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "d_kv")
+
+WORDS = frozenset((*HEADS, *GROUPS, *HEADS_PER_GROUP, *_HEAD_SIZES))
+"""Attributes that say how a module works with heads."""
+
+_LEVELS = 2
+"""How far around a projection a module of heads is looked for: it holds the projection, or what wraps it."""
+
+
+def groups_of_heads(around: Iterable[TensorModule]) -> int | None:
+    """The number of groups (key-value heads) of the nearest module that works with heads; None where there is none.
+
+    `around`: the module that is cut, and those around it, from the inside out.
+    """
+    for module, _ in zip(around, range(_LEVELS + 1), strict=False):
+        if not WORDS & module.numbers.keys():
+            continue
+        own, configured = module.numbers, module.configured
+        if groups := _first(own, GROUPS):
+            return groups
+        heads = _first(own, HEADS) or _first(configured, HEADS)
+        if heads and (per_group := _first(own, HEADS_PER_GROUP)) and heads % per_group == 0:
+            return heads // per_group
+        if groups := _first(configured, GROUPS):
+            return groups
+        if heads:
+            return heads
+    return None
+
+
+def _first(numbers: Mapping[str, int], words: Iterable[str]) -> int | None:
+    return next((numbers[word] for word in words if numbers.get(word, 0) > 0), None)
+
+
+_BASE, _DOWN, _UP = "base_layer", "lora_A", "lora_B"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapted:
+    """A map and its adapters."""
+
+    base: TensorModule
+    downs: tuple[TensorModule, ...]
+    ups: tuple[TensorModule, ...]
+    others: tuple[str, ...]
+    """Parameters that belong to none of these."""
+
+
+def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> Adapted | None:
+    """What a module adapts; None for one that holds no `base_layer`. `modules`: by first name."""
+    base = modules.get(f"{module.name}.{_BASE}")
+    if base is None or base.computes == "other":
+        return None
+
+    def inside(name: str) -> tuple[TensorModule, ...]:
+        within = f"{module.name}.{name}."
+        return tuple(each for each in modules.values() if each.name.startswith(within) and each.parameters)
+
+    downs, ups = inside(_DOWN), inside(_UP)
+    known = {each.name for each in (base, *downs, *ups)}
+    others = [
+        f"{each.name}.{attribute}"
+        for each in modules.values()
+        if (each is module or each.name.startswith(f"{module.name}.")) and each.name not in known
+        for attribute in each.parameters
+    ]
+    odd = [
+        f"{each.name}.{attribute}"
+        for each in (*downs, *ups)
+        if each.computes != "linear"
+        for attribute in each.parameters
+    ]
+    return Adapted(base=base, downs=downs, ups=ups, others=(*others, *odd))
