@@ -1,4 +1,15 @@
-"""The tree of a model's modules, as far as a placement looks at it."""
+"""A model as the planners see it: the tree of its modules, what they compute, and its parameters with their dtypes.
+
+`engine` makes these values from live modules, and the planners read nothing else of a model. `Outline` is the tree that
+placements and units look at. `TensorOutline` is the flat list of modules that tensor parallelism looks at. `Parameter`
+is what buckets hold. In all of them a thing with several names is listed once, under the name that comes first:
+
+    model            Outline ""            own_parameters ()
+      embedding        "embedding"           (("embedding.weight", 1000),)
+      layers           "layers"              is_container: a ModuleList is never called
+        0                "layers.0"          aliases ("layers.1",): one module object, reached twice
+      head             "head"                (("head.weight", 0),)   tied to the embedding: counted there
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.errors import PlanError
-from shardwise.plan.dtypes import CHECKPOINT_ONLY_DTYPES, ITEMSIZE_BYTES, is_complex, promote
+from shardwise.plan.dtypes import CHECKPOINT_ONLY_DTYPES, COMPUTE_DTYPES, ITEMSIZE_BYTES, is_complex, promote
 from shardwise.plan.names import any_matches, unmatched
 from shardwise.plan.specs import Precision
 from shardwise.space import Portion
@@ -40,11 +51,6 @@ class Outline:
         """All its names."""
         return (self.name, *self.aliases)
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of all parameters in it; a tie counts once, where it is met first."""
-        return sum(num_elements for module in self.modules() for _, num_elements in module.own_parameters)
-
     def modules(self) -> Iterator["Outline"]:
         """It and every module in it, in the order of registration."""
         yield self
@@ -53,6 +59,7 @@ class Outline:
 
     def parameter_names(self, parameter: str) -> tuple[str, ...]:
         """All full names that one of its own parameters has by its own names."""
+        # By length, not at the last dot: a compiled module lists the parameters of all that is inside, `0.weight`.
         local = parameter[len(self.name) + 1 :] if self.name else parameter
         return tuple(f"{name}.{local}" if name else local for name in self.names)
 
@@ -166,12 +173,16 @@ def describe(
     """
     if dtype not in ITEMSIZE_BYTES or dtype in CHECKPOINT_ONLY_DTYPES:
         raise PlanError(f"parameter {name!r} has dtype {dtype}, which no plan can hold; convert it before parallelize")
-    if dtype not in ("float16", "bfloat16", "float32", "float64") and not is_complex(dtype):
-        working = master = dtype  # integers and the like: never trained, never cast
+    if dtype not in COMPUTE_DTYPES and not is_complex(dtype):
+        # Integers, and float8 weights that their module scales itself: never trained, never cast.
+        working = master = dtype
     else:
         kept = beside_statistics or any_matches(precision.keep, (name, *aliases))
+        # A cast from complex to a real dtype would drop the imaginary part, so `compute` does not reach those.
         wanted = dtype if precision.compute is None or is_complex(dtype) else precision.compute
         working = promote(precision.master, wanted) if kept else wanted
+        # Nothing updates a frozen parameter, so it needs no float32 master. Its own dtype is kept even where it
+        # computes in a narrower one: a save then holds the values that were given, and not rounded ones.
         master = promote(precision.master, working) if trainable else promote(dtype, working)
     return Parameter(
         name=name,

@@ -1,4 +1,15 @@
-"""The plan of tensor parallelism as a value: how each parameter is cut, and what each module does with its values."""
+"""The plan of tensor parallelism as a value, and its regions: the modules whose inputs and outputs are whole.
+
+A plan says how each parameter is cut and what is done around the forward of each module (`Style`). A region is a module
+that holds what begins a cut and what ends it. Its output is that of the uncut module, so the two can be compared:
+
+    layer      [ norm ]  [ attention: q k v (begin)  o (ends) ]  [ norm ]  fc1 (begins)  fc2 (ends)
+    regions              [---------------- 1 ----------------]
+               [----------------------------------- 2 ------------------------------------------]
+
+    what is open on the way out:   q, k, v begin + o ends -> attention is needed, nothing is open behind it
+                                   fc1 begins + fc2 ends  -> their parent, the layer, is needed
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -86,6 +97,7 @@ class TensorPlan:
             written = {"dim": cut.dim, "ranges": cut.ranges, "shape": cut.shape}
             lines.append(f"cuts.{toml_text(name)} = {toml_text(written)}")
         for name, styles in self.styles.items():
+            # Defaults are left out, so a new field of `Style` does not change the texts of plans that do not use it.
             tables = tuple({key: value for key, value in _items(style) if value != _DEFAULTS[key]} for style in styles)
             lines.append(f"styles.{toml_text(name)} = {toml_text(tables)}")
         return "\n".join(lines) + "\n"
@@ -99,7 +111,7 @@ End = Literal["begins", "ends", "bare"]
 """What a module leaves open; `bare`: it holds a parameter that is cut without it."""
 
 CUTS_THE_MODULE = frozenset({"column", "row", "vocab", "channels"})
-"""Styles of modules whose own parameters are cut with them."""
+"""Kinds of rules, and of styles, for modules whose own parameters are cut with them."""
 
 _CLOSED = frozenset({"sum", "sequence", "split"})
 """Styles of modules that take and give what is whole (or, `split`, what is cut in a known way)."""
@@ -129,15 +141,19 @@ def regions_of(plan: TensorPlan) -> tuple[CutRegion, ...]:
         opened.setdefault(name, set()).add((name, end))
     needed = {name for name, styles in plan.styles.items() if any(style.kind in _CLOSED for style in styles)}
     within = {each for name in (*plan.styles, *opened) for each in _around(name)}
+    # From the inside out: what a module leaves open is handed to the one around it, until a beginning and an end meet.
     for name in sorted(within, key=_depth, reverse=True):
         here = opened.pop(name, set())
         kinds = {end for _, end in here}
+        # A sum closes whatever is open in it, also bare parameters (experts), which no module ends.
         is_sum = any(style.kind == "sum" for style in plan.styles.get(name, ()))
         if is_sum or ("ends" in kinds and len(kinds) > 1):
             needed.add(name)
         elif name:
             opened.setdefault(_parent(name), set()).update(here)
         else:
+            # Nothing ends what is open at the model (a head whose logits stay cut): the module that holds the cut is
+            # compared. Where that is the model, its name is "" and nothing is added.
             needed |= {holder for each, end in here if (holder := each if end == "bare" else _parent(each))}
     return tuple(_region(plan, name, is_needed=name in needed) for name in sorted(within, key=_depth))
 
@@ -147,6 +163,7 @@ def _ends(plan: TensorPlan) -> list[tuple[str, End]]:
     found: list[tuple[str, End]] = []
     for name, styles in plan.styles.items():
         for style in styles:
+            # What gathers or splits inside itself (vocab too, by a sum) takes and gives whole values: nothing is open.
             if style.kind in ("column", "channels") and not style.gathers:
                 found.append((name, "begins"))
             elif style.kind == "row" and not style.splits:

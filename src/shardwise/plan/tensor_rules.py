@@ -73,6 +73,8 @@ class Rule:
     """Of `heads`: attributes of the module that are as many times larger as there are more heads on all ranks."""
 
 
+# For each word its defaults and the settings that may change them. Words with one meaning (`colwise` and `column`) come
+# down to one kind and its flags, so that the planner never looks at a word.
 _COLUMN = frozenset({"parts", "unit", "groups", "dim", "gather"})
 _ROW = frozenset({"parts", "unit", "groups", "dim", "scatter"})
 _NONE: frozenset[str] = frozenset()
@@ -90,7 +92,9 @@ _WORDS: dict[str, tuple[Rule, frozenset[str]]] = {
         (Rule(text="sum", kind="sum"), _NONE),
         (Rule(text="once", kind="once"), _NONE),
         (Rule(text="auto", kind="auto"), _NONE),
-        # The words of transformers.distributed.tensor_parallel.
+        # The words of transformers.distributed.tensor_parallel, so that a model's own plan is read as it stands.
+        # `packed` is a gate and an up projection in one matrix: each half is cut for itself. `embedding_rowwise` is
+        # `vocab` without `gathers`, which leaves it to embeddings: the planner refuses it for a head.
         (Rule(text="colwise", kind="column"), _COLUMN),
         (Rule(text="colwise_rep", kind="column", gathers=True), _COLUMN),
         (Rule(text="colwise_gather_output", kind="column", gathers=True), _COLUMN),
@@ -140,6 +144,7 @@ def _value(text: str, name: str, value: str) -> object:
     if name == "attributes" and all(each.strip().isidentifier() for each in value.split("+")):
         return tuple(each.strip() for each in value.split("+"))
     numbers = [int(each) for each in value.split("+") if each.strip().isdigit()]
+    # Fewer numbers than words between plus signs: one of them was no number. Dims count from 0, sizes from 1.
     least = 0 if name in ("dim", "gather", "scatter") else 1
     if (
         len(numbers) != value.count("+") + 1
