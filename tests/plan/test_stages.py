@@ -149,6 +149,16 @@ def test_modules_are_opened_only_where_that_evens_the_loads_by_a_quarter() -> No
     assert loads_of(model(towers), balanced(towers, 3)) == [80, 80, 81]
 
 
+def test_the_figure_of_balance_holds() -> None:
+    layer: Tree = {"x": 2, "y": 2}
+    layered: Tree = {"embed": 10, "layers[]": {"0": layer, "1": layer, "2": layer}, "head": 10}
+    outline = model(layered)
+    assert loads_of(outline, balanced(outline, 2)) == [18, 14]
+    assert list(balanced(outline, 2).modules) == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    outline = model({"embed": 2, "layer": {"a": 5, "b": 5, "c": 5, "d": 5}, "head": 2})
+    assert loads_of(outline, balanced(outline, 2)) == [12, 12]
+
+
 def test_a_module_inside_many_others_is_found() -> None:
     deep: Tree = {"wrapper": {"model": {"bert": {"embed": 20, "encoder": layers(10, 10, 10, 10, 10, 10), "pool": 5}}}}
     outline = model({**deep, "classifier": 1})

@@ -1,4 +1,20 @@
-"""Model settings: what a save keeps of a model beside its tensors, so that others can load what is exported of it."""
+"""What a save keeps of a training beside its tensors: JSON settings, and how live optimizers take theirs over.
+
+Settings of the model are its configuration files, and the record of a rewrite by which its tensors were made. Settings
+of optimizers name parameters and never count them: a parameter that was added, frozen or moved to another group is
+found and reported, and shifts nothing. For each optimizer:
+
+    {"kind": "AdamW",
+     "groups": [{"parameters": ["w", "b"], "settings": {"lr": 0.001, "betas": [0.9, 0.999]}}],
+     "plain": {"step": "int"},       state keys that are Python values, saved as 0-d tensors
+     "none": {"buffer": true}}       state keys that may be None, which is saved by leaving it out
+
+Taken over by name, here with one parameter that moved to another group since the save:
+
+    saved   group 0 (lr 0.1): w, b     group 1 (lr 0.2): scale
+    live    group 0: w, scale          group 1: b
+    ->      refused: group 0 "was several groups": lr is 0.1 for 'w' and 0.2 for 'scale'; group 1 takes lr 0.1
+"""
 
 import json
 import math
@@ -32,7 +48,8 @@ def settings_of_model(model: object) -> dict[str, Any]:
 
     A configuration is known by its method `to_json_string`, as those of transformers have it.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    # A model that torch.compile wrapped has another class, and the name of the class goes into the configuration.
+    model = getattr(model, "_orig_mod", model)
     config = _written(getattr(model, "config", None))
     if config is None:
         return {}
@@ -60,7 +77,8 @@ def _written(config: Any) -> dict[str, Any] | None:
     try:
         text = write()
         found = json.loads(text) if len(text) <= _MOST_BYTES else None
-    except Exception:  # a configuration of the user's own: whatever keeps it from being written, a save goes on
+    # A configuration may be of the user's own and raise anything. It only describes the model: a save goes on without.
+    except Exception:
         return None
     return found if isinstance(found, dict) else None
 
@@ -79,6 +97,8 @@ def _merge(one: Any, other: Any, rank: int, place: str) -> Any:
             **one,
             **{key: _merge(one.get(key, value), value, rank, f"{place}.{key}") for key, value in other.items()},
         }
+    # Lists of one length are merged by position (the groups of an optimizer are lists with settings inside), others
+    # must be equal: nothing says how entries of lists of several lengths belong together.
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return [
             _merge(mine, yours, rank, f"{place}[{at}]") for at, (mine, yours) in enumerate(zip(one, other, strict=True))
@@ -186,6 +206,8 @@ def _text(value: Any) -> str:
 def _legible(settings: Any) -> dict[str, Any]:
     """The settings of a group, whose values `_from_json` understands."""
     legible = dict(settings)
+    # Only tried: values stay JSON, to be compared with a live group as JSON. What cannot be read raises here, on every
+    # rank alike, and not later in the middle of a load.
     for value in legible.values():
         _from_json(value)
     return legible
@@ -203,7 +225,8 @@ def settings_to_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_json(value: Any) -> Any:
     """`_MISSING` for what JSON cannot hold. Numbers that are not finite become {"float": "inf"}: JSON has none."""
-    if hasattr(value, "tolist"):  # a tensor (a learning rate may be one), or a number of numpy
+    # A tensor (a learning rate may be one, so that a compiled step need not be compiled anew), or a number of numpy.
+    if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):
         values = [_to_json(each) for each in value]
@@ -229,10 +252,13 @@ def take_over(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def _in_the_form_of(live: Any, value: Any) -> Any:
+    # In place: a compiled step has this very tensor among its inputs.
     if hasattr(live, "new_tensor"):
         return live.copy_(live.new_tensor(value))
     if not isinstance(value, list):
         return value
+    # JSON has no tuples, and optimizers compare or unpack theirs (betas): lists become tuples unless the live one is
+    # one.
     old = live if isinstance(live, list | tuple) and len(live) == len(value) else [None] * len(value)
     values = [_in_the_form_of(*pair) for pair in zip(old, value, strict=True)]
     return values if isinstance(live, list) else tuple(values)
@@ -268,6 +294,7 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
     then = stored_names(names, ties, places, then_tied)
     added = frozenset(ties.get(name, name) for name in settings.get(ADDED, ()))
     expected = [name for name in names if name not in added]
+    # A checkpoint of plain weights says nothing of optimizers, and a model without one asks nothing: no findings then.
     findings = _findings_of_parameters(expected, ties, places, then) if places and live else []
     taken = []
     source: dict[str, tuple[str, NamedOptimizer]] = {}
@@ -299,6 +326,8 @@ def stored_names(
         aliases.setdefault(name, []).append(alias)
     found = {}
     for name in names:
+        # A tied parameter has one state, under the name that came first when it was saved. The live model may register
+        # its modules in another order, or the tie may be of another name by now: every name of both sides is tried.
         called = (name, *aliases.get(name, ()))
         candidates = [*called, *(then_tied[each] for each in called if each in then_tied)]
         if (first := next((each for each in candidates if each in stored), None)) is not None:
@@ -328,6 +357,7 @@ def _findings_of_group(kind: str, group: OptimizerGroup, sources: Mapping[str, M
     if not sources:
         return
     what = f"the group of {kind} with {few_of(group.parameters)}"
+    # Compared as JSON on both sides, so that tuples and lists, tensors and numbers do not differ by their form.
     here = settings_to_json(group.settings)
     for key in dict.fromkeys(key for settings in sources.values() for key in settings):
         first, *others = ((name, settings.get(key, _MISSING)) for name, settings in sources.items())
@@ -351,6 +381,7 @@ def _settings_for(group: OptimizerGroup, source: Mapping[str, Any], places: Mapp
     sources = [places[source[name][0]][1].settings for name in group.parameters if name in source]
     taken = {}
     for key in dict.fromkeys(key for settings in sources for key in settings):
+        # Where saved groups disagree the live value stays. `_findings_of_group` reports that, and a user may load so.
         values = [settings.get(key, _MISSING) for settings in sources]
         fits = not hasattr(live := group.settings.get(key), "new_tensor") or _alike(_to_json(live), values[0])
         known = key in group.settings or key in _OF_SCHEDULERS

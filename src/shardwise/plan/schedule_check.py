@@ -1,7 +1,10 @@
-"""Running a schedule against the transfers of a model, in thought: who waits for what, and when.
+"""Whether a schedule can be run with the transfers that a model really has, and the nearest one that can.
 
-One microbatch's transfers are (source stage, destination stage) in program order. Every rank walks through the same
-program; what it meets at a local stage below the highest that it has entered belongs to that highest one:
+A schedule is made before anyone knows which values cross between stages; the first forward shows that. `walk` runs the
+schedule against these transfers in thought: who waits for what, and when. `check` finds faults and deadlocks, and
+`adapt` gives up as little as it can. One microbatch's transfers are (source stage, destination stage) in program order.
+Every rank walks through the same program; what it meets at a local stage below the highest that it has entered belongs
+to that highest one:
 
     transfers     0>1  1>2  2>0  0>2          (4 stages on 2 ranks)
     rank 0, F.0   send                        runs on until it would enter stage 2
@@ -70,12 +73,15 @@ def parts_of(transfers: Transfers, num_ranks: int, num_stages: int) -> list[list
         for stage, is_sent in ends:
             rank = stage % num_ranks
             entered[rank] = max(entered[rank], stage)
+            # What stays on one rank needs no message. The stage counts as entered all the same.
             if source % num_ranks == destination % num_ranks:
                 continue
             action = parts[entered[rank]]
             if is_sent:
                 action[-1].sends.append(number)
             else:
+                # A wait after a send begins a new part: what was computed before is on its way already, and a peer may
+                # need it to give what is waited for. With one part per action, feedback would always deadlock.
                 if action[-1].sends:
                     action.append(ActionPart())
                 action[-1].waits.append(number)
@@ -94,6 +100,8 @@ def walk(schedule: Schedule, transfers: Transfers, seconds: Callable[[Action], f
     """
     forward = parts_of(transfers, schedule.num_ranks, schedule.num_stages)
     parts = {"F": forward, "B": [backward(stage) for stage in forward]}
+    # Each rank is a generator that stops where it must wait. A send wakes the one rank that waits for it, so that the
+    # walk takes time linear in the messages: no polling, and no clock. When nothing is ready, who still waits is stuck.
     result = Walk()
     arrivals: dict[ScheduledMessage, float] = {}
     waiting: dict[ScheduledMessage, int] = {}
@@ -136,6 +144,7 @@ def check(schedule: Schedule, transfers: Transfers) -> list[str]:
     back to an earlier stage, and stages may pass several. Each rank runs its order alone; a send never blocks, a wait
     lasts until what it waits for is sent. `schedule_walk` says which transfers belong to which action.
     """
+    # Deadlocks last: a walk makes sense only for a schedule with every action once, on the rank of its stage.
     return _foreign(schedule, transfers) + _structure(schedule) or _deadlocks(schedule, transfers)
 
 
@@ -149,6 +158,7 @@ def adapt(schedule: Schedule, transfers: Transfers, *, steps_back: bool = False)
     steps_back: a rank works on one of its stages again after a later one, or waits in a forward for what other stages
     tell, so that the actions of its stages are not apart.
     """
+    # All ranks call this with the same arguments, and so come to the same schedule without a message.
     findings = check(schedule, transfers)
     if steps_back and schedule.num_chunks > 1:
         findings.append(
@@ -202,6 +212,7 @@ def _structure(schedule: Schedule) -> list[str]:
             findings.append(f"{who} has {_microbatches(again)} more than once")
         elif row != sorted(row):
             later, sooner = next((a, b) for a, b in pairwise(row) if a > b)
+            # Not for speed: sums of gradients depend on the order, and this one is that of a single process.
             findings.append(f"{who} has microbatch {later} before {sooner}; each stage takes them in ascending order")
     return findings or [finding for order in schedule.orders for finding in _sequence(order)]
 
@@ -236,14 +247,25 @@ def _deadlocks(schedule: Schedule, transfers: Transfers) -> list[str]:
 
 
 def _in_step(schedule: Schedule, transfers: Transfers) -> Schedule:
-    """1F1B in which no stage runs ahead of one that it, or an earlier stage, gets values back from."""
+    """1F1B in which no stage runs ahead of one that it, or an earlier stage, gets values back from.
+
+    Where stage 2 gives a value back to stage 1 (transfers 0>1, 1>2, 2>1, 2>3), on 4 ranks:
+
+        1f1b      rank 1   F0 F1 F2 (waits for the value 2>1 of microbatch 2)
+                  rank 2   F0 F1 B0 (waits for the gradient of the value 2>1 of microbatch 0): a deadlock
+        in step   rank 1   F0 F1 B0 F2 B1 B2
+                  rank 2   F0 F1 B0 F2 B1 B2
+    """
     num_stages, k = schedule.num_stages, schedule.num_microbatches
+    # Which stages each one feeds, over others too; two that reach each other must not run ahead of each other.
     reached = [{stage} for stage in range(num_stages)]
     for _ in range(num_stages):
         for source, destination in transfers:
             reached[source] |= reached[destination]
     mutual = [max(other for other in reached[stage] if stage in reached[other]) for stage in range(num_stages)]
-    leads = list(accumulate(mutual, max))  # the later stage that each keeps step with
+    # The later stage that each keeps step with. The largest so far: a stage between two that feed each other passes on
+    # what they wait for, so it may not lag behind either.
+    leads = list(accumulate(mutual, max))
     groups = [list(group) for _, group in groupby(range(num_stages), key=leads.__getitem__)]
     ranges = " and ".join(f"{group[0]} to {group[-1]}" for group in groups if len(group) > 1)
     orders = []

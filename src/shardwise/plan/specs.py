@@ -1,4 +1,8 @@
-"""What a user asks for: the plan and its strategies, as frozen values with a text form (TOML) that parses back."""
+"""What a user asks for: the plan and its strategies, as frozen values with a text form (TOML) that parses back.
+
+Each value checks itself when it is made and reports all problems at once. The text is what ranks compare, what a save
+keeps, and what a configuration file may hold; fields appear in their order here, so a new one goes last.
+"""
 
 import dataclasses
 import difflib
@@ -37,6 +41,7 @@ class Sharding:
     """Stage 3: gather each unit once per update and keep it for all microbatches; False: anew for each use."""
 
     def __post_init__(self) -> None:
+        # TOML gives lists. A frozen value needs a tuple to be hashable, and to equal the one that was written.
         if isinstance(self.units, list):
             object.__setattr__(self, "units", tuple(self.units))
         _raise(_sharding_problems(self))
@@ -99,6 +104,9 @@ Value = TypeVar("Value")
 
 class ByName(Mapping[str, Value]):
     """Names with a value each: a mapping that does not change, equal and hashed by content, in the order given."""
+
+    # Why not a dict: a frozen dataclass with one cannot be hashed, and the caller could change it afterwards. Equality
+    # is Mapping's: two orders of the same entries are equal, so the hash must not depend on the order.
 
     __slots__ = ("_values",)
 
@@ -201,6 +209,7 @@ class Plan:
     """Largest 2-norm of the averaged gradient of all parameters; None: no clipping."""
 
     def __post_init__(self) -> None:
+        # Each strategy has checked itself. Only what needs two of them is checked here.
         problems = [
             f"{name}: {value!r} is not a {kind.__name__}"
             for name, kind in _STRATEGIES.items()
@@ -239,6 +248,7 @@ class Plan:
                     arguments[name] = read_strategy(name, table)
                 except PlanError as error:
                     problems += error.problems
+        # A plan is made even after problems, for those that only show in it; `_raise` then refuses it.
         try:
             plan = cls(**arguments)
         except PlanError as error:
@@ -376,6 +386,7 @@ def _raise(problems: list[str]) -> None:
 
 def toml_text(value: object) -> str:
     """The value in TOML, on one line; a mapping becomes an inline table, sorted, as its order means nothing."""
+    # Before numbers: True is an int in Python, and its repr is not TOML.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):

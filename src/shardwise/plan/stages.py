@@ -1,4 +1,12 @@
-"""Which module runs on which stage of a pipeline: given by names, or balanced by load."""
+"""Which module runs on which stage of a pipeline: given by names, or balanced by load (`balance`).
+
+What a user gives may name a module by any of its names, a container, a glob or a bare parameter. A key claims a module
+with all that is in it, so keys for a module and for what is in it contradict each other unless they agree:
+
+    stages={"layers.[0-1]": 0, "layers.2": 1, "head": 1, "scale": 0}
+    layers.0, layers.1 -> 0    layers.2, head -> 1    parameter scale of the model itself -> 0
+    plus {"layers.2.mlp": 0}   refused: layers.2.mlp is given stage 1 by 'layers.2' and stage 0 by 'layers.2.mlp'
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +33,7 @@ class Placement:
     """Parameter that a module outside the placed ones holds itself -> stage."""
 
     def __post_init__(self) -> None:
+        # The order of the model is kept, and the mapping can be compared and hashed as the rest of the value.
         object.__setattr__(self, "modules", ByName(self.modules))
         object.__setattr__(self, "parameters", ByName(self.parameters))
 
@@ -85,6 +94,7 @@ def given_stages(outline: Outline, pipeline: Pipeline, *, num_ranks: int) -> tup
             near = nearest(key, claimed.names)
             hint = f"; the nearest name is {near!r}" if near is not None else ""
             problems.append(f"pipeline.stages: {key!r} names no module and no parameter of the model{hint}")
+    # Collected to the end, so that one error shows the user all keys that need a change.
     modules, parameters = claimed.placed_modules(), claimed.placed_parameters()
     problems += claimed.contradictions() + _without_stage(claimed.parameters_without_stage(), claimed.num_parameters)
     num_stages = num_ranks * pipeline.num_chunks
@@ -127,11 +137,14 @@ class _Claimed:
 
     def claim(self, name: str, stage: int, key: str) -> None:
         """A key claims what has this name for a stage; of a container, what it holds."""
+        # The forward of a ModuleList is never called, so that nothing could move the rank there: its members are
+        # placed.
         module = self._module_of.get(name)
         if module is not None and module.is_container:
             for each in (*(child.name for child in module.children), *(own for own, _ in module.own_parameters)):
                 self.claim(each, stage, key)
         else:
+            # Under its first name: a module object has one place, however many names it has.
             first = self._parameter_of[name] if module is None else module.name
             self._claims.setdefault(first, {}).setdefault(stage, key)
             self.stages.add(stage)
@@ -171,7 +184,8 @@ class _Claimed:
         for module in self._model.modules():
             claims = self._claims_of_module(module)
             around = [self._claims_of_module(self._module_of[name]) for name in list(parents(module.name))[:1]]
-            if len(claims) > 1 and claims not in around:  # what is inside has the same fault
+            # What is inside inherits the fault: it is reported where it begins, once for all with the same keys.
+            if len(claims) > 1 and claims not in around:
                 names = f"{module.name!r} (also {', '.join(map(repr, module.aliases))})" if module.aliases else None
                 found.setdefault(tuple(sorted(claims.items())), []).append(names or repr(module.name))
             for parameter, _ in module.own_parameters:

@@ -1,4 +1,11 @@
-"""When each rank of a pipeline does what: simulated from the times of stages, or measured."""
+"""When each rank of a pipeline does what: simulated from the times of stages, or measured; and its drawing as text.
+
+A span is a forward, a backward or a wait. Waits may be inside of forwards (a stage that others feed twice), so busy
+time is the spans less the waits in them, and the bubble is what is left of all ranks' time:
+
+    rank 0   F0 [0 .. 1]  F1 [1 .. 2]  wait [2 .. 4]  B0 [4 .. 6] ...     busy 1 + 1 + 2 + ..
+    bubble = 1 - (sum of busy) / (ranks * makespan)
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +58,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they were not busy, from 0 to 1."""
+        # Ranks that finish early idle until the last one has: the makespan is that of all.
         whole = self.num_ranks * self.makespan_s
         return 1 - sum(self.busy_s) / whole if whole else 0.0
 
@@ -146,6 +154,7 @@ def draw_timeline(timeline: Timeline, *, width: int = 100) -> str:
     columns, makespan_s = max(width - margin, 10), timeline.makespan_s
     per_second = _columns_per_second([cell.stop_s - cell.start_s for cell in cells], makespan_s, columns)
     length = round(makespan_s * per_second)
+    # Starts and stops are rounded, never lengths: neighbours meet, and rounding does not add up along a row.
     rows = [[_IDLE] * length for _ in range(timeline.num_ranks)]
     placed = []
     for cell in cells:
@@ -155,6 +164,7 @@ def draw_timeline(timeline: Timeline, *, width: int = 100) -> str:
         placed.append((cell, start, stop))
     one_stage = len({(cell.rank, cell.stage) for cell in cells}) <= timeline.num_ranks
     full = {cell: f"{cell.microbatch}" if one_stage else f"{cell.microbatch}.{cell.stage}" for cell in cells}
+    # Stages in all cells or in none: a row that mixes "3" and "3.6" cannot be read.
     has_stages = not one_stage and all(len(full[cell]) < stop - start for cell, start, stop in placed)
     for cell, start, stop in placed:
         label = full[cell] if has_stages else f"{cell.microbatch}"
@@ -201,5 +211,7 @@ def _columns_per_second(durations: list[float], makespan_s: float, columns: int)
     if not makespan_s:
         return 0.0
     shortest = min(durations, default=makespan_s)
+    # Whole columns for the shortest cell make equal actions equally wide. Below two there is no room for a number, and
+    # the full width shows more. The small number keeps 3.0000 from becoming 2.
     per_shortest = int(columns * shortest / makespan_s + 1e-9)
     return per_shortest / shortest if per_shortest >= 2 else columns / makespan_s
