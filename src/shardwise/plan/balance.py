@@ -85,7 +85,7 @@ def cut_evenly(loads: Sequence[float], num_runs: int) -> list[int]:
 
 
 def _ends_within(sums: Sequence[float], limit: float, num_before: int, num_behind: int) -> range:
-    """Where the runs before an end, and those behind it, can stay within `limit`, as far as their sum tells."""
+    """Where the runs before an end, and those behind it, can stay within `limit`, as far as their sum shows."""
     reach = limit * (1 + 1e-9)  # a little further, for sums that are not exact
     first = bisect_left(sums, sums[-1] - num_behind * reach)
     last = bisect_right(sums, num_before * reach)
@@ -253,7 +253,7 @@ class _Tree:
             self._with_parameters.add(module.name)
 
     def _torn_modules(self) -> set[str]:
-        """Modules that hold, under some name, a module that also lies outside them: they cannot be placed whole."""
+        """Modules that hold, under some name, a module that is also outside of them: they cannot be placed whole."""
         module_of = {name: module for module in self._outline.modules() for name in module.names}
         torn: set[str] = set()
         for module in self._outline.modules():

@@ -119,8 +119,8 @@ def plan_ownership(
     """Fuse the parameters into buckets of at most `sharding.bucket_bytes` and give every element one owner.
 
     Buckets follow the parameters from last to first, because backward completes them in that order. `units`: parameter
-    -> what it is gathered and reduced with; those of different units share no bucket. Under stage 3, where whole
-    working copies are held by nobody, parameters that are neither trained nor cast lie in buckets too.
+    -> what it is gathered and reduced with; those of different units share no bucket. Under stage 3 no rank holds whole
+    working copies, so parameters that are neither trained nor cast are in buckets too.
     """
     units = units or {}
     # A frozen parameter in its own dtype needs no buffer: nothing reduces, casts or publishes it. Under stage 3 it must

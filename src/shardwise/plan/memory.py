@@ -23,7 +23,7 @@ from shardwise.plan.specs import Precision
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaRegion:
-    """Where one bucket's gradients lie in the arena, in bytes from its beginning."""
+    """The place of one bucket's gradients in the arena, in bytes from its beginning."""
 
     gradient_dtype: str
     gradient_start_bytes: int
@@ -38,7 +38,7 @@ class Arena:
 
     A gradient that is accumulated in the master's dtype is reduced in place (p). A narrower one (g) cannot: its owned
     part grows. Their reduced parts are therefore packed at the front, each over gradients that were reduced before it,
-    and those that stay in place lie behind all of them, so that nothing is packed over their results:
+    and those that stay in place are behind all of them, so that nothing is packed over their results:
 
         2 owners, k = 1; buckets of 64 elements: g0 and g2 in bfloat16, p1 in float32; the arena of owner 1
 
@@ -69,7 +69,7 @@ class Footprint:
     """Stages 2 and 3: gradients on their way to owners; two buffers (of the largest bucket, or of those of a
     unit), and a part of a sum where microbatches are merged."""
     gathered_bytes: int = 0
-    """Stage 3: of the two largest units, the most that is gathered at a time where no unit lies in another; of all
+    """Stage 3: of the two largest units, the most that is gathered at a time where no unit is inside another; of all
     units where they are kept."""
 
 
@@ -108,7 +108,7 @@ def run_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPlace:
-    """Where the gradient of one bucket lies on its way, in a buffer that serves several buckets in turn."""
+    """The place of the gradient of one bucket on its way, in a buffer that serves several buckets in turn."""
 
     group: int
     """Buckets of one group come together, and have a buffer together."""
@@ -138,7 +138,7 @@ def buffer_bytes(ownership: Ownership, precision: Precision, *, by_unit: bool) -
 
 def plan_arena(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Arena:
     """Lay out the gradients of the trainable buckets for one owner."""
-    # One block and not one buffer per bucket: a rank's reduced parts need no second memory beside the gradients.
+    # One block and not one buffer per bucket: a rank's reduced parts need no memory besides the gradients.
     buckets = [bucket for bucket in ownership.buckets if bucket.trainable]
     dtypes = [gradient_dtype(bucket, precision, num_microbatches=num_microbatches) for bucket in buckets]
     # When bucket n is reduced, the results of 0 .. n must end at or before its gradient: headroom + grown >= packed,
@@ -197,6 +197,8 @@ def sharded_footprint(
 
     keeps: what was gathered stays until the update. late: parameters whose gradients stay whole until its end.
     """
+    # Late: a tie between stages of a pipeline, whose gradient is summed over the stages first. It cannot go to its
+    # owner microbatch by microbatch, so its bucket has an arena as under stage 1.
     whole, cut = _by_lateness(ownership, late)
     held = footprint(whole, owner, precision, num_microbatches=num_microbatches)
     rest = footprint(ownership, owner, precision, num_microbatches=num_microbatches)
@@ -247,7 +249,9 @@ def sharded_traffic(
     reduce_bytes, gather_bytes = once.reduce_bytes, once.gather_bytes
     for bucket in cut.buckets:
         own, working = bucket.counts[owner], itemsize_bytes(bucket.working)
-        times = int(bucket.trainable)  # once, after the update
+        # Without units: once, after the update, when owners publish what they changed. Under stage 3 nothing is
+        # published; the next forward gathers.
+        times = int(bucket.trainable)
         if gathers is not None and bucket.unit is not None:
             times = gathers.get(bucket.unit, times)
         gather_bytes += times * (ownership.num_owners - 1) * own * working

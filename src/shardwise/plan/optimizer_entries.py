@@ -35,7 +35,7 @@ def values_of(
 ) -> Iterator[tuple[str, str, Any]]:
     """The state of a live optimizer as (name of the parameter, key, value).
 
-    Raises OptimizerError for state of what is no parameter in `name_of`, and for keys of which no name can be made.
+    Raises OptimizerError for state of an object that `name_of` does not have, and for keys that fit into no name.
     """
     for parameter, entries in state.items():
         if (name := name_of.get(parameter)) is None:

@@ -1,4 +1,4 @@
-"""What a save keeps of a training beside its tensors: JSON settings, and how live optimizers take theirs over.
+"""What a save keeps of a training besides its tensors: JSON settings, and how live optimizers take theirs over.
 
 Settings of the model are its configuration files, and the record of a rewrite by which its tensors were made. Settings
 of optimizers name parameters and never count them: a parameter that was added, frozen or moved to another group is
@@ -44,12 +44,13 @@ _MOST_BYTES = 1 << 20
 
 
 def settings_of_model(model: object) -> dict[str, Any]:
-    """The files that `save_pretrained` would write beside the tensors of a model, as settings; {} for other models.
+    """The files that `save_pretrained` would write next to the tensors of a model, as settings; {} for other models.
 
     A configuration is known by its method `to_json_string`, as those of transformers have it.
     """
     # A model that torch.compile wrapped has another class, and the name of the class goes into the configuration.
     model = getattr(model, "_orig_mod", model)
+    # By what the object can do, not by its class: this room imports no torch and the library needs no transformers.
     config = _written(getattr(model, "config", None))
     if config is None:
         return {}
@@ -65,6 +66,7 @@ def settings_of_model(model: object) -> dict[str, Any]:
 
 def origin_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of the settings of a save, what says by which rewrite its values came into the form that they have."""
+    # Its own rewrite, or that of the save it went on from: an origin is handed on from save to save.
     record = settings.get(REWRITE, settings.get(LOADED_BY))
     return {} if record is None else {LOADED_BY: record}
 
@@ -233,6 +235,7 @@ def _to_json(value: Any) -> Any:
         return _MISSING if any(each is _MISSING for each in values) else values
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
+    # Exact types: a subclass (an enum, say) would come back as something else.
     return value if value is None or type(value) in (bool, int, float, str) else _MISSING
 
 

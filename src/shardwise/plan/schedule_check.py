@@ -142,7 +142,7 @@ def check(schedule: Schedule, transfers: Transfers) -> list[str]:
 
     `transfers`: (source stage, destination stage) of what one microbatch moves, in program order; a value may go
     back to an earlier stage, and stages may pass several. Each rank runs its order alone; a send never blocks, a wait
-    lasts until what it waits for is sent. `schedule_walk` says which transfers belong to which action.
+    lasts until what it waits for is sent. `parts_of` says which transfers belong to which action.
     """
     # Deadlocks last: a walk makes sense only for a schedule with every action once, on the rank of its stage.
     return _foreign(schedule, transfers) + _structure(schedule) or _deadlocks(schedule, transfers)

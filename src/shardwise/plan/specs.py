@@ -137,7 +137,7 @@ class Pipeline:
     """
 
     schedule: str = "1f1b"
-    """`fthenb`, `1f1b` or `interleaved`, or the text of a schedule, which is told by its line ends."""
+    """`fthenb`, `1f1b` or `interleaved`, or the text of a schedule, which is recognised by its line ends."""
     stages: Mapping[str, int] | None = None
     """{name or glob of modules (or of parameters outside them): stage}; None: balanced by `balance`."""
     chunks: int | None = None
@@ -155,6 +155,7 @@ class Pipeline:
         """Stages per rank, also where `chunks` is left to the schedule."""
         if self.chunks is not None:
             return self.chunks
+        # A written schedule has its chunks in its heading: to ask for the number again could only contradict it.
         if "\n" in self.schedule:
             return Schedule.parse(self.schedule).num_chunks
         return 2 if self.schedule == "interleaved" else 1
@@ -218,6 +219,7 @@ class Plan:
         clip = self.clip_grad_norm
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
             problems.append(f"clip_grad_norm: {clip!r} is not a number above 0; None switches clipping off")
+        # Guarded: with a value of another type the findings above are the ones that help.
         if isinstance(self.mesh, Mesh) and isinstance(self.pipeline, Pipeline):
             problems += self.pipeline.foreign_stages(self.mesh.pp)
         _raise(problems)
@@ -275,6 +277,7 @@ def read_strategy(name: str, table: object) -> Any:
     if not isinstance(table, dict):
         raise PlanError(f"{name}: {table!r} is not a table of settings; write [{name}]")
     kind = _STRATEGIES[name]
+    # From the fields of the dataclass: a new setting can be read as soon as it exists.
     known = [spec.name for spec in dataclasses.fields(kind)]
     problems = [
         unknown_setting(f"{name}.{key}", [f"{name}.{each}" for each in known]) for key in table if key not in known
@@ -296,13 +299,14 @@ def _settings(strategy: Any) -> Iterator[tuple[str, object]]:
 
 
 def unknown_setting(key: str, known: Sequence[str]) -> str:
-    """The finding about a setting that nobody knows, with the nearest known one."""
+    """The finding about an unknown setting, with the nearest known one."""
     near = difflib.get_close_matches(key, known, n=1)
     return f"{key}: unknown setting" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 
 
 def _sharding_problems(sharding: Sharding) -> list[str]:
     problems = []
+    # True equals 1: without the second test `stage=True` would be stage 1.
     if sharding.stage not in (0, 1, 2, 3) or isinstance(sharding.stage, bool):
         problems.append(f"sharding.stage: {sharding.stage!r} asked; the stages are 0, 1, 2 and 3")
     for name, choices in (("partition", get_args(Partition)), ("owners", get_args(Owners))):
@@ -338,7 +342,7 @@ def _pipeline_problems(pipeline: Pipeline) -> list[str]:
         )
     elif stages is not None and pipeline.balance != "parameters":
         problems.append(
-            f"pipeline.balance: {pipeline.balance!r} asked, but pipeline.stages says where each module lies; "
+            f"pipeline.balance: {pipeline.balance!r} asked, but pipeline.stages says where each module is; "
             "leave one of them out"
         )
     return problems + ([] if stages is None else _stages_problems(stages))

@@ -20,7 +20,7 @@ from shardwise.plan.specs import ByName, Pipeline, toml_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """On which stage each part of a model lies; stage s is run by the rank at coordinate `s % num_ranks` of `pp`.
+    """On which stage each part of a model is; stage s is run by the rank at coordinate `s % num_ranks` of `pp`.
 
     Modules that are neither placed nor inside a placed module run on every rank, as the code between modules does.
     """
@@ -150,8 +150,9 @@ class _Claimed:
             self.stages.add(stage)
 
     def placed_modules(self) -> dict[str, int]:
-        """The modules with a stage that lie, under one of their names, in no other module with a stage."""
+        """The modules with a stage that are, under one of their names, in no other module with a stage."""
         return {
+            # Several claims are a finding of `contradictions`, and nothing is placed then: any of them will do here.
             module.name: min(claims)
             for module in self._model.modules()
             if not module.is_container and (claims := self._claims_of_module(module))
@@ -169,7 +170,7 @@ class _Claimed:
         }
 
     def parameters_without_stage(self) -> list[str]:
-        """The parameters that neither have a stage nor lie in a module with a stage."""
+        """The parameters that neither have a stage nor are in a module with a stage."""
         return [
             parameter
             for module in self._model.modules()
@@ -196,6 +197,7 @@ class _Claimed:
 
     def _claims_of_module(self, module: Outline) -> Claims:
         """What is claimed of a module, or of one around it, under any of its names."""
+        # By all its names: what is around any of them decides on which stage it is called.
         around = dict.fromkeys(
             self._module_of[outer].name
             for name in module.names

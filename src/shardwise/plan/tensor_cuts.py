@@ -199,7 +199,7 @@ class _Planner:
                 self._count_heads(module, rule)
 
     def _cut_adapted(self, module: TensorModule, adapted: Adapted, rule: Rule) -> None:
-        """A map with adapters beside it; what gives or takes whole values is cut alone."""
+        """A map with adapters; a map that gives or takes whole values is cut without them."""
         self._apply_to_module(adapted.base, rule)
         # Whole inputs and whole outputs: the adapter may stay whole, its result is added to a whole value.
         if rule.gathers or rule.splits or rule.kind not in ("column", "row"):

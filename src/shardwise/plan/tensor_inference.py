@@ -58,7 +58,7 @@ class TracedParameter:
 
     name: str
     dim: int | None
-    """The dim along which its groups lie; None where they lie along several."""
+    """The dim that has its groups; None where several have."""
     groups: Groups
 
 
@@ -125,6 +125,7 @@ def infer_rules(trace: ForwardTrace, *, num_ranks: int, without: Mapping[str, st
         roles |= dict.fromkeys(columns, "column") | dict.fromkeys(rows, "row")
     vocabulary = dict(_vocabulary(trace, roles, num_ranks, without))
     left = {name: why for name, (_, why) in reasons.items()}
+    # Last wins: what a rehearsal showed, and that a map did not run, say more than what its family lacks.
     left |= {**without, **dict.fromkeys(trace.not_run, "it did not run on the sample")}
     cut = roles.keys() | vocabulary.keys()
     return RuleInference(
@@ -249,7 +250,9 @@ class _GroupStretch:
 
 
 def _stretches(groups: Groups) -> list[_GroupStretch]:
-    """A dim as parts in each of which every group has one run of the same length."""
+    """A dim as parts; in each part every group has one run of the same length."""
+    # [0 0 1 1 | 0 1]: runs (0, 2) (1, 2) (0, 1) (1, 1). A new part begins where a group comes again, or a run has
+    # another length than those before it. Groups as (order, unit): (0 1, 2) and (0 1, 1).
     runs: list[list[int]] = []
     for group in groups:
         if runs and runs[-1][0] == group:

@@ -83,7 +83,7 @@ class TensorPlan:
     summed: frozenset[str] = frozenset()
     """Whole parameters that see other activations on each rank: their gradients are summed over the ranks."""
     named: frozenset[str] = frozenset()
-    """Whole parameters that have a rule, or lie in a module that has one."""
+    """Whole parameters that have a rule, or are in a module that has one."""
 
     def portions(self, coordinate: int) -> dict[str, Portion]:
         """What the rank at this coordinate of `tp` has of each parameter that is cut."""

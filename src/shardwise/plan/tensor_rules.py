@@ -8,7 +8,7 @@ A rule is a word, and settings in brackets where it needs them: `column`, `colum
     replicate   whole on every rank, and so is all inside that has no rule of its own
     sequence    whole; each rank works on its own positions, which are gathered (norms, dropout)
     heads       of a module of heads: its attributes count this rank's heads while it runs, for forwards that read them
-    sum         a module with cut bare parameters, of which each rank computes a part of a sum (experts)
+    sum         a module with cut bare parameters: each rank computes a part of a sum (experts)
     once        what counts once in such a sum: a bias, a path around; the first rank's goes on
     split       this module and what follows work on this rank's positions, up to a `gather`
     auto        what the model itself carries, or what a run of it allows; any other rule beats it:
@@ -17,7 +17,7 @@ A rule is a word, and settings in brackets where it needs them: `column`, `colum
 and the words of transformers (`colwise`, `packed_colwise`, `moe_tp_experts` ...) with the meaning that they have there.
 Of a bare parameter, `column` cuts the last dim but one (the last of a vector), `row` the last. Settings:
 
-    unit=64            so many indices stay together. Without it, what lies in a module of heads is cut between groups
+    unit=64            so many indices stay together. Without it, what is in a module of heads is cut between groups
                        of heads (a key-value head with its query heads)
     groups=8           the dim, or each of its parts, is so many units side by side (8+8+1024: of each part)
     parts=3            the dim is 3 equal stretches side by side (query, key, value), each cut for itself;
@@ -120,7 +120,7 @@ RULES = tuple(_WORDS)
 
 
 def read_rule(text: str) -> Rule:
-    """The rule that a text writes down; raises PlanError for a word or a setting that nobody knows.
+    """The rule that a text writes down; raises PlanError for an unknown word or setting.
 
     >>> read_rule("column(parts=2, unit=64)").parts, read_rule("row(parts=4096+1024+1024)").parts
     (2, (4096, 1024, 1024))
@@ -160,7 +160,7 @@ def _value(text: str, name: str, value: str) -> object:
 
 
 def rule_problems(rules: Mapping[str, str]) -> list[str]:
-    """One finding per rule that nobody knows."""
+    """One finding per unknown rule."""
     problems = []
     for name, text in rules.items():
         try:

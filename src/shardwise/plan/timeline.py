@@ -19,7 +19,7 @@ from shardwise.plan.schedules import SCHEDULES, Schedule
 class TimeSpan:
     """What a rank did from `start_s` to `stop_s` (seconds on a clock that all ranks share) for a microbatch's stage.
 
-    `kind` is "F", "B", "wait", or any other word. A wait may lie between forwards and backwards, or inside one.
+    `kind` is "F", "B", "wait", or any other word. A wait may be between forwards and backwards, or inside one.
     """
 
     rank: int
@@ -75,6 +75,7 @@ class Timeline:
 
 def _less(span: TimeSpan, waits: Sequence[TimeSpan]) -> list[TimeSpan]:
     """What the waits, sorted by start, leave of a span."""
+    # Waits are sorted by start and do not overlap on one rank, so one pass cuts the span from left to right.
     pieces = []
     start_s = span.start_s
     for wait in waits:
@@ -99,7 +100,7 @@ def simulate_schedule(
 ) -> Timeline:
     """The timeline of a schedule whose forwards and backwards take these seconds, one number per stage.
 
-    An action spends its time in equal parts, one after each run of waits (`schedule_walk`). A transfer arrives
+    An action spends its time in equal parts, one after each run of waits (`schedule_check.parts_of`). A transfer arrives
     `transfer_s` after it was sent, and costs neither rank anything. Raises PlanError where the schedule cannot be run
     with these transfers, and for a time that is missing or not one.
     """
@@ -117,6 +118,7 @@ def simulate_schedule(
     seconds = {"F": forward_s, "B": backward_s}
     done = walk(schedule, transfers, lambda action: seconds[action.kind][action.stage], transfer_s)
     spans = []
+    # A rank's gaps are its waits. The time before its first action is one too: the pipeline fills.
     until = [0.0] * schedule.num_ranks
     for rank, action, start_s, stop_s in done.parts:
         for kind, start, stop in (("wait", until[rank], start_s), (action.kind, start_s, stop_s)):
@@ -168,7 +170,7 @@ def draw_timeline(timeline: Timeline, *, width: int = 100) -> str:
     has_stages = not one_stage and all(len(full[cell]) < stop - start for cell, start, stop in placed)
     for cell, start, stop in placed:
         label = full[cell] if has_stages else f"{cell.microbatch}"
-        if len(label) < stop - start:  # a column is left that tells forward from backward
+        if len(label) < stop - start:  # a column is left that shows forward or backward
             rows[cell.rank][start : start + len(label)] = label
     lines = [f"{name:<{margin}}{''.join(row)}" for name, row in zip(names, rows, strict=True)]
     return "\n".join([*lines, _legend(timeline, has_stages)]) + "\n"

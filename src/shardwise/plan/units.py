@@ -1,6 +1,6 @@
 """Units: which parameters of a model are gathered together, and before the forward of which modules (stage 3).
 
-Where nobody says otherwise, a unit is a repeated block: a member of the outermost list (ModuleList, Sequential) that
+Without patterns from the user, a unit is a repeated block: a member of the outermost list (ModuleList, Sequential) that
 has several modules of one class, or of any module that has several children of one class and no such list in them.
 What is outside of blocks is a unit by the module that holds it, so that an embedding, a last norm and a head are
 gathered apart:
@@ -68,14 +68,14 @@ def plan_units(
 
     first_names: every name of a parameter -> its first one, which has the others as ties. patterns: names or globs of
     the modules that are units, "." for the model itself; what one pattern matches inside of what it matches is no unit
-    of its own, and a parameter belongs to the innermost. placed: the modules that lie on a stage of a pipeline; no unit
-    reaches beyond one, and what lies outside of all has none. Raises PlanError for patterns that match nothing, or no
+    of its own, and a parameter belongs to the innermost. placed: the modules that are on a stage of a pipeline; no unit
+    reaches beyond one, and parameters outside of all have none. Raises PlanError for patterns that match nothing, or no
     module that is called and holds parameters.
     """
     # A parameter has one unit, that of its first name. Every other unit in which a tie of it is becomes a module before
     # whose forward that unit is gathered too.
     chosen = set(_repeated(outline)) if patterns is None else _matched(outline, patterns)
-    holders: dict[str, list[str]] = {}  # parameter -> the units in which it lies, the one of its first name first
+    holders: dict[str, list[str]] = {}  # parameter -> the units that hold it, the one of its first name first
     for unit, parameter in _homes(outline, chosen, placed):
         found = holders.setdefault(first_names[parameter], [])
         if unit not in found:
@@ -102,7 +102,7 @@ def plan_units(
 
 
 def _homes(outline: Outline, chosen: Collection[str], placed: Collection[str] | None) -> Iterator[tuple[str, str]]:
-    """(unit in which it lies, parameter) for every place of a parameter that has a unit, in the order of the model."""
+    """(unit that holds it, parameter) for every place of a parameter that has a unit, in the order of the model."""
 
     def walk(
         module: Outline, unit: str | None, called: str, is_placed: bool, is_inside: bool
