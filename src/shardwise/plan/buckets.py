@@ -181,7 +181,7 @@ def _bucket(
     # Replicas of an owner add up their sums of its part by reduce-scatter and all-gather: the part must divide by them.
     unit = ALIGNMENT_ELEMENTS * num_replicas
     if owner_of is None:
-        # Equal parts let the collective be the plain one, with one count for all owners. The padding is at the end.
+        # Equal parts: NCCL has one collective for those, and needs several transfers for parts of several sizes.
         slots, end = _slots(members, 0)
         counts = (_round_up(end, unit * num_owners) // num_owners,) * num_owners
     else:

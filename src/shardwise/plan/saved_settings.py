@@ -260,8 +260,7 @@ def _in_the_form_of(live: Any, value: Any) -> Any:
         return live.copy_(live.new_tensor(value))
     if not isinstance(value, list):
         return value
-    # JSON has no tuples, and optimizers compare or unpack theirs (betas): lists become tuples unless the live one is
-    # one.
+    # JSON has no tuples, and optimizers expect theirs (betas): a list becomes a tuple unless the live value is a list.
     old = live if isinstance(live, list | tuple) and len(live) == len(value) else [None] * len(value)
     values = [_in_the_form_of(*pair) for pair in zip(old, value, strict=True)]
     return values if isinstance(live, list) else tuple(values)

@@ -137,8 +137,7 @@ class _Claimed:
 
     def claim(self, name: str, stage: int, key: str) -> None:
         """A key claims what has this name for a stage; of a container, what it holds."""
-        # The forward of a ModuleList is never called, so that nothing could move the rank there: its members are
-        # placed.
+        # The forward of a ModuleList is never called, so nothing could move the work to its stage: members are placed.
         module = self._module_of.get(name)
         if module is not None and module.is_container:
             for each in (*(child.name for child in module.children), *(own for own, _ in module.own_parameters)):

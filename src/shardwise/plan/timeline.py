@@ -100,7 +100,7 @@ def simulate_schedule(
 ) -> Timeline:
     """The timeline of a schedule whose forwards and backwards take these seconds, one number per stage.
 
-    An action spends its time in equal parts, one after each run of waits (`schedule_check.parts_of`). A transfer arrives
+    An action spends its time in equal parts, one after each run of waits (see `walk`). A transfer arrives
     `transfer_s` after it was sent, and costs neither rank anything. Raises PlanError where the schedule cannot be run
     with these transfers, and for a time that is missing or not one.
     """
