@@ -26,7 +26,7 @@ from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.state_names import is_state_name
+from shardwise.plan.names import is_state_name
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece, check_cover
 

@@ -36,7 +36,7 @@ from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, PlanError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
 from shardwise.plan import Plan
-from shardwise.plan.merged_settings import merge_settings
+from shardwise.plan.saved_settings import merge_settings
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 

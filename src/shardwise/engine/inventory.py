@@ -12,7 +12,7 @@ from shardwise.comm.host_memory import extent, share_elements
 from shardwise.comm.torch_dtypes import dtype_name
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter, Precision
-from shardwise.plan.parameters import check_keep, describe
+from shardwise.plan.outlines import check_keep, describe
 from shardwise.space import Portion
 
 

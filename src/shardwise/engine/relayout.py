@@ -30,8 +30,8 @@ from shardwise.engine.state import whole
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import reshard
 from shardwise.plan import Plan
-from shardwise.plan.merged_settings import merge_settings
-from shardwise.plan.state_names import MASTER, split_state_name
+from shardwise.plan.names import MASTER, split_state_name
+from shardwise.plan.saved_settings import merge_settings
 from shardwise.space import Piece
 
 Pieces = dict[Piece, torch.Tensor]

@@ -11,7 +11,7 @@ from shardwise.engine.inventory import Inventory
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.plan import Parameter, Segment
-from shardwise.plan.state_names import MASTER, state_name
+from shardwise.plan.names import MASTER, state_name
 from shardwise.space import Box, Piece
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from shardwise.engine.inventory import named_places, place_of
 from shardwise.engine.tensor.probing import Probes
-from shardwise.plan.tensor_heads import WORDS
-from shardwise.plan.tensor_outline import TensorModule, TensorOutline
+from shardwise.plan.outlines import TensorModule, TensorOutline
+from shardwise.plan.tensor_cuts import WORDS
 
 _NUMBERS = WORDS | {"qk_rope_head_dim"}
 

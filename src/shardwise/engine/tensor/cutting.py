@@ -15,8 +15,8 @@ from shardwise.engine.tensor.deciding import TensorDecision, decide
 from shardwise.engine.tensor.movements import taken
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
-from shardwise.plan.tensor import TensorPlan
 from shardwise.plan.tensor_matching import match_rules
+from shardwise.plan.tensor_plan import TensorPlan
 from shardwise.plan.tensor_rules import read_rule
 from shardwise.space import Portion
 

@@ -14,7 +14,8 @@ from shardwise.engine.tensor.rule_inference import infer_plan
 from shardwise.engine.tensor.samples import sample_for
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
-from shardwise.plan.tensor import TensorPlan, plan_tensor
+from shardwise.plan.tensor_cuts import plan_tensor
+from shardwise.plan.tensor_plan import TensorPlan
 from shardwise.plan.tensor_rules import read_rule
 
 

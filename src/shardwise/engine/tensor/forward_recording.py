@@ -15,8 +15,8 @@ from shardwise.engine.tensor.atoms import WHOLE, Atoms, slim, varies
 from shardwise.engine.tensor.flow import TensorFlow
 from shardwise.engine.tensor.following import Following
 from shardwise.engine.wrapping import Forward, unwrap, wrap
+from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
-from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 
 
 def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) -> ForwardTrace:

@@ -16,9 +16,8 @@ from shardwise.engine.tensor.differences import differ, factor_of, finest_eps, l
 from shardwise.engine.tensor.movements import Movements, taken
 from shardwise.engine.wrapping import Forward
 from shardwise.errors import in_words
-from shardwise.plan.tensor_heads import GROUPS, HEADS
-from shardwise.plan.tensor_plan import TensorPlan
-from shardwise.plan.tensor_regions import CUTS_THE_MODULE, CutRegion
+from shardwise.plan.tensor_cuts import GROUPS, HEADS
+from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, TensorPlan
 from shardwise.space import even_cuts
 
 Gather = Callable[[nn.Parameter], AbstractContextManager[None]]

@@ -31,8 +31,7 @@ from shardwise.engine.tensor.notes import note_on
 from shardwise.engine.tensor.region_comparison import Comparison, Gather, Unknown
 from shardwise.engine.wrapping import Forward, take_off, wrap
 from shardwise.errors import ModelError, ShardwiseError
-from shardwise.plan.tensor_plan import TensorPlan
-from shardwise.plan.tensor_regions import regions_of
+from shardwise.plan.tensor_plan import TensorPlan, regions_of
 
 State = Literal["waiting", "standby", "done"]
 

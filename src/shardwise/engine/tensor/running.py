@@ -7,7 +7,7 @@ from shardwise.engine.tensor.movements import Movements
 from shardwise.engine.tensor.styles import STYLES, ColumnStyle, SharedInputs
 from shardwise.engine.tensor.vocabulary import forget_heads, know_head
 from shardwise.engine.wrapping import unwrap, wrap
-from shardwise.plan.tensor import TensorPlan
+from shardwise.plan.tensor_plan import TensorPlan
 
 
 class TensorParallel:
