@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.moving.live_states import stored_shape
 from shardwise.space import Cut, Layout, Mesh, Piece, Replicate, Shard
 from shardwise.space.layouts import Placement

@@ -8,13 +8,23 @@ import os
 import select
 import socket
 import termios
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 
-from shardwise.comm.channel_verdicts import ChannelVerdict, Status
-from shardwise.comm.frames import FORMAT, HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameKind, Header, frame
+from shardwise.comm.frames import (
+    FORMAT,
+    HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    ChannelVerdict,
+    FrameKind,
+    Header,
+    Status,
+    frame,
+)
 from shardwise.comm.shared_memory import SharedSegment, map_segment
 
 READ_BYTES = 64 << 10
@@ -330,3 +340,50 @@ def _last_seen(link: PeerLink) -> str:
     if link.last_digest is None:
         return "it has made no call yet"
     return f"last seen in {link.texts[link.last_digest]}, {time.monotonic() - link.last_heard:.0f} s ago"
+
+
+_LOOK_UP_SECONDS = 0.5
+
+
+class Flusher:
+    """One thread, started when first needed, that empties the queues of the links between the calls.
+
+    Without it a peer would wait for a message, or for a slot, until this rank makes its next call. It only writes: what
+    comes in is for the calls. It takes `lock`, which calls hold, whenever it touches a link.
+    """
+
+    def __init__(self, lock: AbstractContextManager[bool], links: Collection[PeerLink]) -> None:
+        self._lock = lock
+        self._links = links
+        self._work = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def wake(self) -> None:
+        """There are queues to empty. The caller holds the lock."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="shardwise flusher", daemon=True)
+            self._thread.start()
+        self._work.set()
+
+    def stop(self) -> None:
+        """End the thread soon. The caller holds the lock."""
+        self._stopped = True
+        self._work.set()
+
+    def _run(self) -> None:
+        while True:
+            self._work.wait()
+            with self._lock:
+                if self._stopped:
+                    return
+                poll = select.poll()
+                self._work.clear()
+                for link in self._links:
+                    link.flush()
+                    if link.wants_to_write:
+                        poll.register(link.fileno(), select.POLLOUT)
+                        self._work.set()
+            if self._work.is_set():
+                # A link that is closed meanwhile ends the poll as well.
+                poll.poll(_LOOK_UP_SECONDS * 1000)

@@ -6,15 +6,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.alone import alone
-from shardwise.comm.call_signatures import (
+from shardwise.comm.channel import (
+    Channel,
     Signature,
+    Work,
     all_gather_signature,
+    alone,
     member_ranks,
     message_signature,
     reduce_scatter_signature,
 )
-from shardwise.comm.channel import Channel, Work
 from shardwise.errors import PeerError, PlanError
 
 

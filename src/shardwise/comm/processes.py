@@ -4,27 +4,31 @@ import hashlib
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 
 import torch
+import torch.distributed as dist
 
-from shardwise.comm.alone import alone
-from shardwise.comm.call_signatures import (
+from shardwise.comm.channel import (
+    Channel,
     Signature,
+    Work,
     all_gather_signature,
+    alone,
     member_ranks,
     message_signature,
     reduce_scatter_signature,
 )
-from shardwise.comm.channel import Channel, Work
-from shardwise.comm.channel_verdicts import ChannelVerdict
-from shardwise.comm.messages import Inbound, Outbound, as_bytes
+from shardwise.comm.connections import connect
+from shardwise.comm.frames import ChannelVerdict
+from shardwise.comm.messages import Collecting, Inbound, MessageFilling, Outbound, Summing, as_bytes
 from shardwise.comm.nccl import NcclChannel
-from shardwise.comm.rendezvous import connect, meet
+from shardwise.comm.rendezvous import meet
 from shardwise.comm.switchboard import Switchboard
-from shardwise.comm.transfers_in_flight import Collecting, MessageFilling, Summing
-from shardwise.errors import in_words
+from shardwise.errors import ShardwiseError, in_words
+from shardwise.launchers import place_of
 
 
 def processes(
@@ -243,3 +247,38 @@ class ProcessChannel:
 
     def _to_peers(self, source: torch.Tensor, signature: Signature) -> list[Outbound]:
         return self._board.send(source, self._peers, self._collectives, signature) if self._peers else []
+
+
+def default_channel() -> Channel:
+    """The initialised process group, else the processes that a launcher announces, else a world of one.
+
+    Launchers are torchrun, srun and mpirun. Raises PlanError where one announces several processes, but not enough for
+    them to meet.
+    """
+    initialised = dist.is_available() and dist.is_initialized()
+    return processes() if initialised or place_of(os.environ) is not None else alone()
+
+
+def channel_of(state: object) -> Channel | None:
+    """The channel of an object that has one as `channel`, such as an engine: its ranks hold the object together."""
+    channel = getattr(state, "channel", None)
+    return channel if isinstance(channel, Channel) else None
+
+
+@contextmanager
+def given_or_default(channel: Channel | None, doing: str) -> Iterator[Channel]:
+    """A channel for one thing to do: the one given, or the default one, which is closed afterwards.
+
+    Errors that ranks do not agree on are told to the peers, with what this rank was `doing`, so that none waits.
+    """
+    used = channel if channel is not None else default_channel()
+    try:
+        yield used
+    except ShardwiseError:
+        raise
+    except BaseException as error:
+        used.abort(f"{type(error).__name__} in {doing}: {error}")
+        raise
+    finally:
+        if channel is None:
+            used.close()

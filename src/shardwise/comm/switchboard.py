@@ -15,14 +15,24 @@ from typing import NoReturn
 
 import torch
 
-from shardwise.comm.call_signatures import Signature
-from shardwise.comm.channel_verdicts import ChannelVerdict, Status, different, garbled, gone
-from shardwise.comm.flusher import Flusher
-from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, FrameKind, Header, frame
-from shardwise.comm.links import Payload, PeerLink, flush_until, stuck
-from shardwise.comm.messages import INLINE_BYTES, Inbound, MessageChunk, Outbound, Stamp
+from shardwise.comm.channel import Signature
+from shardwise.comm.frames import (
+    ASKS,
+    IN_PLACE,
+    IN_SLOT,
+    PLACE,
+    ChannelVerdict,
+    FrameKind,
+    Header,
+    Status,
+    different,
+    frame,
+    garbled,
+    gone,
+)
+from shardwise.comm.links import Flusher, Payload, PeerLink, flush_until, stuck
+from shardwise.comm.messages import INLINE_BYTES, Inbound, Intake, MessageChunk, Outbound, Stamp, TransferInFlight
 from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
-from shardwise.comm.transfers_in_flight import Intake, TransferInFlight
 from shardwise.errors import CallMismatchError, PeerError, in_words
 
 _NUMBERS = 1 << 32

@@ -7,10 +7,9 @@ among many by a `PieceIndex`; `check_cover` proves that pieces make up a tensor.
 """
 
 from shardwise.space.boxes import Box
-from shardwise.space.index import PieceIndex
 from shardwise.space.layouts import Cut, Layout, Placement, Replicate, Shard
 from shardwise.space.meshes import AXES, Mesh
-from shardwise.space.moves import BlockPart, Move, moves, overlap
+from shardwise.space.moves import BlockPart, Move, PieceIndex, moves, overlap
 from shardwise.space.pieces import Piece, check_cover
 from shardwise.space.portions import Portion, even_cuts
 from shardwise.space.runs import Run, boxes_of_run, boxes_of_run_in_box
