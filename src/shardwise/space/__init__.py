@@ -7,7 +7,6 @@ among many by a `PieceIndex`; `check_cover` proves that pieces make up a tensor.
 """
 
 from shardwise.space.boxes import Box
-from shardwise.space.layouts import Cut, Layout, Placement, Replicate, Shard
 from shardwise.space.meshes import AXES, Mesh
 from shardwise.space.moves import BlockPart, Move, PieceIndex, moves, overlap
 from shardwise.space.pieces import Piece, check_cover
@@ -18,17 +17,12 @@ __all__ = [
     "AXES",
     "BlockPart",
     "Box",
-    "Cut",
-    "Layout",
     "Mesh",
     "Move",
     "Piece",
     "PieceIndex",
-    "Placement",
     "Portion",
-    "Replicate",
     "Run",
-    "Shard",
     "boxes_of_run",
     "boxes_of_run_in_box",
     "check_cover",

@@ -48,7 +48,8 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """Return the box of the indices that both have; None when there are none."""
-        self._check_ndim(other)
+        if len(self.shape) != len(other.shape):
+            raise PlanError(f"boxes of one tensor have the same number of dims, not {self} and {other}")
         low = tuple(map(max, self.offset, other.offset))
         shape = tuple(high - start for high, start in zip(map(min, self.stop, other.stop), low, strict=True))
         return None if min(shape, default=1) <= 0 else Box(low, shape)
@@ -72,12 +73,6 @@ class Box:
                     yield Box(tuple(offset), tuple(b - a for a, b in zip(offset, end, strict=True)))
             start[dim], stop[dim] = low, high
 
-    def contains(self, other: "Box") -> bool:
-        """Whether `other` lies within the bounds of this box (the bounds count for an empty `other` too)."""
-        self._check_ndim(other)
-        starts = all(mine <= theirs for mine, theirs in zip(self.offset, other.offset, strict=True))
-        return starts and all(mine >= theirs for mine, theirs in zip(self.stop, other.stop, strict=True))
-
     def relative_to(self, origin: tuple[int, ...]) -> "Box":
         """Return the same box in coordinates whose zero is `origin`; `PlanError` when it starts before the origin."""
         if len(origin) != self.ndim:
@@ -87,10 +82,6 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         """Return what selects this box from an array that starts at index 0 of every dim."""
         return tuple(map(slice, self.offset, self.stop))
-
-    def _check_ndim(self, other: "Box") -> None:
-        if len(self.shape) != len(other.shape):
-            raise PlanError(f"boxes of one tensor have the same number of dims, not {self} and {other}")
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

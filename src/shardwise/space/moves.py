@@ -16,6 +16,7 @@ __all__ = [
     "Block",
     "BlockPart",
     "Move",
+    "PieceIndex",
     "blocks_of",
     "check_one_tensor",
     "elements_in_both",
