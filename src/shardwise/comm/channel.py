@@ -1,4 +1,13 @@
-"""The one protocol through which ranks talk. Implementations: `processes`, `simulated`, `alone`, `recorded`."""
+"""The one protocol through which ranks talk, what its calls must agree on, and the simplest channel: a world of one.
+
+`Channel` is implemented by `simulated` (threads), `processes` (CPU), `nccl` (GPU), `recorded` (a list around another
+channel) and `alone`, here. All of them check their arguments with the same functions and compare the same `Signature`,
+so that a program that is wrong on one channel is wrong on all. The two sums in memory, `gather` and `scatter_sum`, are
+the reference of what the others compute::
+
+    all_gather       rank 0 gives a, rank 1 gives b        output of both: a b
+    reduce_scatter   rank 0 gives a0 a1, rank 1 b0 b1      output 0: a0 + b0        output 1: a1 + b1
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +18,7 @@ import torch
 from shardwise.errors import MismatchError
 
 
+# `wait` is not a formality: until it returns, a peer may still read the input in shared memory, or a kernel on the GPU.
 class Work(Protocol):
     """A transfer in flight. Its tensors belong to the channel until `wait` returns."""
 
@@ -106,12 +116,21 @@ class Channel(Protocol):
 class Signature:
     """What the ranks of a transfer must agree on."""
 
+    # Why calls are compared at all: transports do not. Gloo, tried, gives garbage where dtypes differ, leaves the rest
+    # of a longer receive buffer as it was, and ends the whole process where sizes differ. None of these names a rank.
+
     operation: str
     purpose: str
     dtypes: tuple[torch.dtype, ...] = ()
     """Of what travels; for `reduce_scatter` also of the sum."""
     counts: tuple[int, ...] = ()
     """Elements per rank of the channel; for `send` and `receive` the one number of elements."""
+
+    @property
+    def compared(self) -> tuple[object, ...]:
+        """What is equal on all ranks of the transfer: a `send` and the `receive` that takes it are one message."""
+        operation = "message" if self.operation in ("send", "receive") else self.operation
+        return (operation, self.purpose, self.dtypes, self.counts)
 
     def __str__(self) -> str:
         dtypes = " summed in ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -169,6 +188,7 @@ def member_ranks(channel: Channel, ranks: Sequence[int]) -> tuple[int, ...]:
 
 def gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
     """Copy all `inputs` into each of the `outputs`, one after the other; a part that is its own input stays."""
+    # Values move, not graphs: the other channels detach their tensors.
     with torch.inference_mode():
         for output in outputs:
             for part, source in zip(torch.split(output, list(counts)), inputs, strict=True):
@@ -178,6 +198,8 @@ def gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], coun
 
 def scatter_sum(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
     """Leave in output r part r of ((input 0 + input 1) + input 2 ...), summed in the dtype of that output."""
+    # The order is part of the promise: floating-point sums depend on it. In rank order a sum is the same on every run,
+    # on every transport, and for every way to cut the elements over owners.
     with torch.inference_mode():
         parts = [torch.split(whole, list(counts)) for whole in inputs]
         for rank, output in enumerate(outputs):
@@ -188,11 +210,15 @@ def scatter_sum(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
             if total.data_ptr() != terms[0].data_ptr():
                 total.copy_(terms[0])
             for term in terms[1:]:
+                # Each term is widened before it is added: bfloat16 gradients travel as they are and are summed in
+                # float32, where they would lose bits with every addition in their own dtype.
                 total.add_(term.to(output.dtype))
             if total is not output:
                 output.copy_(total)
 
 
+# The checks look at the arguments of this rank alone and send nothing. Where they raise, the peers learn of it when
+# this rank aborts the channel or ends.
 def _check_counts(channel: Channel, signature: Signature) -> None:
     if len(signature.counts) != channel.size or min(signature.counts) < 0:
         raise MismatchError(f"{signature}: give one count, zero or more, for each of the {channel.size} ranks")
@@ -225,6 +251,7 @@ class _FinishedWork:
 
 
 class _Alone:
+    # Calls are checked as on any channel: an argument that is wrong must not wait for a second rank to be found.
     rank = 0
     size = 1
     progresses_alone = False

@@ -70,10 +70,8 @@ class MatchedCalls:
         texts: dict[tuple[object, ...], str] = {}
         for rank in self.ranks:
             signature = self.calls[rank].signature
-            operation = "message" if signature.operation in ("send", "receive") else signature.operation
-            key = (operation, signature.purpose, signature.dtypes, signature.counts)
-            alike.setdefault(key, []).append(rank)
-            texts.setdefault(key, str(signature))
+            alike.setdefault(signature.compared, []).append(rank)
+            texts.setdefault(signature.compared, str(signature))
         if len(alike) > 1:
             lines = [f"  - {named(ranks)}: {texts[key]}" for key, ranks in alike.items()]
             self._difference = "\n".join(
