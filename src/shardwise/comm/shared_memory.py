@@ -115,8 +115,8 @@ class SlotPool:
     def lend(self, num_bytes: int) -> torch.Tensor:
         """Zeroed bytes that the peers can read where they lie; given back when no tensor views them any more."""
         segment = SharedSegment(self._number(), num_bytes)
-        # Views of the memory, and views of views, keep the mapping alive; nobody says when the last one goes. So the pool
-        # holds it weakly and looks now and then (`release_idle`).
+        # Views of the memory, and views of views, keep the mapping alive, and nobody says when the last one goes. So
+        # the pool holds the mapping weakly and looks now and then (`release_idle`).
         mapping = mmap.mmap(segment.descriptor, num_bytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self._lent[segment.number] = Lent(segment=segment, start=memory.data_ptr(), mapping=weakref.ref(mapping))
