@@ -1,4 +1,18 @@
-"""The channel over real processes: shared memory between CPU ranks of one host, TCP otherwise, NCCL between GPUs."""
+"""The channel over real processes: shared memory between CPU ranks of one host, TCP otherwise, NCCL between GPUs.
+
+Here calls become messages; a `Switchboard` moves them. A collective of n ranks is n (n - 1) messages, each straight to
+its reader: an all-gather gives the same bytes to all, a reduce-scatter gives each rank its own part, and the reader
+adds. So a rank sends and receives as many bytes as in a ring, in one step instead of n - 1, and the sum has an order::
+
+    reduce_scatter    input of rank 0:  [ part 0 | part 1 | part 2 ]
+                                                     |        +------> rank 2 adds (0 + 1) + 2
+                                                     +---------------> rank 1 adds (0 + 1) + 2
+    all_gather        output of rank 0: [ part 0 | part 1 | part 2 ]
+                                                     ^        ^------- from rank 2
+                                                     +---------------- from rank 1
+
+`default_channel` says which channel a program gets that names none.
+"""
 
 import hashlib
 import os
@@ -7,10 +21,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
-
 import torch
 import torch.distributed as dist
-
 from shardwise.comm.channel import (
     Channel,
     Signature,
@@ -54,8 +66,48 @@ def processes(
     return channel if meeting.device.type == "cpu" else NcclChannel(channel, meeting.device)
 
 
+def default_channel() -> Channel:
+    """The initialised process group, else the processes that a launcher announces, else a world of one.
+
+    Launchers are torchrun, srun and mpirun. Raises PlanError where one announces several processes, but not enough for
+    them to meet.
+    """
+    initialised = dist.is_available() and dist.is_initialized()
+    return processes() if initialised or place_of(os.environ) is not None else alone()
+
+
+@contextmanager
+def given_or_default(channel: Channel | None, doing: str) -> Iterator[Channel]:
+    """A channel for one thing to do: the one given, or the default one, which is closed afterwards.
+
+    Errors that ranks do not agree on are told to the peers, with what this rank was `doing`, so that none waits.
+    """
+    used = channel if channel is not None else default_channel()
+    try:
+        yield used
+    except ShardwiseError:
+        # The ranks have agreed on it, or know of it: an abort would put another error in its place.
+        raise
+    except BaseException as error:
+        used.abort(f"{type(error).__name__} in {doing}: {error}")
+        raise
+    finally:
+        if channel is None:
+            used.close()
+
+
+def channel_of(state: object) -> Channel | None:
+    """The channel of an object that has one as `channel`, such as an engine: its ranks hold the object together."""
+    channel = getattr(state, "channel", None)
+    return channel if isinstance(channel, Channel) else None
+
+
 def _drop_in_children(board: Switchboard) -> None:
-    """A forked child (a data loader's worker) would keep connections open that tell the peers of this rank's death."""
+    """Close in a forked child, such as a data loader's worker, what it has inherited.
+
+    Peers learn of the death of this rank by the end of its connections. A child would keep them open.
+    """
+    # Weak, since what is registered with the interpreter stays registered: it would keep every board alive.
     reference = weakref.ref(board)
 
     def drop() -> None:
@@ -78,7 +130,8 @@ def _speak_at_the_end(board: Switchboard) -> None:
             what = "has ended its program (its last line, or sys.exit) without closing its channel"
             left.leave(f"rank {left.rank} {f'stopped: {in_words(error)}' if error else what}")
 
-    # Not `atexit`, which processes of multiprocessing leave out.
+    # Not `atexit`, which processes of multiprocessing leave out. Where the process is killed nothing runs, and the
+    # peers see the connection end.
     Finalize(None, speak, exitpriority=0)
 
 
@@ -111,6 +164,8 @@ class ProcessChannel:
     def subset(self, ranks: Sequence[int]) -> "ProcessChannel":
         """`over`, by its own type."""
         members = tuple(self.members[rank] for rank in member_ranks(self, ranks))
+        # Two channels over the same members would be one all the same: the board counts messages by lane, and a lane is
+        # a digest of the members.
         if members not in self._channels:
             channel = ProcessChannel(self._board, members)
             channel._channels = self._channels
@@ -118,13 +173,14 @@ class ProcessChannel:
         return self._channels[members]
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """See `Channel.allocate`: memory that ranks on this host read where it lies."""
+        """See `Channel.allocate`: memory that ranks on this host read where it is."""
         if num_bytes == 0 or not self._board.shares_memory_with(self._peers):
             return torch.zeros(num_bytes, dtype=torch.uint8)
         return self._board.lend(num_bytes)
 
     def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
         """See `Channel.share`."""
+        # All take the same way: a rank that returned None alone would leave the others in the next exchange.
         reaches_all = num_bytes > 0 and self._board.shares_memory_with_all(self._peers)
         purpose = f"{num_bytes} bytes of shared memory"
         if not all(self.exchange(b"+" if reaches_all else b"", purpose=f"who has {purpose}")):
@@ -132,13 +188,15 @@ class ProcessChannel:
         own = self._board.lend(num_bytes)
         with self._board.lock:
             place = self._board.tell_place(own, self._peers)
-        # A place is told before the message that names it, on the same connection: it is known when that has come.
+        # The frame with the descriptor goes before the message that names the place, on the same connection: the memory
+        # is mapped when the message has come.
         places = self.exchange(place, purpose=f"places of {purpose}")
         shared = [
             own if member == self._board.rank else self._board.memory_of(member, there, num_bytes)
             for member, there in zip(self.members, places, strict=True)
         ]
-        # Nobody gives its memory back before all have it.
+        # Nobody gives its memory back before all see it. Else a RELEASE could come right after the SEGMENT, before a
+        # slow rank has looked the memory up. A view of it, once made, keeps it mapped.
         self.exchange(b"", purpose=f"sight of {purpose}")
         return shared
 
@@ -227,6 +285,7 @@ class ProcessChannel:
 
     def compare(self, signature: Signature) -> Work:
         """Begin to compare the signature of a collective that travels on another way."""
+        # A message without bytes: its header has the digest, and that is all that is compared.
         with self._board.lock:
             self._board.check(signature)
             intake = Collecting([self._expected(rank, signature) for rank in self._peers])
@@ -247,38 +306,3 @@ class ProcessChannel:
 
     def _to_peers(self, source: torch.Tensor, signature: Signature) -> list[Outbound]:
         return self._board.send(source, self._peers, self._collectives, signature) if self._peers else []
-
-
-def default_channel() -> Channel:
-    """The initialised process group, else the processes that a launcher announces, else a world of one.
-
-    Launchers are torchrun, srun and mpirun. Raises PlanError where one announces several processes, but not enough for
-    them to meet.
-    """
-    initialised = dist.is_available() and dist.is_initialized()
-    return processes() if initialised or place_of(os.environ) is not None else alone()
-
-
-def channel_of(state: object) -> Channel | None:
-    """The channel of an object that has one as `channel`, such as an engine: its ranks hold the object together."""
-    channel = getattr(state, "channel", None)
-    return channel if isinstance(channel, Channel) else None
-
-
-@contextmanager
-def given_or_default(channel: Channel | None, doing: str) -> Iterator[Channel]:
-    """A channel for one thing to do: the one given, or the default one, which is closed afterwards.
-
-    Errors that ranks do not agree on are told to the peers, with what this rank was `doing`, so that none waits.
-    """
-    used = channel if channel is not None else default_channel()
-    try:
-        yield used
-    except ShardwiseError:
-        raise
-    except BaseException as error:
-        used.abort(f"{type(error).__name__} in {doing}: {error}")
-        raise
-    finally:
-        if channel is None:
-            used.close()

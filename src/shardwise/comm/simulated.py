@@ -1,6 +1,16 @@
-"""Brings the calls of ranks that share a process together, compares them and moves their data.
+"""n ranks as threads of this process, one running at a time, so that a run is the same every time.
 
-Nothing here waits or locks: whoever uses it lets one rank at a time in.
+    rank 0   call wait (1)                     carry out (2), go on ... wait (1)
+    rank 1                call wait (1)                                         go on ... end
+    rank 2                             call wait (2: ready at once) ...
+
+(1) A rank whose transfer lacks calls hands the baton to the next rank, in rank order, that can go on.
+(2) A transfer is carried out, for all its ranks, at the first wait after its last call.
+
+With the baton go the random states of torch, `random` and numpy, so that each rank draws as in a process of its own.
+Only the holder of the baton touches the state of the world; therefore nothing here is locked, and when no rank can go
+on, that is known at once. `Group` and `MatchedCalls` bring the calls of the ranks together, compare them and move their
+data; the rest is whose turn it is, and what a rank that stops means for the others.
 """
 
 import random
@@ -9,10 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
-
 import numpy as np
 import torch
-
 from shardwise.comm.channel import (
     Channel,
     Signature,
@@ -25,6 +33,71 @@ from shardwise.comm.channel import (
     scatter_sum,
 )
 from shardwise.errors import CallMismatchError, PeerError, PlanError, ShardwiseError, in_words
+
+
+T = TypeVar("T")
+
+
+_INTERRUPT_SECONDS = 0.1
+"""How soon, at the latest, an interrupt of the caller is noticed."""
+
+
+def simulate(world_size: int, fn: Callable[[Channel], T], *, timeout_seconds: float = 60.0) -> list[T]:
+    """Run `fn(channel)` on `world_size` simulated ranks in this process and return their results in rank order.
+
+    Every rank starts from the caller's random state (torch's CPU generator, `random`, numpy's global one) and goes on
+    with its own; the caller's is put back at the end. Ranks share all else that is global to a process.
+
+    Raises the error of the rank that failed first, with a note that names the rank, or without a note the one
+    `ShardwiseError` that all ranks raised alike. Ranks that wait for each other get a `PeerError` at once. Raises
+    `PeerError` also when a rank has made no call for `timeout_seconds` while others are unfinished; that rank is left
+    behind on its daemon thread.
+    """
+    if world_size < 1 or not timeout_seconds > 0:
+        raise PlanError(
+            f"simulate(world_size={world_size}, timeout_seconds={timeout_seconds}): give at least one rank and a time"
+        )
+    callers_state = _RandomState()
+    world = _World(world_size, callers_state)
+    results: dict[int, T] = {}
+
+    num_threads = torch.get_num_threads()
+
+    def body(channel: Channel) -> None:
+        torch.set_num_threads(num_threads)  # a new thread would take all cores
+        results[channel.rank] = fn(channel)
+
+    # Daemons: a rank that hangs is left behind, and must not keep the process from its end.
+    threads = [
+        threading.Thread(target=world.live, args=(rank, body), name=f"simulated rank {rank.number}", daemon=True)
+        for rank in world.ranks
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        world.watch(timeout_seconds)
+        for thread in threads:
+            thread.join()
+    finally:
+        # In this order: a rank that is left behind may still be running, and puts no random state back from now on.
+        world.is_abandoned = True
+        callers_state.restore()
+    world.raise_if_failed()
+    return [results[number] for number in range(world_size)]
+
+
+class _RandomState:
+    """The random states that are global to the process, as they are now."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -72,15 +145,17 @@ class MatchedCalls:
             signature = self.calls[rank].signature
             alike.setdefault(signature.compared, []).append(rank)
             texts.setdefault(signature.compared, str(signature))
+        # Only noted here: each rank raises it in its own wait, as ranks of real processes do.
         if len(alike) > 1:
             lines = [f"  - {named(ranks)}: {texts[key]}" for key, ranks in alike.items()]
             self._difference = "\n".join(
                 [f"calls of {named(self.ranks)} that meet differ; make the same calls in the same order:", *lines]
             )
-            self.calls.clear()
+            self.calls.clear()  # no data moves
 
     def carry_out(self) -> None:
         """Move the data unless it was done, and let go of the tensors; raises `MismatchError` when the calls differ."""
+        # The first rank that waits moves the data of all: by then every rank has given its tensors away until it waits.
         if self._difference:
             raise CallMismatchError(self._difference)
         if not self.calls:
@@ -110,73 +185,12 @@ class Group:
         """Add the call to its transfer; a lane is (source, destination), or empty for collectives."""
         position = self._num_calls.get((lane, rank), 0)
         self._num_calls[lane, rank] = position + 1
+        # The n-th call of one rank meets the n-th call of each other, whatever they are: only so can a difference show.
         transfer = self._open.setdefault((lane, position), MatchedCalls(lane or self.ranks))
         transfer.join(rank, call)
         if transfer.is_ready:
             del self._open[lane, position]
         return transfer
-
-
-T = TypeVar("T")
-
-_INTERRUPT_SECONDS = 0.1
-"""How soon, at the latest, an interrupt of the caller is noticed."""
-
-
-def simulate(world_size: int, fn: Callable[[Channel], T], *, timeout_seconds: float = 60.0) -> list[T]:
-    """Run `fn(channel)` on `world_size` simulated ranks in this process and return their results in rank order.
-
-    Every rank starts from the caller's random state (torch's CPU generator, `random`, numpy's global one) and goes on
-    with its own; the caller's is put back at the end. Ranks share all else that is global to a process.
-
-    Raises the error of the rank that failed first, with a note that names the rank, or without a note the one
-    `ShardwiseError` that all ranks raised alike. Ranks that wait for each other get a `PeerError` at once. Raises
-    `PeerError` also when a rank has made no call for `timeout_seconds` while others are unfinished; that rank is left
-    behind on its daemon thread.
-    """
-    if world_size < 1 or not timeout_seconds > 0:
-        raise PlanError(
-            f"simulate(world_size={world_size}, timeout_seconds={timeout_seconds}): give at least one rank and a time"
-        )
-    callers_state = _RandomState()
-    world = _World(world_size, callers_state)
-    results: dict[int, T] = {}
-
-    num_threads = torch.get_num_threads()
-
-    def body(channel: Channel) -> None:
-        torch.set_num_threads(num_threads)  # a new thread would take all cores
-        results[channel.rank] = fn(channel)
-
-    threads = [
-        threading.Thread(target=world.live, args=(rank, body), name=f"simulated rank {rank.number}", daemon=True)
-        for rank in world.ranks
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        world.watch(timeout_seconds)
-        for thread in threads:
-            thread.join()
-    finally:
-        world.is_abandoned = True
-        callers_state.restore()
-    world.raise_if_failed()
-    return [results[number] for number in range(world_size)]
-
-
-class _RandomState:
-    """The random states that are global to the process, as they are now."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -231,6 +245,7 @@ class _World:
         """Ranks that returned although nothing had stopped: whoever waits for them waits in vain."""
         self._all_ended = threading.Lock()
         self._last_movement = time.monotonic()
+        # A closed gate is a locked lock: its rank waits in a second `acquire` until another thread releases it.
         for lock in (self._all_ended, *(rank.gate for rank in self.ranks)):
             lock.acquire()
 
@@ -242,6 +257,7 @@ class _World:
         try:
             body(self.channel(rank, tuple(range(len(self.ranks)))))
             rank.has_returned = True
+            # A rank that returns after a stop may have caught its error; who waits for it hears the reason of the stop.
             if self._stop is None:
                 self._returned_early.add(rank.number)
         except BaseException as error:
@@ -268,6 +284,7 @@ class _World:
 
     def wait(self, rank: _SimulatedRank, signature: Signature, transfer: MatchedCalls) -> None:
         """Let others run until the transfer is ready, then carry it out."""
+        # A transfer that is ready completes even after a stop: what peers gave is not taken back.
         self._last_movement = time.monotonic()
         rank.last_call = signature
         while not transfer.is_ready:
@@ -277,6 +294,7 @@ class _World:
             self._raise_if_stopped(signature)
             rank.waits_in = transfer
             successor = self._next_after(rank)
+            # The own turn again: this rank goes round the loop once more and finds what has stopped the world.
             if successor is not rank:
                 rank.random_state = _RandomState()
                 self._give_baton(successor)
@@ -295,6 +313,7 @@ class _World:
 
     def _take_baton(self, rank: _SimulatedRank) -> None:
         rank.gate.acquire()
+        # These states are global to the process: with the baton goes the right to set them.
         if not self.is_abandoned:
             rank.random_state.restore()
 
@@ -309,6 +328,7 @@ class _World:
         return alive[0]
 
     def _can_go_on(self, rank: _SimulatedRank) -> bool:
+        # After a stop every rank can go on: it raises, and its `finally` blocks run.
         transfer = rank.waits_in
         return transfer is None or transfer.is_ready or self._stop is not None or bool(self._returned(transfer))
 
@@ -334,6 +354,7 @@ class _World:
             while not self._all_ended.acquire(timeout=_INTERRUPT_SECONDS):
                 if time.monotonic() < max(deadline, self._last_movement + timeout_seconds):
                     continue
+                # The last rank may compute as long as it likes: nobody waits for it but the caller.
                 self._raise_if_others_wait(timeout_seconds)
                 deadline = time.monotonic() + timeout_seconds
         except BaseException as error:
@@ -348,6 +369,7 @@ class _World:
         if self._stop is not None and self._stop.rank is not None and self.ranks[self._stop.rank].error is not None:
             first = self.ranks[self._stop.rank]
         assert first.error is not None
+        # Where all ranks have refused alike, the note "raised by rank 0" would only mislead.
         verdicts = {(type(rank.error), str(rank.error)) for rank in self.ranks}
         if len(verdicts) > 1 or not isinstance(first.error, ShardwiseError):
             first.error.add_note(f"raised by rank {first.number} of {len(self.ranks)} simulated ranks")
@@ -420,6 +442,7 @@ class _SimulatedChannel:
         return self._issue(RankCall(signature=signature, output=output, input=input))
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        # A lane of its own per pair and direction, so that messages do not count among the collectives.
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
         lane = (self._world_rank.number, self._group.ranks[destination])
         return self._issue(RankCall(signature=signature, input=tensor.view(-1)), lane)
