@@ -1,4 +1,15 @@
-"""The hello between two ranks that connect, among callers that may be anybody.
+"""From the addresses of the processes to one link per pair, among callers that may be anybody.
+
+    store:   token (1) -> host records (2) -> TCP addresses, where a pair needs them (3) -> verdicts (4)
+    sockets: each rank connects to every lower rank, then accepts every higher one; a hello proves the token
+
+(1) Rank 0 draws a secret; who does not know it is turned away. (2) Ranks whose records are equal share a kernel and
+its Unix sockets. (3) Listening ports are opened only then. (4) If a local connection failed anywhere, all connect
+through TCP. The hello between two ranks::
+
+    rank 3 calls rank 1                                    rank 1 answers
+    token, 3, 1   (+ a descriptor of shared memory   -->   is the token ours, does it mean rank 1, can the memory
+                   that holds the token, if local)         be read?  then "welcome", else the connection is closed
 
 Who calls has to say the token within a few seconds in all, however slowly its bytes come. Others are accepted
 meanwhile, nothing is allocated for a caller but its hello, and a stranger is dropped without an answer.
@@ -29,23 +40,17 @@ from shardwise.errors import MismatchError, PeerError, in_words
 HELLO_SECONDS = 5.0
 """How long a hello may take, and its answer."""
 
-
 TOKEN_BYTES = 32
-
 
 HELLO = struct.Struct(f"<{TOKEN_BYTES}sII")
 """Token, rank that calls, rank that is called: an address may lead to another rank of another host."""
 
-
 _WELCOME = b"welcome"
-
 
 _LOOK_UP_SECONDS = 0.2
 
-
 _MAX_CALLERS = 1024
 """Callers whose hellos are awaited at a time; beyond, the one that has waited longest is dropped."""
-
 
 _SHOWN_RANKS = 8
 
@@ -56,6 +61,7 @@ def connect(meeting: Rendezvous, *, shared_memory: bool) -> dict[int, PeerLink]:
         meeting.publish("token", secrets.token_hex(TOKEN_BYTES // 2))
     token = meeting.read("token", 0).encode()
     with contextlib.ExitStack() as listeners:
+        # Before the record is published: who reads it may call at once.
         unix = _listen_on_unix(token, meeting.rank) if shared_memory else None
         if unix is not None:
             listeners.enter_context(unix)
@@ -66,11 +72,14 @@ def connect(meeting: Rendezvous, *, shared_memory: bool) -> dict[int, PeerLink]:
         failure = ""
         if local:
             assert unix is not None
+            # A failure is not raised yet: two ranks may believe that they share a kernel and be kept apart, as in
+            # containers. Then there is still TCP, and all ranks take it together.
             try:
                 links = _connect_pairs(meeting, token, local, [unix], _unix_connector(meeting.rank, token))
             except OSError as error:
                 failure = in_words(error)
         if any(hosts):
+            # All ranks, not the pair alone: a rank that waits in `accept` for a peer that has given up must hear of it.
             meeting.publish("verdict", failure)
             if any(meeting.read_all("verdict")):
                 for link in links.values():
@@ -102,6 +111,7 @@ def _own_version() -> str:
 
 def _hosts(records: Sequence[str], own_rank: int) -> list[str]:
     """The hosts of all ranks. Raises MismatchError, with the versions, where they do not speak as this one does."""
+    # The host is the last line, so that a record of another version can still be taken apart.
     versions, _, hosts = zip(*(record.rpartition("\n") for record in records), strict=True)
     different = [rank for rank, version in enumerate(versions) if not version.startswith(f"wire format {WIRE} ")]
     if different:
@@ -137,11 +147,14 @@ def _connect_pairs(
     listeners: Sequence[socket.socket],
     connect_to: Callable[[int, float], socket.socket],
 ) -> dict[int, PeerLink]:
+    # Each pair has one caller. Rank 0 calls nobody and answers first, then rank 1 is through with its calls and
+    # answers, and so on: no circle of ranks can wait for each other's answers.
     local = listeners[0].family == socket.AF_UNIX
     deadline = time.monotonic() + meeting.patience_seconds
     connections: dict[int, socket.socket] = {}
 
     def look_up(missing: Collection[int]) -> None:
+        # A verdict before the connection is a failure: who succeeds publishes after it has connected to all.
         if local and any(meeting.has_published("verdict", rank) for rank in missing):
             raise ConnectionError("another rank has given up")
 
@@ -214,6 +227,7 @@ def say_hello(connection: socket.socket, token: bytes, caller: int, called: int)
     else:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(hello)
+    # The timeout of a socket counts anew with each byte; the deadline is for the whole answer.
     content = b""
     while len(content) < len(_WELCOME):
         if (left_seconds := deadline - time.monotonic()) <= 0:
@@ -251,6 +265,7 @@ class _Reception:
                 self._take_in(self._listeners[number])
             elif number in self._callers:
                 self._hear(number)
+        # A caller that says nothing costs a descriptor: too late or too many, and it is dropped.
         now = time.monotonic()
         late = [number for number, caller in self._callers.items() if caller.deadline < now]
         for number in late or list(self._callers)[: max(0, len(self._callers) - _MAX_CALLERS)]:
@@ -314,6 +329,7 @@ class _Caller:
     def rank(self, token: bytes, own_rank: int) -> int | None:
         """The rank that calls, which is answered; None for one that is not of us or wants another rank."""
         given, caller, called = HELLO.unpack(self._hello)
+        # In constant time: how long a comparison takes must not say how much of a guess was right.
         if not secrets.compare_digest(given, token) or called != own_rank:
             return None
         try:
@@ -339,7 +355,11 @@ class _Caller:
             os.close(self._descriptors.pop())
 
 
+# Unix sockets in the abstract namespace: no file is made, and the name ends with its socket.
+
+
 def _host_identity() -> str:
+    # The namespace of the network is that of abstract names: containers of one host need not share it.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
@@ -355,6 +375,7 @@ def _listen_on_unix(token: bytes, rank: int) -> socket.socket | None:
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        # Tried before anybody relies on it: a sandbox may forbid either.
         _host_identity()
         os.close(os.memfd_create("shardwise-probe"))
         listener.bind(_unix_name(token, rank))
@@ -378,6 +399,9 @@ def _unix_connector(own_rank: int, token: bytes) -> Callable[[int, float], socke
         return connection
 
     return connect_to
+
+
+# TCP
 
 
 def _listen_on_tcp(addresses: Sequence[str]) -> list[socket.socket]:
@@ -429,6 +453,7 @@ def _is_loopback(host: str) -> bool:
 
 def _tcp_connector(meeting: Rendezvous, token: bytes) -> Callable[[int, float], socket.socket]:
     def connect_to(rank: int, deadline: float) -> socket.socket:
+        # One after the other: a host may announce addresses that lead nowhere from here.
         addresses, port = json.loads(meeting.read("address", rank))
         problems = []
         for address in addresses:

@@ -1,4 +1,13 @@
-"""Starts one process per rank on this host, watches them, and ends them together."""
+"""Starts one process per rank on this host, watches them, and ends them together.
+
+The launcher is one loop over a queue of events: ends of ranks, and signals to the launcher. Rank 2 of 4 fails::
+
+    ranks 0 1 2 3 run                    wait for the first failure, without a deadline
+    rank 2 ends with 1                   the others have `grace_seconds` to find out and say so
+    ranks 0 and 1 end with PEER_FAILED   they only followed: the launcher looks for another culprit
+    rank 3 hangs                         SIGTERM, 5 seconds, SIGKILL
+    "rank 2 failed with exit code 1", its last lines, and exit code 1
+"""
 
 import collections
 import contextlib
@@ -25,6 +34,7 @@ _KEPT_LINES = 200
 _SECONDS_TO_TERMINATE = 5.0
 
 
+# Loaded here and not in the child: between fork and exec only what needs no lock may run.
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -39,6 +49,7 @@ class _RankProcess:
     """One process. All but rank 0 speak into a pipe, of which the last lines are kept."""
 
     def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> None:
+        # Rank 0 has the terminal: what all ranks print alike is then there once, and in its own order.
         self.rank = rank
         self.lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         # A process group of its own: Ctrl-C reaches the launcher alone, which passes it on exactly once.
@@ -102,6 +113,7 @@ def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, 
                 ranks.append(_RankProcess(rank, command, _environment(rank, num_processes, port)))
                 ranks[-1].report_end(events)
             stop = _collect(events, codes, num_processes, until_failure=True)
+            # A run that is asked to stop may finish its update and save it: that takes as long as it takes.
             if stop:
                 _pass_on(_passed_on(stop), ranks, events, codes, patience_seconds=math.inf)
             elif len(codes) < num_processes:
@@ -110,6 +122,7 @@ def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, 
             _pass_on(signal.SIGINT, ranks, events, codes, patience_seconds=grace_seconds)
             return _INTERRUPTED
         finally:
+            # The codes up to here are the ranks' own words. Those of ranks that are ended now say only that they were.
             own_codes = dict(codes)
             _pass_on(signal.SIGTERM, ranks, events, codes, patience_seconds=_SECONDS_TO_TERMINATE)
             _pass_on(signal.SIGKILL, ranks, events, codes, patience_seconds=_SECONDS_TO_TERMINATE)
@@ -173,6 +186,7 @@ def _verdict(ranks: Sequence[_RankProcess], codes: dict[int, int]) -> int:
     failures = [rank for rank, code in codes.items() if code]  # in the order in which they ended
     if not failures:
         return 0
+    # A signal before an exit code, and both before ranks that ended because of a peer; of equals the first.
     culprit = min(failures, key=lambda rank: (codes[rank] == PEER_FAILED, codes[rank] > 0))
     code = codes[culprit]
     if code < 0:
@@ -193,6 +207,7 @@ def _verdict(ranks: Sequence[_RankProcess], codes: dict[int, int]) -> int:
 
 
 def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
+    # By default each process would take all cores, and n of them would keep each other from working.
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = str(max(1, cores // num_processes))
     return {
@@ -226,6 +241,7 @@ def _stop_signals(events: Events) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         events.put(number)
 
+    # Python sets handlers of signals in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,14 @@
-"""Dtypes: torch's, by the names that plans and pieces give them."""
+"""Tensors of this rank as torch has them, in the words of pieces: dtype names, extents in memory, shards of DTensors.
+
+A DTensor stores one local tensor per rank. FSDP2 over tensor parallel cuts a dim in strides, so that the local tensor
+may be several boxes of the global one. 8 rows over 2 ranks, with `_StridedShard(0, split_factor=2)`::
+
+    global rows     0 1 | 2 3 | 4 5 | 6 7
+    rank 0          0 1         2 3              local rows: one tensor of 4 rows, two pieces
+    rank 1                0 1         2 3        pieces w[2:4] and w[6:8]
+
+Works with torch 2.11 to 2.13; whoever has no DTensor does not pay for the import of `torch.distributed.tensor`.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -44,6 +54,7 @@ def share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
     (start, stop), (other_start, other_stop) = extent(first), extent(second)
     if not (first.numel() and second.numel()) or max(start, other_start) >= min(stop, other_stop):
         return False
+    # Without gaps the extents say all. With gaps they may interleave, as the columns of a matrix do.
     if first.is_contiguous() and second.is_contiguous():
         return True
     return first_shared([first, second]) is not None
@@ -58,6 +69,8 @@ def first_shared(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     known = [each for each in spans if each is not None]
     if len(known) < 2:
         return None
+    # One mark per byte, and each tensor marks its own through a view with its own strides: torch does the arithmetic of
+    # shapes and strides, whatever they are.
     begin = min(start for start, _ in known)
     touched = torch.zeros(max(stop for _, stop in known) - begin, dtype=torch.bool)
 
@@ -71,6 +84,7 @@ def first_shared(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         if not tensor.numel():
             continue
         view = bytes_of(tensor)
+        # Somebody was here before. Who it was is found by marking one tensor at a time, for the message alone.
         if bool(view.any()):
             for other in marked:
                 touched.fill_(False)
@@ -146,6 +160,7 @@ def local_stretches(name: str, tensor: "DTensor") -> list[list[_Stretch]]:
     _check_readable(name, tensor)
     if coordinate is None:
         raise CheckpointError(f"{name} is a DTensor on {tensor.device_mesh}, in which this rank is not")
+    # In the order of the mesh dims: each placement cuts what those before it have left of the dim.
     held: list[list[_Stretch]] = [[(0, size)] for size in tensor.shape]
     for mesh_dim, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
@@ -190,6 +205,7 @@ def _share(placement: Any, size: int, num_parts: int, part: int) -> list[_Stretc
         )
         stops = list(accumulate(each.size(placement.dim) for each in parts))
         return [(stops[part - 1] if part else 0, stops[part])]
+    # A strided shard says which indices it has only by giving them: split the indices themselves, and look for steps.
     parts, _ = placement._split_tensor(torch.arange(size).view(shape), num_parts, with_padding=False, contiguous=False)
     indices = parts[part].flatten()
     breaks = (indices.diff() != 1).nonzero().flatten()
@@ -235,5 +251,6 @@ def _boxed(
 
 
 def _piece(name: str, tensor: "DTensor", offset: tuple[int, ...] | None, shape: tuple[int, ...] | None) -> Piece:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Piece(name=name, dtype=dtype, global_shape=tuple(tensor.shape), offset=offset, shape=shape)
+    return Piece(
+        name=name, dtype=dtype_name(tensor.dtype), global_shape=tuple(tensor.shape), offset=offset, shape=shape
+    )

@@ -21,8 +21,10 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
+
 import torch
 import torch.distributed as dist
+
 from shardwise.comm.channel import (
     Channel,
     Signature,

@@ -1,7 +1,15 @@
-"""Life: whether a process that took part before is still there, as far as its own host can tell.
+"""How the processes find each other: the rank, the size and a store of keys and values, before any connection.
 
-Without a channel nothing tells of a peer's death. Each process therefore leaves in the store who it is; whoever waits
-for it on the same host asks the kernel.
+All come through the store of torch.distributed, which rank 0 or torchrun serves. `connections` makes one link per pair
+out of it. Keys of two ranks that make their second channel::
+
+    shardwise/process/0           boot id, pid namespace, pid, start: who rank 0 is, for those who wait for it
+    shardwise/1                   2: how many channels rank 1 has begun, which numbers this one
+    shardwise/channel/2/token/0   what rank 0 publishes while channel 2 is made, under the key `token`
+    shardwise/channel/2/host/1    what rank 1 publishes under the key `host`
+
+Until there is a connection nothing tells of a peer's death. So a rank that waits for a key of another one looks each
+second whether the process that published `process/N` still runs.
 """
 
 import json
@@ -20,7 +28,6 @@ from shardwise.launchers import Announced, announced
 
 _LIFE_SECONDS = 1.0
 """A rank that waits looks so often whether the other one is still there."""
-
 
 START_SECONDS = 60.0
 """Least patience at the start, when processes still import and compile."""
@@ -47,6 +54,7 @@ class Rendezvous:
 
     def read(self, key: str, rank: int) -> str:
         """The value of another rank; raises `PeerError` when it does not come."""
+        # In short waits: the store has no way to wake this rank when the other one has ended.
         name = f"{key}/{rank}"
         deadline = time.monotonic() + self.patience_seconds
         while True:
@@ -91,6 +99,7 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Rendezvous:
     """
     patience = max(timeout_seconds, START_SECONDS)
     wants_nccl = (torch.cuda.is_available() and dist.is_nccl_available()) if device is None else device.type == "cuda"
+    # An initialised group wins over the environment: the program has said who takes part.
     if not dist.is_initialized():
         world = announced(os.environ)
         if world is None:
@@ -100,6 +109,7 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Rendezvous:
                 # Not bound to the device: groups of a bound one can be made by all ranks only.
                 dist.init_process_group("nccl", timeout=timedelta(seconds=timeout_seconds))
             else:
+                # On the CPU the store is enough; a process group is not made, and stays the program's to make.
                 store, rank, size = _meet_at("env://", patience)
         else:
             store, rank, size = _meet_announced(world.checked(), patience)
@@ -179,6 +189,7 @@ def _device(asked: torch.device | None) -> torch.device:
 
 
 def _store_host(store: Store) -> str | None:
+    # A store without a host, such as one in a file, says nothing of the network between the ranks.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, TCPStore) else None
@@ -195,6 +206,7 @@ def own_record() -> str:
 
 def is_gone(record: str) -> bool:
     """Whether the process of a record was on this host and is no more; False where that cannot be known."""
+    # In doubt it lives: to give up a rank that only starts slowly would end a run that is well.
     own = own_record()
     if not record or not own:
         return False
@@ -211,5 +223,6 @@ def is_gone(record: str) -> bool:
 
 def _start_of(process: int) -> str:
     """When a process was started, which tells it from a later one with its number. Zombies are gone."""
+    # The name of the program, in brackets, may hold spaces and brackets of its own; the fields come after the last one.
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]

@@ -19,8 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
+
 import numpy as np
 import torch
+
 from shardwise.comm.channel import (
     Channel,
     Signature,
@@ -33,7 +35,6 @@ from shardwise.comm.channel import (
     scatter_sum,
 )
 from shardwise.errors import CallMismatchError, PeerError, PlanError, ShardwiseError, in_words
-
 
 T = TypeVar("T")
 

@@ -1,4 +1,17 @@
-"""Moves: what two pieces of one tensor share, as a few strided copies between their storages."""
+"""Moves: what two pieces of one tensor share, as a few strided copies between their storages, and who shares at all.
+
+A piece is stored flat, and is some blocks: boxes of the tensor, one after the other in its storage (`blocks_of`). What
+two pieces share is what each block of the one shares with each of the other. The run (3, 16) of a tensor of shape
+(4, 5) is three blocks, and columns 1 and 2 are one::
+
+    . . . 0 0     storage of the run:       | 0 0 | 1 1 1 1 1 1 1 1 1 1 | 2 |
+    1 1 1 1 1     storage of the columns:   one block of shape (4, 2)
+    1 1 1 1 1     block 1 and the columns:  rows 1 and 2, columns 1 and 2: one move of shape (2, 2)
+    2 . . . .     blocks 0 and 2:           nothing in common with the columns
+
+One move may be many rows: `overlap` and `runs_of` take moves apart into copies of bytes that are together in both
+storages. A `PieceIndex` finds the pieces that share anything with a piece, among thousands.
+"""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -88,6 +101,8 @@ def moves(source: Piece, target: Piece) -> list[Move]:
     [Move(shape=(1, 2), source=Part(start=0, ...), target=Part(start=0, block=(1, 4), offset=(0, 2))), Move(...)]
     """
     check_one_tensor(source, target)
+    # Three short ways, each of one move: the same box, runs of the same box, and runs of the tensor itself. The general
+    # way would cut the runs into blocks, and give one move per block.
     same_box = source.offset == target.offset and source.shape == target.shape
     if same_box and source.run == target.run is None:
         shape = source.shape
@@ -98,6 +113,7 @@ def moves(source: Piece, target: Piece) -> list[Move]:
     if source.run is not None and target.run is not None:
         if same_box:
             return _flat_move(source.run, target.run)
+        # A piece that has every element of its reach is a run of the tensor, whatever its box.
         a, b = reach(source), reach(target)
         if a[1] - a[0] == source.run.num_elements and b[1] - b[0] == target.run.num_elements:
             return _flat_move(a, b)
@@ -118,6 +134,7 @@ def shared_elements(a: Piece, b: Piece) -> int:
 
 def elements_in_both(blocks: Iterable["Block"], others: Sequence["Block"]) -> int:
     """How many elements two pieces share, by their blocks. Who asks this of many pieces finds their blocks once."""
+    # Blocks of one piece do not overlap, so that volumes may be added.
     shared = 0
     for _, shape, offset in blocks:
         stop = tuple(map(add, offset, shape))
@@ -144,6 +161,7 @@ def overlap(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
 
 def elements_together(move: Move) -> int:
     """How many elements of a move lie together in both storages."""
+    # From the last dim: rows follow one another in storage as long as the box is as wide as both blocks.
     together = 1
     for size, source, target in zip(
         reversed(move.shape), reversed(move.source.block), reversed(move.target.block), strict=True
@@ -156,6 +174,7 @@ def elements_together(move: Move) -> int:
 
 def runs_of(moves: Iterable[Move]) -> Iterator[tuple[Run, Run]]:
     """Return what moves copy as runs of (the source's storage, the target's), as long as possible, in their order."""
+    # One pair is held back: the next may go on where it ends, in both storages, also across moves.
     source = target = Run(0, 0)
     for move in moves:
         length = elements_together(move)
@@ -172,6 +191,7 @@ def runs_of(moves: Iterable[Move]) -> Iterator[tuple[Run, Run]]:
 
 def _rows(move: Move, length: int) -> Iterator[tuple[int, int]]:
     """Where in both storages each row of so many elements begins."""
+    # Only the dims outside of a row have steps; those within it are one copy.
     steps = []
     left = move.num_elements // length
     strides = row_major_strides(move.source.block), row_major_strides(move.target.block)
@@ -189,6 +209,7 @@ def stretch_of(moves: Iterable[Move], start: int, stop: int) -> Iterator[Move]:
 
     A move that is cut becomes at most `2 * ndim - 1` moves. Elements keep their order.
     """
+    # A part of a box is boxes again, which are offsets into the same blocks: nothing else of the move changes.
     passed = 0
     for move in moves:
         num_elements = move.num_elements
@@ -233,6 +254,8 @@ def reach(piece: Piece) -> tuple[int, int]:
         return 0, 0
     if piece.shape == piece.global_shape:
         return first_left, stop
+    # From the last dim: the indices of the run's first and last element in the box, moved to the tensor, and made flat
+    # again with its strides. Row-major order in the box is row-major order in the tensor, so these are the ends.
     last_left = stop - 1
     first = last = 0
     stride = 1
@@ -325,6 +348,12 @@ class PieceIndex:
             check_one_tensor(self._pieces[0], piece)
         if len(self._pieces) <= _FEW:
             return [position for position, each in enumerate(self._pieces) if shared_elements(each, piece)]
+        # Sorted by start, so that starts end the search; stops need not rise, but the furthest stop so far does.
+        #
+        #     number          0   1   2   3      asked for 6 to 9:
+        #     start           0   2   3   8      1 is the first whose furthest stop is beyond 6
+        #     stop            4   7   5  12      3 is the last that starts before 9
+        #     furthest stop   4   7   7  12      2 is between them, stops at 5, and is passed over
         start, stop = reach(piece)
         first = bisect_right(self._furthest_stops, start)
         last = bisect_left(self._starts, stop)
@@ -334,6 +363,7 @@ class PieceIndex:
             if self._stops[at] > start:
                 position = self._positions[at]
                 other = self._pieces[position]
+                # Two runs of the tensor whose reaches meet share elements: nothing is left to compute.
                 other_flat = flat and self._stops[at] - self._starts[at] == other.num_elements
                 if other_flat or shared_elements(other, piece):
                     found.append(position)

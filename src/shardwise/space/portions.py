@@ -59,11 +59,14 @@ class Portion:
         With each comes where its elements lie in the storage of the run, as a box of a block; None: they are all of
         the storage, in its order.
         """
+        # One box is stored as one piece is, with or without a run. Several boxes are not: next to each other in the
+        # local tensor, they are rows apart in its storage, and a piece per box says where each begins.
         if len(self.ranges) == 1:
             ((box, local),) = self.boxes()
             whole = run is None or run == (0, math.prod(local.shape))
             yield self._piece(name, dtype, box, None if whole else run), None
             return
+        # The local tensor as if it were a whole one: its run as blocks, and what each box has of each block.
         held = Piece(name=name, dtype=dtype, global_shape=self.shape, run=run)
         for start, block, offset in blocks_of(held):
             for box, local in self.boxes():

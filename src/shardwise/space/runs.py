@@ -82,7 +82,7 @@ def boxes_of_run(shape: tuple[int, ...], run: Run) -> tuple[Box, ...]:
     dim = len(shape) - 1
     while dim > 0:  # climb, until the row along `dim` that holds `start` also holds `stop`
         row = strides[dim - 1]
-        boundary = -(-start // row) * row
+        boundary = -(-start // row) * row  # where the next row begins
         if boundary > stop:
             break
         if start < boundary:
