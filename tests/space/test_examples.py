@@ -5,10 +5,10 @@ from types import ModuleType
 
 import pytest
 
-from shardwise.space import boxes, layouts, meshes, pieces
+from shardwise.space import boxes, meshes, moves, pieces
 
 
-@pytest.mark.parametrize("module", [boxes, layouts, meshes, pieces], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [boxes, meshes, moves, pieces], ids=lambda module: module.__name__)
 def test_examples_run(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

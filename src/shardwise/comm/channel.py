@@ -64,14 +64,14 @@ class Channel(Protocol):
         """The channel of these ranks, numbered in this order. Called by its members only, in the same order by each."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed bytes (uint8) on `device`, in the memory out of which this channel moves tensors fastest."""
+        """Zeroed bytes (uint8) on `device`, in the memory from which this channel moves tensors fastest."""
 
     def share(self, num_bytes: int) -> "Sequence[torch.Tensor] | None":
-        """Zeroed bytes on the CPU for each rank, which all ranks read where they lie, in rank order; this rank's are
+        """Zeroed bytes on the CPU for each rank, which all ranks read in place, in rank order; this rank's are
         its own to write.
 
         None where not all ranks of the channel share one host's memory. A collective call: every rank gives the same
-        number. Whoever writes and reads orders that with `exchange`.
+        number. The ranks order their writes and reads with `exchange`.
         """
 
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
@@ -204,7 +204,7 @@ def scatter_sum(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
         parts = [torch.split(whole, list(counts)) for whole in inputs]
         for rank, output in enumerate(outputs):
             terms = [part[rank] for part in parts]
-            # An output that lies in its own rank's input must not be written before that term has been added.
+            # An output that is part of its own rank's input must not be written before that term has been added.
             in_place = output.data_ptr() == terms[rank].data_ptr()
             total = torch.empty_like(output) if in_place and rank > 0 else output
             if total.data_ptr() != terms[0].data_ptr():

@@ -11,7 +11,7 @@ through TCP. The hello between two ranks::
     token, 3, 1   (+ a descriptor of shared memory   -->   is the token ours, does it mean rank 1, can the memory
                    that holds the token, if local)         be read?  then "welcome", else the connection is closed
 
-Who calls has to say the token within a few seconds in all, however slowly its bytes come. Others are accepted
+A caller has to send the token within a few seconds in all, however slowly its bytes come. Others are accepted
 meanwhile, nothing is allocated for a caller but its hello, and a stranger is dropped without an answer.
 """
 
@@ -444,7 +444,7 @@ def _own_addresses(store_host: str | None) -> list[str]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether it is said to be this host itself; a name of it that only leads to the loopback address is not."""
+    """Whether the address means this host itself; a name that only leads to the loopback address does not."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -46,7 +46,7 @@ def _die_with_launcher() -> None:
 
 
 class _RankProcess:
-    """One process. All but rank 0 speak into a pipe, of which the last lines are kept."""
+    """One process. All but rank 0 speak into a pipe, and their last lines are kept."""
 
     def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> None:
         # Rank 0 has the terminal: what all ranks print alike is then there once, and in its own order.
@@ -126,7 +126,7 @@ def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, 
             own_codes = dict(codes)
             _pass_on(signal.SIGTERM, ranks, events, codes, patience_seconds=_SECONDS_TO_TERMINATE)
             _pass_on(signal.SIGKILL, ranks, events, codes, patience_seconds=_SECONDS_TO_TERMINATE)
-        # A rank that failed while it saved has the word, whoever asked it to stop.
+        # The exit code of a rank that failed while it saved comes before the signal that asked it to stop.
         as_asked = (0, PEER_FAILED, -_passed_on(stop), 128 + _passed_on(stop))
         if stop and all(code in as_asked for code in own_codes.values()):
             return 128 + stop
@@ -235,7 +235,7 @@ def _reserved_port() -> Iterator[int]:
 def _stop_signals(events: Events) -> Iterator[None]:
     """Turn signals that ask to stop into events, so that no rank outlives the launcher.
 
-    Whoever ignores one (`nohup` does so for SIGHUP) goes on ignoring it.
+    A signal that is ignored (`nohup` ignores SIGHUP) stays ignored.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -51,7 +51,7 @@ Taker = Callable[["PeerLink", Header, Payload], None]
 
 
 class _Outgoing:
-    """Bytes waiting for room in the socket, perhaps with a descriptor, perhaps with somebody who waits for it."""
+    """Bytes that wait for room in the socket, perhaps with a descriptor, or a function to call when they have left."""
 
     __slots__ = ("begun", "content", "descriptor", "on_sent", "whole")
 
@@ -79,7 +79,7 @@ class PeerLink:
         self.garbled = ""
         """What came that is no frame of ours; nothing more is read then."""
         self.has_failed = False
-        """The other side has told its verdict and sends nothing more."""
+        """The other side has sent its verdict and sends nothing more."""
         self.texts: dict[int, str] = {}
         """Digest to text, for the signatures that the other side has used."""
         self.status: Status | None = None
@@ -169,7 +169,7 @@ class PeerLink:
             except BlockingIOError:
                 return
             except OSError:
-                # The reading side says what became of the peer; what it sent before its end is still to be read.
+                # The reading side says what became of the peer; what it sent before its end has not been read yet.
                 self.drop_queue()
                 return
             self._advance_queue(num_sent)
@@ -197,7 +197,7 @@ class PeerLink:
                 return
 
     def drop_queue(self) -> None:
-        """Forget the frames of which no byte has left, so that what is queued next goes out soon."""
+        """Forget the frames that have not begun to leave, so that the next one goes out soon."""
         # A frame that is cut would make the reader take what follows for its payload.
         kept: collections.deque[_Outgoing] = collections.deque()
         if self._outgoing and not self.ended and (self._outgoing[0].begun or not self._outgoing[0].whole):
@@ -353,7 +353,7 @@ def stuck(awaited: int, links: Mapping[int, PeerLink], *, own_rank: int, timeout
 
         0 --waits for--> 1 --waits for--> 2 --waits for--> 3, which has said nothing: rank 3 made no progress
 
-    Only rank 3 helps whoever looks for the cause; that rank 1 did not answer is true, and no help.
+    That rank 1 did not answer is true, but rank 3 is where to look for the cause.
     """
     culprit = awaited
     chain = []

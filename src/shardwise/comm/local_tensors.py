@@ -7,7 +7,7 @@ may be several boxes of the global one. 8 rows over 2 ranks, with `_StridedShard
     rank 0          0 1         2 3              local rows: one tensor of 4 rows, two pieces
     rank 1                0 1         2 3        pieces w[2:4] and w[6:8]
 
-Works with torch 2.11 to 2.13; whoever has no DTensor does not pay for the import of `torch.distributed.tensor`.
+Works with torch 2.11 to 2.13; a program without DTensors does not pay for the import of `torch.distributed.tensor`.
 """
 
 import sys
@@ -84,7 +84,7 @@ def first_shared(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         if not tensor.numel():
             continue
         view = bytes_of(tensor)
-        # Somebody was here before. Who it was is found by marking one tensor at a time, for the message alone.
+        # Another tensor has these bytes. Marking one at a time finds which: only the message needs to know.
         if bool(view.any()):
             for other in marked:
                 touched.fill_(False)
@@ -119,7 +119,7 @@ def local_tensor(tensor: "DTensor") -> torch.Tensor:
 
 
 def with_local_tensor(tensor: "DTensor", local: torch.Tensor) -> "DTensor":
-    """Return a DTensor like `tensor` of which this rank stores `local`, a tensor of the same shape as before."""
+    """Return a DTensor like `tensor` with `local` as the part of this rank, a tensor of the same shape as before."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -238,7 +238,7 @@ def _length(stretches: Sequence[_Stretch]) -> int:
 def _boxed(
     name: str, tensor: "DTensor", local: torch.Tensor, held: Sequence[Sequence[_Stretch]]
 ) -> list[tuple[Piece, torch.Tensor]]:
-    """Every choice of one stretch per dim is a box, and lies in the local tensor where its stretches do."""
+    """Every choice of one stretch per dim is a box; its place in the local tensor is that of its stretches."""
     places = [accumulate((stop - start for start, stop in stretches), initial=0) for stretches in held]
     choices = [list(zip(stretches, where, strict=False)) for stretches, where in zip(held, places, strict=True)]
     pieces = []

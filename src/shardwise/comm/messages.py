@@ -81,7 +81,7 @@ class MessageChunk:
 
     def consumed(self) -> None:
         """The content has been read and is not touched again."""
-        # From here on the sender may overwrite the bytes: whoever still wants them has to copy before.
+        # From here on the sender may overwrite the bytes: a reader copies what it needs before.
         if self._acknowledgement:
             self._link.put(self._acknowledgement)
 
@@ -315,7 +315,7 @@ class Intake(Protocol):
 
     @property
     def awaited(self) -> list[int]:
-        """World ranks of which something is still to come; empty when complete."""
+        """World ranks that have not sent everything yet; empty when complete."""
 
 
 class TransferInFlight:
@@ -450,8 +450,8 @@ class Summing:
             else None
         )
         self._same_dtype = dtype == output.dtype
-        # torch adds bfloat16 to float32 in float32 within one kernel. Only where the promoted dtype is not that of the
-        # output has a term to be converted on its own.
+        # torch adds bfloat16 to float32 in float32 within one kernel. Where the promoted dtype is not that of the
+        # output, a term is converted on its own.
         self._widens = torch.promote_types(dtype, output.dtype) == output.dtype
         self._held: tuple[torch.Tensor, MessageChunk | None] | None = None
         """The first term of a region: it is read together with the second, which saves writing it."""

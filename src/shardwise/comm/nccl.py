@@ -208,14 +208,14 @@ class NcclChannel:
         self._control.abort(reason)
 
     def close(self) -> None:
-        """See `Channel.close`. The process group stays: whoever made it may still use it."""
+        """See `Channel.close`. The process group stays: the program that made it may still use it."""
         self._control.close()
 
     def _direction(self, sender: int, receiver: int) -> dist.ProcessGroup:
         return self._upward if sender < receiver else self._downward
 
     def _is_plain(self, signature: Signature) -> bool:
-        """Whether all parts are equal and lie in the order of the group."""
+        """Whether all parts are equal and in the order of the group."""
         return len(set(signature.counts)) == 1 and self._by_world_rank == list(range(self.size))
 
     def _compare(self, signature: Signature) -> None:

@@ -82,7 +82,7 @@ def default_channel() -> Channel:
 def given_or_default(channel: Channel | None, doing: str) -> Iterator[Channel]:
     """A channel for one thing to do: the one given, or the default one, which is closed afterwards.
 
-    Errors that ranks do not agree on are told to the peers, with what this rank was `doing`, so that none waits.
+    An error that the ranks have not agreed on aborts the channel, with what this rank was `doing`: no peer waits.
     """
     used = channel if channel is not None else default_channel()
     try:

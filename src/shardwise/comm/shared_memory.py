@@ -113,7 +113,7 @@ class SlotPool:
         return slot
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed bytes that the peers can read where they lie; given back when no tensor views them any more."""
+        """Zeroed bytes that the peers can read in place; given back when no tensor views them any more."""
         segment = SharedSegment(self._number(), num_bytes)
         # Views of the memory, and views of views, keep the mapping alive, and nobody says when the last one goes. So
         # the pool holds the mapping weakly and looks now and then (`release_idle`).
@@ -123,7 +123,7 @@ class SlotPool:
         return memory
 
     def locate(self, source: torch.Tensor) -> tuple[SharedSegment, int] | None:
-        """The lent segment in which flat bytes lie, and where in it they begin."""
+        """The lent segment that holds flat bytes, and where in it they begin; None for other memory."""
         # By address: a message is any view of the memory, such as one bucket of many. Few segments are lent at a time.
         address = source.data_ptr()
         for lent in self._lent.values():

@@ -201,7 +201,7 @@ class _SimulatedRank:
     number: int
     random_state: _RandomState
     gate: threading.Lock = field(default_factory=threading.Lock)
-    """Released by whoever hands this rank the baton."""
+    """Released by the rank that hands this one the baton."""
     last_call: Signature | None = None
     waits_in: MatchedCalls | None = None
     has_returned: bool = False
@@ -243,7 +243,7 @@ class _World:
         self._stop: _Stop | None = None
         self._failed: list[_SimulatedRank] = []
         self._returned_early: set[int] = set()
-        """Ranks that returned although nothing had stopped: whoever waits for them waits in vain."""
+        """Ranks that returned although nothing had stopped: a rank that waits for one of them waits in vain."""
         self._all_ended = threading.Lock()
         self._last_movement = time.monotonic()
         # A closed gate is a locked lock: its rank waits in a second `acquire` until another thread releases it.

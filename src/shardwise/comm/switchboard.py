@@ -1,4 +1,4 @@
-"""All connections of this process, and the loop that moves every message while somebody waits for one.
+"""All connections of this process, and the loop that moves every message while a call waits for one.
 
 Progress is made inside calls, which costs the training step nothing while it computes; only what did not fit into a
 socket is written by a thread between the calls. A message is known by (rank, lane, number), on both sides without
@@ -167,21 +167,21 @@ class Switchboard:
         return all(self._links[rank].local for rank in ranks)
 
     def tell_place(self, memory: torch.Tensor, ranks: Sequence[int]) -> bytes:
-        """Let these ranks map the segment in which lent memory lies; its place in words for `memory_of`."""
+        """Let these ranks map the segment that holds lent memory; return its place in words for `memory_of`."""
         found = self._pool.locate(memory)
-        assert found is not None, "lent memory lies in a segment"
+        assert found is not None, "lent memory is part of a segment"
         segment, start = found
         for rank in ranks:
             self._links[rank].tell_segment(segment)
         return json.dumps([segment.number, start]).encode()
 
     def memory_of(self, rank: int, place: bytes, num_bytes: int) -> torch.Tensor:
-        """The memory that a peer has told this rank of."""
+        """The memory of a peer at the place that its `tell_place` gave."""
         number, start = json.loads(place)
         return self._links[rank].shared(number, start, num_bytes)
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed bytes that peers on this host read where they lie."""
+        """Zeroed bytes that peers on this host read in place."""
         return self._pool.lend(num_bytes)
 
     def check(self, signature: Signature) -> None:
@@ -218,7 +218,7 @@ class Switchboard:
 
     def _wait(self, transfer: TransferInFlight) -> None:
         # The deadline counts from the last chunk that moved, in any transfer: a large message may take as long as it
-        # needs. Ranks tell where they wait well before it, so that whoever comes to the deadline knows what for.
+        # needs. Ranks tell where they wait well before it, so that the first rank at its deadline knows the chain.
         #
         #     0 s    last movement
         #     1 s    STATUS to all: I wait for rank 2 in all_gather for 'weights'
@@ -292,7 +292,7 @@ class Switchboard:
                 link.forget_segment(number)
 
     def _answer_asking(self) -> None:
-        """Whoever waits for one of our answers need not wait until this rank is done waiting."""
+        """Answer the peers that ask, although this rank waits itself and has not called what they ask about."""
         # Two ranks that both send first, with a signature that is new, would otherwise wait for each other's answers.
         # An answer from here says less (the message is not matched yet), and a difference is then found by the
         # receiver.
@@ -367,7 +367,7 @@ class Switchboard:
         inbound.chunks.append(MessageChunk(link, offset, content, reply))
         inbound.has_arrived = offset + num_bytes >= total
         self._forget_if_met(inbound)
-        # Who sends does not wait any more where it said that it waits.
+        # A rank that sends has left the call in which it said that it waits.
         link.status = None
         link.last_digest = digest
         link.last_heard = time.monotonic()
@@ -398,7 +398,7 @@ class Switchboard:
         if inbound.expected is None or inbound.digest is None:
             return
         if inbound.expected.digest != inbound.digest:
-            # Both sides are told both texts: the sender's came as a SIGNATURE frame before the chunk.
+            # The error shows both texts: the sender's came as a SIGNATURE frame before the chunk.
             inbound.refuse()
             theirs = self._links[inbound.source].texts[inbound.digest]
             self.fail(different({self.rank: inbound.expected.text, inbound.source: theirs}))

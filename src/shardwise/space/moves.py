@@ -98,7 +98,7 @@ def moves(source: Piece, target: Piece) -> list[Move]:
 
     >>> columns = Piece(name="w", dtype="float32", global_shape=(4, 8), offset=(0, 6), shape=(4, 2))
     >>> moves(columns, Piece(name="w", dtype="float32", global_shape=(4, 8), run=(4, 32)))  # doctest: +ELLIPSIS
-    [Move(shape=(1, 2), source=Part(start=0, ...), target=Part(start=0, block=(1, 4), offset=(0, 2))), Move(...)]
+    [Move(shape=(1, 2), source=BlockPart(start=0, ...), target=BlockPart(start=0, block=(1, 4), ...)), Move(...)]
     """
     check_one_tensor(source, target)
     # Three short ways, each of one move: the same box, runs of the same box, and runs of the tensor itself. The general
@@ -133,7 +133,7 @@ def shared_elements(a: Piece, b: Piece) -> int:
 
 
 def elements_in_both(blocks: Iterable["Block"], others: Sequence["Block"]) -> int:
-    """How many elements two pieces share, by their blocks. Who asks this of many pieces finds their blocks once."""
+    """How many elements two pieces share, by their blocks. A caller with many pieces makes their blocks once."""
     # Blocks of one piece do not overlap, so that volumes may be added.
     shared = 0
     for _, shape, offset in blocks:
@@ -152,7 +152,7 @@ def elements_in_both(blocks: Iterable["Block"], others: Sequence["Block"]) -> in
 def overlap(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
     """Return the elements that two pieces of one tensor share, as runs of (the storage of `a`, the storage of `b`).
 
-    Each pair is one copy of equally many elements that lie together in both storages. Pairs are as long as possible and
+    Each pair is one copy of equally many elements that are together in both storages. Pairs are as long as possible and
     in order in both. The work grows with the number of pairs, and not with the tensor.
     Raises `PlanError` for pieces of different tensors. The dtypes may differ.
     """
@@ -160,7 +160,7 @@ def overlap(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
 
 
 def elements_together(move: Move) -> int:
-    """How many elements of a move lie together in both storages."""
+    """How many elements of a move are together in both storages."""
     # From the last dim: rows follow one another in storage as long as the box is as wide as both blocks.
     together = 1
     for size, source, target in zip(
@@ -237,7 +237,7 @@ def check_one_tensor(a: Piece, b: Piece) -> None:
 
 
 def reach(piece: Piece) -> tuple[int, int]:
-    """Return the shortest run of the tensor, as (start, stop), in which the piece lies; (0, 0) if it has no elements.
+    """Return the shortest run of the tensor, as (start, stop), that holds the piece; (0, 0) if it has no elements.
 
     The piece is one stretch of the tensor exactly when this run has as many elements as the piece.
     """

@@ -27,7 +27,7 @@ class Portion:
     dim: int
     """The dim along which the global tensor is cut."""
     ranges: tuple[tuple[int, int], ...]
-    """Indices of the global tensor along `dim`, from and to, in the order in which they lie in the local tensor."""
+    """Indices of the global tensor along `dim`, from and to, in the order of the local tensor."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dim < len(self.global_shape):
@@ -56,8 +56,8 @@ class Portion:
     ) -> Iterator[tuple[Piece, BlockPart | None]]:
         """The pieces that a run of the local tensor's elements has, all of them by default.
 
-        With each comes where its elements lie in the storage of the run, as a box of a block; None: they are all of
-        the storage, in its order.
+        With each comes the place of its elements in the storage of the run, as a box of a block. None means that they
+        are all of the storage, in its order.
         """
         # One box is stored as one piece is, with or without a run. Several boxes are not: next to each other in the
         # local tensor, they are rows apart in its storage, and a piece per box says where each begins.
