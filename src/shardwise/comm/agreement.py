@@ -69,6 +69,7 @@ def _packed(error: ShardwiseError) -> bytes:
 def _joined(refusals: Mapping[int, tuple[str, str, list[str], list[str]]], *, names_ranks: bool) -> ShardwiseError:
     """One error for all that ranks refuse with. Where not all say the same, each line says which rank does."""
     names_ranks = names_ranks or len({text for _, text, _, _ in refusals.values()}) > 1
+    # Ranks that say the same are one line. Where all do, none is named: the refusal is not about a rank.
     lines: dict[str, None] = {}  # keys of dicts keep each text once, in the order of the ranks
     problems: dict[str, None] = {}
     notes: dict[str, None] = {}
@@ -105,6 +106,7 @@ def compare(channel: Channel, lines: Sequence[str], *, subject: str, hint: str) 
 
 def digest_of_values(tensor: torch.Tensor) -> str:
     """A short digest of the values of a tensor (xxh3 over its row-major bytes)."""
+    # Of the bytes, not of the values: NaNs and the sign of zero count.
     flat = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8)
     return xxhash.xxh3_64_hexdigest(flat.numpy().tobytes())
 

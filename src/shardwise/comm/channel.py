@@ -178,6 +178,7 @@ def message_signature(channel: Channel, operation: str, tensor: torch.Tensor, pe
 
 def member_ranks(channel: Channel, ranks: Sequence[int]) -> tuple[int, ...]:
     """`ranks` for `channel.over`, checked: distinct, of this channel, the calling rank among them."""
+    # The order counts: it numbers the ranks of the new channel, and is part of the name of its lanes.
     asked = tuple(ranks)
     if len(set(asked)) != len(asked) or not all(0 <= rank < channel.size for rank in asked):
         raise MismatchError(f"over({asked}): name distinct ranks of the channel, 0 to {channel.size - 1}")
@@ -234,6 +235,7 @@ def _check_flat(channel: Channel, signature: Signature, label: str, tensor: torc
 
 
 def _check_tensor(channel: Channel, signature: Signature, label: str, tensor: torch.Tensor) -> None:
+    # Transports see flat bytes. Those of a strided tensor would be a copy, and what is received into it would be lost.
     if tensor.device.type != channel.device.type:
         raise MismatchError(f"{signature}: {label} is on {tensor.device}, but the channel on {channel.device}")
     if not tensor.is_contiguous():

@@ -58,7 +58,7 @@ _SHOWN_RANKS = 8
 def connect(meeting: Rendezvous, *, shared_memory: bool) -> dict[int, PeerLink]:
     """One link to every other rank, by world rank; raises `PeerError` when one cannot be had."""
     if meeting.rank == 0:
-        meeting.publish("token", secrets.token_hex(TOKEN_BYTES // 2))
+        meeting.publish("token", secrets.token_hex(TOKEN_BYTES // 2))  # two letters per byte
     token = meeting.read("token", 0).encode()
     with contextlib.ExitStack() as listeners:
         # Before the record is published: who reads it may call at once.
@@ -131,6 +131,7 @@ def _connect_through_tcp(meeting: Rendezvous, token: bytes, ranks: set[int]) -> 
         listeners = _listen_on_tcp(_own_addresses(meeting.store_host))
         for listener in listeners:
             open_listeners.enter_context(listener)
+        # One port for all addresses, and only those that are bound: a caller need not guess.
         bound = [listener.getsockname()[:2] for listener in listeners]
         meeting.publish("address", json.dumps([[address for address, _ in bound], bound[0][1]]))
         try:
@@ -160,7 +161,7 @@ def _connect_pairs(
 
     try:
         for rank in sorted(ranks):
-            if rank < meeting.rank:
+            if rank < meeting.rank:  # its listener takes the call even before it comes to `accept`
                 connections[rank] = connect_to(rank, deadline)
         higher = {rank for rank in ranks if rank > meeting.rank}
         connections |= accept(listeners, higher, token, meeting.rank, deadline=deadline, look_up=look_up)
@@ -192,6 +193,7 @@ def accept(
     look_up: called now and then with the ranks that are missing; what it raises ends the wait. Raises TimeoutError
     when `deadline` (on the monotonic clock) passes.
     """
+    # Callers come in any order, and strangers between them: all are heard at once, none can hold up another.
     reception = _Reception(listeners, awaited, token, own_rank)
     next_look = time.monotonic() + _LOOK_UP_SECONDS
     try:

@@ -34,7 +34,7 @@ _KEPT_LINES = 200
 _SECONDS_TO_TERMINATE = 5.0
 
 
-# Loaded here and not in the child: between fork and exec only what needs no lock may run.
+# Loaded here and not in the child: between fork and exec a lock that another thread holds is never released.
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -64,6 +64,7 @@ class _RankProcess:
             text=True,
             errors="replace",
         )
+        # Read all the time: a rank that prints into a full pipe would stop there.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -146,7 +146,7 @@ def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor
             f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements}, which give this "
             f"rank a local tensor of shape {lengths}, but it has {tuple(local.shape)}: make it with distribute_tensor"
         )
-    if 0 in tensor.shape:  # its name shall not be lost
+    if 0 in tensor.shape:  # its name must not be lost
         return [(_piece(name, tensor, None, None), local.new_empty(tensor.shape))]
     return _boxed(name, tensor, local, held)
 
@@ -245,6 +245,7 @@ def _boxed(
     for choice in product(*choices):
         offset = tuple(start for (start, _), _ in choice)
         shape = tuple(stop - start for (start, stop), _ in choice)
+        # A view: a load writes through it into the DTensor.
         part = local[tuple(slice(at, at + size) for (_, at), size in zip(choice, shape, strict=True))]
         pieces.append((_piece(name, tensor, offset, shape), part))
     return pieces

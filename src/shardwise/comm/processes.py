@@ -84,6 +84,7 @@ def given_or_default(channel: Channel | None, doing: str) -> Iterator[Channel]:
 
     An error that the ranks have not agreed on aborts the channel, with what this rank was `doing`: no peer waits.
     """
+    # A channel that was given may serve other things after this one: only its owner closes it.
     used = channel if channel is not None else default_channel()
     try:
         yield used
@@ -146,6 +147,7 @@ class ProcessChannel:
     """The channel among the `members`, world ranks in the order of their ranks here, for tensors on the CPU."""
 
     device = torch.device("cpu")
+    # Messages move inside calls. One that is begun early gains nothing while this rank computes.
     progresses_alone = False
 
     def __init__(self, board: Switchboard, members: tuple[int, ...], *, owns_board: bool = False) -> None:
@@ -228,6 +230,7 @@ class ProcessChannel:
                 for member, part in zip(self.members, parts, strict=True)
                 if member != self._board.rank
             ]
+            # Usually the input is its own part of the output, as in a bucket of parameters.
             own = parts[self.rank]
             if own.data_ptr() != input.data_ptr():
                 own.copy_(input.detach())
@@ -242,7 +245,8 @@ class ProcessChannel:
             self._board.check(signature)
             parts = torch.split(input.detach(), list(signature.counts))
             outbounds: list[Outbound] = []
-            # Each rank begins with its right neighbour, so that no rank is everybody's first.
+            # Every peer gets another part, so that no slot serves two readers: all messages share the slots of the
+            # pool. Each rank begins with its right neighbour, so that no rank is everybody's first.
             for step in range(1, self.size):
                 destination = (self.rank + step) % self.size
                 outbounds += self._board.send(

@@ -97,6 +97,7 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Rendezvous:
 
     Raises `PlanError` when there is neither, or when the device asked for needs another backend.
     """
+    # A short timeout is meant for a peer that hangs in a step, not for one that still compiles.
     patience = max(timeout_seconds, START_SECONDS)
     wants_nccl = (torch.cuda.is_available() and dist.is_nccl_available()) if device is None else device.type == "cuda"
     # An initialised group wins over the environment: the program has said who takes part.

@@ -103,6 +103,7 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     >>> row_major_strides((2, 3, 4))
     (12, 4, 1)
     """
+    # From the last dim, whose neighbours are next to each other.
     strides = []
     stride = 1
     for size in reversed(shape):

@@ -92,6 +92,7 @@ class Mesh:
             raise PlanError(*(_unknown_axis(axis) for axis in unknown))
         coordinates = self.coordinates(rank)
         strides = row_major_strides(self.shape)
+        # The axes asked for run over all their coordinates, the others stay where the rank is.
         steps = [
             range(0, size * stride, stride) if axis in axes else (coordinates[axis] * stride,)
             for axis, size, stride in zip(AXES, self.shape, strides, strict=True)

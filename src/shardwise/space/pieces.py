@@ -101,6 +101,7 @@ class Piece:
 
     def within(self, start: int, stop: int) -> "Piece":
         """Return the run from `start` to `stop` of the same box."""
+        # Counted in the box, not in the run of this piece.
         return Piece(
             name=self.name,
             dtype=self.dtype,
@@ -143,6 +144,7 @@ def taken_in_order(target: Piece, pieces: Iterable[Piece]) -> tuple[list[tuple[i
     taken: list[tuple[int, Box]] = []
     left = list(target.boxes())
     for at, piece in enumerate(pieces):
+        # `left` shrinks with every box, so that an element that two pieces have is taken once.
         for box in piece.boxes():
             taken += [(at, shared) for each in left if (shared := each.intersect(box)) is not None]
             left = [rest for each in left for rest in each.minus(box)]

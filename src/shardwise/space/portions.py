@@ -91,6 +91,7 @@ def even_cuts(size: int, count: int, *, unit: int = 1) -> Sequence[tuple[int, in
 
     Raises PlanError for a size that is not a whole number of units.
     """
+    # Units are heads or groups of them, which no rank can compute in part.
     units, rest = divmod(size, unit)
     if rest:
         raise PlanError(f"{size} indices are asked to be cut in units of {unit}, which does not divide them")
