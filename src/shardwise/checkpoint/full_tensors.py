@@ -21,8 +21,8 @@ from shardwise.checkpoint.states import Ordered, State
 from shardwise.checkpoint.streaming import WindowFiller
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
-from shardwise.comm.default import channel_of, given_or_default
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.dtypes import itemsize_bytes

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.held import place_of
-from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.names import state_name
 from shardwise.plan.optimizer_entries import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory
 from shardwise.errors import OptimizerError
 from shardwise.plan.optimizer_entries import NEVER_ALONG, python_type, python_types, values_of

@@ -17,8 +17,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.dtensors import is_dtensor
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.hand_over import HandOver
 from shardwise.engine.initial_values import Later

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.torch_dtypes import dtype_name, torch_dtype
+from shardwise.comm.local_tensors import dtype_name, torch_dtype
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.zero.flat_params import FlatParams

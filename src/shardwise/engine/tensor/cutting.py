@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, compare
-from shardwise.comm.dtensors import is_dtensor
+from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.tensor.cut_outline import tensor_outline

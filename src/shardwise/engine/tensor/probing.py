@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.dtensors import is_dtensor
+from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.tensor.styles import attributes_set, parameters_set
 
 _ROWS = 3
