@@ -54,7 +54,7 @@ from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.errors import ModelError, OptimizerError
 from shardwise.plan import Footprint, Plan, Traffic
-from shardwise.plan.model_settings import settings_of_model
+from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
 
 

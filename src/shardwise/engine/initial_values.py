@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.meta_init import with_values
 from shardwise.engine.pipeline.stage_ties import StageTies

@@ -15,8 +15,7 @@ from torch import nn
 
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agreed, compare, digest_of_values
-from shardwise.comm.dtensors import is_dtensor
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation

@@ -12,7 +12,8 @@ from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.styles import TensorParallel
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import portion_of
-from shardwise.plan.tensor import TensorPlan, plan_tensor
+from shardwise.plan.tensor_cuts import plan_tensor
+from shardwise.plan.tensor_plan import TensorPlan
 
 MakeModel = Callable[[], nn.Module]
 Run = Callable[[nn.Module], torch.Tensor]

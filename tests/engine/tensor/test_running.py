@@ -12,7 +12,7 @@ from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.styles import TensorParallel
 from shardwise.engine.tensor.tp_collectives import TpCollectives
 from shardwise.errors import ModelError
-from shardwise.plan.tensor import plan_tensor
+from shardwise.plan.tensor_cuts import plan_tensor
 from tests.engine.tensor.cut_models import assert_close, compute_cut, compute_whole
 from tests.engine.tensor.test_styles import SequenceModel, Tokens, linear_block, run, run_six
 

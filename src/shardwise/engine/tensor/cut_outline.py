@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.dtensors import is_dtensor
+from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.inventory import named_places, place_of
 from shardwise.engine.tensor.styles import attributes_set, parameters_set
-from shardwise.plan.tensor_heads import WORDS
-from shardwise.plan.tensor_outline import TensorModule, TensorOutline
+from shardwise.plan.outlines import TensorModule, TensorOutline
+from shardwise.plan.tensor_cuts import WORDS
 
 _NUMBERS = WORDS | {"qk_rope_head_dim"}
 

@@ -24,8 +24,8 @@ from shardwise.engine.pipeline.module_outline import unchanged
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.operation_rules import follow, moved
 from shardwise.engine.wrapping import Forward, unwrap, wrap
+from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
-from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 
 
 def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) -> ForwardTrace:

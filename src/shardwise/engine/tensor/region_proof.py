@@ -48,9 +48,8 @@ from shardwise.engine.tensor.styles import note_on
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, is_half, taken, uncompiled, widened
 from shardwise.engine.wrapping import Forward, take_off, wrap
 from shardwise.errors import ModelError, ShardwiseError, in_words
-from shardwise.plan.tensor_heads import GROUPS, HEADS
-from shardwise.plan.tensor_plan import TensorPlan
-from shardwise.plan.tensor_regions import CUTS_THE_MODULE, CutRegion, regions_of
+from shardwise.plan.tensor_cuts import GROUPS, HEADS
+from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, TensorPlan, regions_of
 from shardwise.space import even_cuts
 
 Gather = Callable[[nn.Parameter], AbstractContextManager[None]]

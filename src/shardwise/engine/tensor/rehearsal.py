@@ -26,7 +26,7 @@ from shardwise.engine.tensor.styles import STYLES, SharedInputs, innermost_modul
 from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.engine.wrapping import Forward, unwrap, wrap
 from shardwise.errors import in_words
-from shardwise.plan.tensor_outline import TensorOutline
+from shardwise.plan.outlines import TensorOutline
 from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan
 
 _ROUNDINGS, _ROUNDINGS_OF_HALVES = 64, 8

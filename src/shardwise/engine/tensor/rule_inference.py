@@ -24,11 +24,10 @@ from shardwise.engine.pipeline.module_outline import unchanged
 from shardwise.engine.tensor.forward_recording import record
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.errors import PlanError, in_words
-from shardwise.plan.outlines import parents
-from shardwise.plan.tensor import TensorPlan, plan_tensor
-from shardwise.plan.tensor_heads import GROUPS, HEADS, WORDS
+from shardwise.plan.outlines import TensorModule, TensorOutline, parents
+from shardwise.plan.tensor_cuts import GROUPS, HEADS, WORDS, plan_tensor
 from shardwise.plan.tensor_inference import ForwardTrace, MapFamily, RuleInference, infer_rules
-from shardwise.plan.tensor_outline import TensorModule, TensorOutline
+from shardwise.plan.tensor_plan import TensorPlan
 
 _MOST_REHEARSALS = 64
 """Each costs a forward per rank, in every process."""

@@ -34,8 +34,7 @@ from shardwise.engine.autograd_state import at_end_of_backward, in_backward
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, uncompiled
 from shardwise.engine.wrapping import Forward, structures_of, unwrap, wrap
 from shardwise.errors import ModelError, ShardwiseError
-from shardwise.plan.tensor import TensorPlan
-from shardwise.plan.tensor_plan import Style
+from shardwise.plan.tensor_plan import Style, TensorPlan
 from shardwise.space import even_cuts
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, compare
-from shardwise.comm.dtensors import is_dtensor
+from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.tensor.cut_outline import tensor_outline
@@ -26,8 +26,9 @@ from shardwise.engine.tensor.rule_inference import infer_plan, sample_for
 from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
-from shardwise.plan.tensor import TensorPlan, plan_tensor
+from shardwise.plan.tensor_cuts import plan_tensor
 from shardwise.plan.tensor_matching import match_rules
+from shardwise.plan.tensor_plan import TensorPlan
 from shardwise.plan.tensor_rules import read_rule
 from shardwise.space import Portion
 

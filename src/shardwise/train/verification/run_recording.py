@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.batches import Batch, LossFunction
 from shardwise.engine.pipeline.runner import PipelineRunner
