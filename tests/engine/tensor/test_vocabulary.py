@@ -10,8 +10,8 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.recorded import Recorded, RecordedCall
 from shardwise.engine.tensor.cut_outline import tensor_outline
-from shardwise.engine.tensor.cutting import portion_of
-from shardwise.engine.tensor.running import TensorParallel
+from shardwise.engine.tensor.styles import TensorParallel
+from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
 from shardwise.errors import ModelError, PlanError
 from shardwise.plan.tensor_cuts import plan_tensor

@@ -19,7 +19,7 @@ from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.batches import Batch, LossFunction
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_values import StageTensor
-from shardwise.engine.tensor.cutting import portion_of
+from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 
