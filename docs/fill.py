@@ -18,7 +18,7 @@ import click
 
 from shardwise.cli import main
 from shardwise.plan import Merge, Pipeline, Precision, Sharding, Tensor
-from shardwise.plan.toml_text import toml_text
+from shardwise.plan.specs import toml_text
 from shardwise.space import Mesh
 from shardwise.train import tables
 from shardwise.words import GLOSSARY

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import LocalStore
 from shardwise.checkpoint.stores import Store
-from shardwise.comm.alone import alone
+from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.faulty import Operation, T, Watched
 from tests.checkpoint.layouts import LAYOUTS, engine_of

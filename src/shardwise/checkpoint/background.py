@@ -33,7 +33,7 @@ from shardwise.checkpoint.states import State
 from shardwise.checkpoint.streaming import stream_whole
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.default import channel_of
+from shardwise.comm.processes import channel_of
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.rewrite import Rewrite
 

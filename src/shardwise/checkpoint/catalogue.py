@@ -13,7 +13,7 @@ from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sources import read_contents, was_removed
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel, alone
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, PlanError
 from shardwise.space import Box, Piece
 

@@ -32,7 +32,7 @@ from shardwise.checkpoint.targets import check_targets
 from shardwise.checkpoint.twins import compare_twins
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.default import channel_of, given_or_default
+from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.rewrite import Rewrite

@@ -10,7 +10,7 @@ from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.saves import read_file, reason
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
-from shardwise.plan.model_settings import CONFIG, MODEL_FILES
+from shardwise.plan.saved_settings import CONFIG, MODEL_FILES
 
 __all__ = [
     "CONFIG",

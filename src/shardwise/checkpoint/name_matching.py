@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.plan.state_names import MASTER, is_state_name, split_state_name, state_name
+from shardwise.plan.names import MASTER, is_state_name, split_state_name, state_name
 from shardwise.space import Piece
 
 __all__ = ["Match", "WantedTensor", "apart", "match"]

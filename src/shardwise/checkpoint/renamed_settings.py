@@ -6,9 +6,8 @@ from itertools import chain
 from typing import Any
 
 from shardwise.errors import CheckpointError, in_words
-from shardwise.plan.model_settings import LOADED_BY, REWRITE, origin_of
-from shardwise.plan.optimizer_settings import ADDED, stored_optimizers
-from shardwise.plan.state_names import STATE_PREFIX, is_state_name
+from shardwise.plan.names import STATE_PREFIX, is_state_name
+from shardwise.plan.saved_settings import ADDED, LOADED_BY, REWRITE, origin_of, stored_optimizers
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 
 __all__ = ["names_state", "recorded_metas", "renamed_settings", "rewrite_of_record"]

@@ -39,10 +39,10 @@ from shardwise.checkpoint.tensor_bytes import cast_through
 from shardwise.checkpoint.twins import compare_in_turns
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike, unpack_pieces
-from shardwise.plan.state_names import is_state_name, split_state_name, state_name
+from shardwise.plan.names import is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 from shardwise.rewrite.casts import keeps_values, needed_casts
 from shardwise.space import Piece

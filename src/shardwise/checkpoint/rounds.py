@@ -18,7 +18,7 @@ from shardwise.checkpoint.stores import Reader, Store
 from shardwise.checkpoint.tensor_bytes import is_plain, plain_bytes
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.parts import copy_moves, parts_of

@@ -31,12 +31,12 @@ from shardwise.checkpoint.streaming import stream_whole
 from shardwise.checkpoint.tensor_bytes import row_major_bytes
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.default import channel_of, given_or_default
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
 from shardwise.plan import Plan
-from shardwise.plan.merged_settings import merge_settings
+from shardwise.plan.saved_settings import merge_settings
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 

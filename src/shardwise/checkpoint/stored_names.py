@@ -1,6 +1,6 @@
 """Names: which tensors of a checkpoint are the model's, which are an optimizer's, and how to show them."""
 
-from shardwise.plan.state_names import MASTER, is_state_name, split_state_name
+from shardwise.plan.names import MASTER, is_state_name, split_state_name
 
 __all__ = ["is_model_name", "model_name_of_master", "printable"]
 

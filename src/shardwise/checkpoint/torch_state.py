@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.held import place_of
-from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor
 from shardwise.errors import CheckpointError, OptimizerError
-from shardwise.plan.model_settings import origin_of, settings_of_model
+from shardwise.plan.names import state_name
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -23,8 +22,14 @@ from shardwise.plan.optimizer_entries import (
     python_types,
     values_of,
 )
-from shardwise.plan.optimizer_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup, take_over
-from shardwise.plan.state_names import state_name
+from shardwise.plan.saved_settings import (
+    PYTHON_DTYPES,
+    NamedOptimizer,
+    OptimizerGroup,
+    origin_of,
+    settings_of_model,
+    take_over,
+)
 from shardwise.space import Piece
 
 __all__ = ["TorchRestoration", "TorchState"]

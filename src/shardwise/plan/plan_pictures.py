@@ -1,8 +1,7 @@
 """What a plan looks like: what each rank of its mesh holds, one update on each rank, the parts of its buckets."""
 
 from shardwise.plan.buckets import Ownership
-from shardwise.plan.schedule_check import adapt
-from shardwise.plan.schedule_walk import chain
+from shardwise.plan.schedule_check import adapt, chain
 from shardwise.plan.schedules import make_schedule
 from shardwise.plan.specs import Plan
 from shardwise.plan.timeline import simulate_schedule

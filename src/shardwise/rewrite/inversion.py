@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from shardwise.plan.state_names import split_state_name
+from shardwise.plan.names import split_state_name
 from shardwise.rewrite.applied_statements import AppliedInstance, InstanceGroup, StatementTask
 from shardwise.rewrite.compiled_ops import CompiledOps, InverseOps
 from shardwise.rewrite.environment import Variable

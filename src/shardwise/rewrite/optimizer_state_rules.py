@@ -8,7 +8,7 @@ all that are joined.
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from shardwise.plan.state_names import split_state_name, state_name
+from shardwise.plan.names import split_state_name, state_name
 from shardwise.rewrite.environment import Variable, note_key
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.statements import Cast, StatementOperation
