@@ -9,9 +9,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import shardwise.comm.doctor
+import shardwise.comm.host_checks
 from shardwise.cli import main
-from shardwise.comm.doctor import Finding, examine
+from shardwise.comm.host_checks import Finding, examine
 
 
 def findings(folder: Path, environment: dict[str, str] | None = None) -> dict[str, list[Finding]]:
@@ -43,19 +43,19 @@ def no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = shardwise.comm.doctor.find_spec
-    monkeypatch.setattr(shardwise.comm.doctor, "find_spec", lambda name: None if name == "tokenizers" else find(name))
+    find = shardwise.comm.host_checks.find_spec
+    monkeypatch.setattr(shardwise.comm.host_checks, "find_spec", lambda name: None if name == "tokenizers" else find(name))
 
 
 def no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: str) -> str:
         raise OSError("no such host")
 
-    monkeypatch.setattr(shardwise.comm.doctor.socket, "gethostbyname", fail)
+    monkeypatch.setattr(shardwise.comm.host_checks.socket, "gethostbyname", fail)
 
 
 def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shardwise.comm.doctor.resource, "getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr(shardwise.comm.host_checks.resource, "getrlimit", lambda _: (256, 4096))
 
 
 @pytest.mark.parametrize(

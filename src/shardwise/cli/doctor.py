@@ -24,7 +24,7 @@ def doctor(folder: Path | None, no_trial: bool, as_json: bool, debug: bool) -> N
     Exit codes: 0 nothing is wrong, 1 something is, 2 wrong usage, 130 stopped by Ctrl-C.
     """
     with told(debug=debug):
-        from shardwise.comm.doctor import examine
+        from shardwise.comm.host_checks import examine
 
         num_wrong = 0
         for finding in examine(os.environ, folder=folder, trial=not no_trial):

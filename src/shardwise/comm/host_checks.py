@@ -214,7 +214,7 @@ def _saves(folder: Path) -> Iterator[Finding]:
 def _two_ranks() -> Iterator[Finding]:
     """Two processes of this host meet, exchange and compare."""
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as name:
-        code = launch("shardwise.comm.doctor", [name], num_processes=2, grace_seconds=5)
+        code = launch("shardwise.comm.host_checks", [name], num_processes=2, grace_seconds=5)
         said = Path(name) / "0"
         if code == 0 and said.exists():
             yield Finding("ok", "two ranks", said.read_text(encoding="utf-8"))
