@@ -20,16 +20,14 @@ from typing import Any, Self
 
 import torch
 
-from shardwise.checkpoint.addresses import Address
 from shardwise.checkpoint.arrangement import FileLayout
-from shardwise.checkpoint.commit import SaveReport, Written, commit, discard, storing
-from shardwise.checkpoint.file_writing import FileFilling
+from shardwise.checkpoint.commit import SaveReport, Written, check_shared_storage, commit, discard
 from shardwise.checkpoint.held import Held, bytes_of
-from shardwise.checkpoint.saves import read_file
+from shardwise.checkpoint.safetensors_files import FileFilling
+from shardwise.checkpoint.saves import read_file, storing
 from shardwise.checkpoint.saving import Arguments, Prepared, SaveMemory, prepare, write_pieces
-from shardwise.checkpoint.shared_storage import check_shared_storage
-from shardwise.checkpoint.state_arguments import wrong_rewrite
-from shardwise.checkpoint.states import State
+from shardwise.checkpoint.states import State, wrong_rewrite
+from shardwise.checkpoint.stores import Address
 from shardwise.checkpoint.streaming import stream_whole
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agreed

@@ -5,12 +5,10 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from shardwise.checkpoint.local import LocalStore, checked_name
-from shardwise.checkpoint.stores import Reader, Writer
+from shardwise.checkpoint.local import LocalStore, LocalWriter, checked_name
 from shardwise.errors import CheckpointError
 
 __all__ = ["FsspecStore"]
@@ -86,11 +84,11 @@ class FsspecStore:
         bare = (path.lstrip("/") for path in paths if not path.endswith("/"))
         return iter(sorted(path[skipped:] for path in bare if path.startswith(prefix)))
 
-    def open(self, name: str) -> Reader:
+    def open(self, name: str) -> "_RemoteReader":
         """Open a file for reading; raises FileNotFoundError. Its bytes are asked for by range."""
         return _RemoteReader(self._file_system, self._path(name))
 
-    def write(self, name: str, *, num_bytes: int) -> AbstractContextManager[Writer]:
+    def write(self, name: str, *, num_bytes: int) -> "LocalWriter | _RemoteWriter":
         """Begin a new file; raises FileExistsError when the name is in use.
 
         An error in the context throws away what was sent, as far as the service can. Raises ValueError when it was not

@@ -6,15 +6,37 @@ The format: https://github.com/huggingface/safetensors#format
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from shardwise.checkpoint.contents import MAX_INDEX, can_exist
+import torch
+
+from shardwise.checkpoint.blocks import BlockSums
+from shardwise.checkpoint.contents import MAX_INDEX, StoredPiece, can_exist
+from shardwise.checkpoint.stores import Writer
 from shardwise.errors import CheckpointError
+from shardwise.moving.parts import part_of
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Piece, moves
 
-__all__ = ["TensorEntry", "dtype_of", "header", "read_header", "stored_as", "unique_keys"]
+__all__ = [
+    "DataFile",
+    "FileFilling",
+    "Sink",
+    "TensorEntry",
+    "cast_through",
+    "dtype_of",
+    "header",
+    "is_plain",
+    "lay_out",
+    "plain_bytes",
+    "read_header",
+    "row_major_bytes",
+    "stored_as",
+    "unique_keys",
+]
 
 ALIGNMENT_BYTES = 64
 """The data starts at a multiple of this: as far as any reader that maps files into memory asks for."""
@@ -266,3 +288,153 @@ def _laid_out(entries: list[tuple[str, TensorEntry]], data: int, size: int) -> d
     if problems:
         raise CheckpointError(*problems)
     return laid
+
+
+_READER_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
+"""What readers of safetensors files look for."""
+
+_CHUNK_BYTES = 1 << 20
+"""So much is hashed and written at a time: it stays in the cache between the two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """What a data file will be."""
+
+    pieces: tuple[Piece, ...]
+    """In the order of their bytes."""
+    header: bytes
+    starts: tuple[int, ...]
+    """First byte of each piece in the file."""
+    sizes: tuple[int, ...]
+    """Bytes of each piece."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole file."""
+        return len(self.header) + sum(self.sizes)
+
+    def stored(self, name: str, checksums: Sequence[bytes]) -> list[StoredPiece]:
+        """The pieces as they lie in the file, which is called `name`."""
+        return [
+            StoredPiece(piece=piece, file=name, start=start, checksums=sums)
+            for piece, start, sums in zip(self.pieces, self.starts, checksums, strict=True)
+        ]
+
+
+def lay_out(
+    pieces: Sequence[Piece], *, metadata: Mapping[str, str] = _READER_METADATA, empty: bool = False
+) -> DataFile:
+    """The safetensors file with these pieces: wide elements first, so that all are aligned, else in the order given.
+
+    `metadata` goes into its header. Pieces without elements are left out, unless `empty` says that they stay.
+    """
+    held = [piece for piece in pieces if piece.num_elements or empty]
+    held.sort(key=lambda each: -itemsize_bytes(each.dtype))
+    keys = unique_keys([each.name if each.whole else str(each) for each in held])
+    shapes = [each.shape if each.run is None else (each.num_elements,) for each in held]
+    entries = [(key, each.dtype, shape) for key, each, shape in zip(keys, held, shapes, strict=True)]
+    head, starts = header(entries, metadata)
+    return DataFile(
+        pieces=tuple(held),
+        header=head,
+        starts=tuple(starts),
+        sizes=tuple(each.num_elements * itemsize_bytes(each.dtype) for each in held),
+    )
+
+
+class Sink(Protocol):
+    """What takes the bytes of a file's pieces, from front to back."""
+
+    def write(self, data: memoryview) -> None:
+        """Append the next bytes; `data` may change as soon as this returns."""
+
+
+class FileFilling:
+    """Fills a data file with the bytes of its pieces, in order, in chunks of any size; takes their checksums."""
+
+    def __init__(self, file: DataFile, writer: Writer, *, block_bytes: int) -> None:
+        self.checksums: list[bytes] = []
+        """Of the pieces that are complete."""
+        self._writer = writer
+        self._sums = BlockSums(block_bytes)
+        self._sizes = iter(file.sizes)
+        self._left = next(self._sizes, 0)  # bytes of the piece at hand that are still to come
+        self._small = bytearray(file.header)  # what waits to be written together
+
+    def write(self, data: memoryview) -> None:
+        """Append the next bytes."""
+        for start in range(0, len(data), _CHUNK_BYTES):
+            chunk = data[start : start + _CHUNK_BYTES]
+            self._hash(chunk)
+            if len(self._small) + len(chunk) < _CHUNK_BYTES:
+                self._small += chunk
+            else:
+                self.flush()
+                self._writer.write(chunk)
+
+    def flush(self) -> None:
+        """Hand everything to the writer."""
+        if self._small:
+            self._writer.write(memoryview(bytes(self._small)))
+            self._small.clear()
+
+    def _hash(self, chunk: memoryview) -> None:
+        start = 0
+        while start < len(chunk):
+            part = chunk[start : start + self._left]
+            self._sums.add(part)
+            self._left -= len(part)
+            start += len(part)
+            if not self._left:
+                self.checksums.append(self._sums.finish())
+                self._left = next(self._sizes, 0)
+
+
+_BOUNCE_BYTES = 16 << 20
+"""So much of a tensor that is not plain CPU memory is copied at a time."""
+
+
+def cast_through(elements: torch.Tensor, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
+    """The elements in one dtype after the other."""
+    for dtype in dtypes:
+        elements = elements.to(dtype)
+    return elements
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in CPU memory row-major, one after the other, as the bytes that they stand for."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def plain_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The memory of the elements `start` up to `stop` of a plain tensor, as flat bytes."""
+    # Not view(-1): dims of size 1 may have any stride, and a single element would keep it.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat[start:stop].view(torch.uint8)
+
+
+def row_major_bytes(
+    piece: Piece, held: Piece, tensor: torch.Tensor, dtypes: Sequence[torch.dtype] = ()
+) -> Iterator[torch.Tensor]:
+    """The elements of `piece`, which lies within `held`, as flat bytes on the CPU: views where the memory has them so.
+
+    dtypes: what they are cast to, one after the other.
+    The last chunk may be overwritten as soon as the next is asked for.
+    """
+    plain = tensor.resolve_conj().resolve_neg()
+    start, stop = piece.elements.start - held.elements.start, piece.elements.stop - held.elements.start
+    if is_plain(plain) and not dtypes:
+        yield plain_bytes(plain, start, stop)
+        return
+    dtype = dtypes[-1] if dtypes else plain.dtype
+    step = _BOUNCE_BYTES // max(dtype.itemsize, plain.element_size())
+    bounce = torch.empty(min(step, stop - start), dtype=dtype)
+    first, last = piece.elements
+    for begin in range(first, last, step):
+        part = held.within(begin, min(begin + step, last))
+        chunk = bounce[: part.num_elements]
+        for move in moves(held, part):
+            taken = part_of(plain, move.source, move.shape)
+            part_of(chunk, move.target, move.shape).copy_(cast_through(taken, dtypes[:-1]))
+        yield chunk.view(torch.uint8)

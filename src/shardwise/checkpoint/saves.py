@@ -12,16 +12,14 @@ which share a folder never mix.
 import contextlib
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from shardwise.checkpoint.addresses import OneFile
 from shardwise.checkpoint.blocks import checksum
-from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.contents import Contents, printable
 from shardwise.checkpoint.foreign import format_of, no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
-from shardwise.checkpoint.stored_names import printable
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import Address, OneFile, Store, store_of
 from shardwise.errors import CheckpointError, few_of
 
 __all__ = [
@@ -31,10 +29,12 @@ __all__ = [
     "list_saves",
     "listing_of",
     "load_contents",
+    "prune",
     "read_file",
     "read_head",
     "remove_save",
     "select",
+    "storing",
 ]
 
 CERTIFICATE = "round-trip.json"
@@ -264,6 +264,18 @@ def strays(store: Store, listing: Listing, number: int) -> list[str]:
     return [name for name in ours if name not in keep]
 
 
+@contextlib.contextmanager
+def storing(store: Store, name: str, done: str) -> Iterator[None]:
+    """Say in our words what the store refuses while `name` is being `done` ("written", "created")."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        where = f"{store.location}/{name}".rstrip("/")
+        raise CheckpointError(
+            f"{where} cannot be {done}: {reason(error)}; nothing was committed, and older saves are as they were"
+        ) from error
+
+
 def reason(error: BaseException) -> str:
     """What an error of the operating system says, without its number and path."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -287,3 +299,35 @@ def _is_manifest(file: str) -> bool:
 def _delete_all(store: Store, names: Iterable[str]) -> None:
     for name in names:
         store.delete(name)
+
+
+def prune(path: Address, *, keep: int) -> list[str]:
+    """Remove all committed saves at `path` but the newest `keep`; returns the folders that were removed.
+
+    A save loses its manifest first, so that at no instant it seems whole and is not. In a run of many ranks one calls
+    it. Saves whose manifest is damaged, or names files that are not there, do not count, and stay; so do saves under
+    other names than savers give, and files that no saver has made.
+    Raises CheckpointError when something cannot be removed.
+    """
+    if type(keep) is not int:
+        raise CheckpointError(f"keep is {keep!r}, a {type(keep).__name__}; give a whole number")
+    if keep < 1:
+        raise CheckpointError(f"keep is {keep}, which leaves no save; keep 1 or more")
+    store = store_of(path)
+    with storing(store, "", "listed"):
+        listing = list_saves(store)
+    good = [number for number in listing.committed if _is_good(store, listing, number)]
+    removed = []
+    for number in good[:-keep]:
+        with storing(store, folder_of(number), "removed"):
+            remove_save(store, listing, number)
+        removed.append(folder_of(number).rstrip("/"))
+    return removed
+
+
+def _is_good(store: Store, listing: Listing, number: int) -> bool:
+    """Whether a save may stand for older ones: it can be read, as far as its manifest and names of files say."""
+    try:
+        return listing.is_complete(number, read_head(store, number))
+    except CheckpointError:
+        return False

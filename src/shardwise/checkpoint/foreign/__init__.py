@@ -8,11 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from shardwise.checkpoint.addresses import OneFile
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign import dcp, huggingface
 from shardwise.checkpoint.foreign.unread import no_checkpoint
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import OneFile, Store
 from shardwise.errors import CheckpointError
 
 __all__ = ["Format", "format_of", "no_checkpoint", "read_foreign", "recognise"]

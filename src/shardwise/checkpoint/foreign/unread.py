@@ -5,10 +5,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardwise.checkpoint.addresses import OneFile
+from shardwise.checkpoint.contents import printable
 from shardwise.checkpoint.local import LocalStore
-from shardwise.checkpoint.stored_names import printable
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import OneFile, Store
 from shardwise.errors import few_of
 
 __all__ = ["no_checkpoint"]
