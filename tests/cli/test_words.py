@@ -35,7 +35,7 @@ OF_PROGRAMS = {
     "checkpoint/states.py": "arguments of a call have no wrong type on the command line",
     "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
     "checkpoint/full_tensors.py": "sw.full",
-    "checkpoint/foreign/unread.py": "pickles, which no command reads",
+    "checkpoint/foreign/__init__.py": "pickles, which no command reads",
     "checkpoint/held.py": "a module given as a state",
     "engine/engine.py": "sw.relayout",
     "engine/zero/unshard.py": "calls of the model past its engine",

@@ -24,10 +24,10 @@ from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.checkpoint.commit import SaveReport, Written, check_shared_storage, commit, discard
 from shardwise.checkpoint.held import Held, bytes_of
 from shardwise.checkpoint.safetensors_files import FileFilling
-from shardwise.checkpoint.saves import read_file, storing
+from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.saving import Arguments, Prepared, SaveMemory, prepare, write_pieces
 from shardwise.checkpoint.states import State, wrong_rewrite
-from shardwise.checkpoint.stores import Address
+from shardwise.checkpoint.stores import Address, read_whole
 from shardwise.checkpoint.streaming import stream_whole
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agreed
@@ -371,7 +371,7 @@ class _SaveTask:
                     f"{self._store.location}: {why}, and {', '.join(sorted(missing))} is not there: a rank has not "
                     "finished its file, or does not share this storage; nothing was committed"
                 )
-        return [json.loads(read_file(self._store, name)) for name in awaited]
+        return [json.loads(read_whole(self._store, name)) for name in awaited]
 
     def _names(self) -> set[str]:
         folder = self.prepared.attempt.folder.rstrip("/")

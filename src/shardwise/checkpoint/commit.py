@@ -19,8 +19,8 @@ from shardwise.checkpoint.foreign import format_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
 from shardwise.checkpoint.safetensors_files import DataFile
-from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, reason, storing
-from shardwise.checkpoint.stores import Address, Store, store_of
+from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, storing
+from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.errors import CheckpointError, few_of

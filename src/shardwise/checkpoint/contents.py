@@ -12,8 +12,8 @@ from shardwise.space import Piece
 __all__ = [
     "BLOCK_BYTES",
     "CHECKSUM_BYTES",
-    "Contents",
     "MAX_INDEX",
+    "Contents",
     "StoredPiece",
     "StoredTensor",
     "can_exist",

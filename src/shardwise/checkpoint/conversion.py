@@ -41,12 +41,11 @@ from shardwise.checkpoint.saves import (
     list_saves,
     load_contents,
     metadata_files,
-    reason,
     remove_save,
 )
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
-from shardwise.checkpoint.stores import Address, Store, store_of
+from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite
 

@@ -14,8 +14,7 @@ from typing import Any
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.safetensors_files import DataFile, lay_out, stored_as, unique_keys
-from shardwise.checkpoint.saves import read_file, reason
-from shardwise.checkpoint.stores import Address, Store, Writer
+from shardwise.checkpoint.stores import Address, Store, Writer, read_whole, reason
 from shardwise.errors import CheckpointError
 from shardwise.plan.model_settings import CONFIG, MODEL_FILES
 
@@ -85,13 +84,13 @@ def model_files(store: Store, contents: Contents) -> dict[str, Any]:
         found = next((each for each in levels if isinstance(each, dict)), {})
         return {name: found[name] for name in _KEPT if name in found}
     names = {name for name in store.names() if name in _KEPT}
-    return {name: _parsed(read_file(store, name), f"{store.location}/{name}") for name in _KEPT if name in names}
+    return {name: _parsed(read_whole(store, name), f"{store.location}/{name}") for name in _KEPT if name in names}
 
 
 def files_beside(store: Store) -> dict[str, bytes]:
     """The files of a tokenizer and their like in a folder of Hugging Face files, or beside saves: name -> bytes."""
     names = [name for name in store.names() if name in _COPIED and name not in _KEPT]
-    return {name: read_file(store, name) for name in names}
+    return {name: read_whole(store, name) for name in names}
 
 
 def as_extra(files: Mapping[str, Any]) -> dict[str, Any]:

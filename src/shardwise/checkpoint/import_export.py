@@ -4,7 +4,7 @@ import os
 
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport, convert
 from shardwise.checkpoint.copying import Progress
-from shardwise.checkpoint.foreign import format_of, no_checkpoint, recognise
+from shardwise.checkpoint.foreign import no_checkpoint, recognise
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, store_of
@@ -38,7 +38,7 @@ def import_hf(
     check_arguments(rewrite=rewrite, flags={"certify": certify})
     store = store_of(folder)
     if (kind := recognise(store)) != "safetensors":
-        what = f"{store.location} is a {kind} checkpoint" if kind else no_checkpoint(store, format_of)
+        what = f"{store.location} is a {kind} checkpoint" if kind else no_checkpoint(store)
         way = "" if kind is None else ", or use convert (shardwise ckpt convert)"
         raise CheckpointError(f"{what}; give a folder of safetensors files{way}")
     conversion = Conversion.of(store, read_contents(store), rewrite, model_only=False)

@@ -23,12 +23,12 @@ from shardwise.space import Piece
 
 __all__ = [
     "FORMAT",
-    "FileEntry",
-    "Head",
     "MANIFEST",
     "MAX_BLOCK_BYTES",
     "TENSORS_PER_TABLE",
     "VERSION",
+    "FileEntry",
+    "Head",
     "contents_of",
     "is_file_name",
     "pack_tables",

@@ -10,16 +10,15 @@ which share a folder never mix.
 """
 
 import contextlib
-import errno
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents, printable
-from shardwise.checkpoint.foreign import format_of, no_checkpoint
+from shardwise.checkpoint.foreign import no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
-from shardwise.checkpoint.stores import Address, OneFile, Store, store_of
+from shardwise.checkpoint.stores import Address, OneFile, OpenFile, Store, read_whole, reason, store_of
 from shardwise.errors import CheckpointError, few_of
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "listing_of",
     "load_contents",
     "prune",
-    "read_file",
     "read_head",
     "remove_save",
     "select",
@@ -40,9 +38,6 @@ __all__ = [
 CERTIFICATE = "round-trip.json"
 """Says what came back of a conversion. It is written beside the files of a committed save, and goes with it."""
 
-
-MAX_METADATA_BYTES = 1 << 32
-"""Of a manifest or a table: a million pieces take 200 MB."""
 
 _NUMBER = r"(?!0{8}/)([0-9]{8}|[1-9][0-9]{8,199})/"
 _FOLDER = re.compile(f"save-{_NUMBER}")
@@ -151,7 +146,7 @@ def select(store: Store, *, step: int | None = None) -> int:
     listing = list_saves(store)
     if not listing.committed or isinstance(store, OneFile):
         if isinstance(store, OneFile) or not (listing.files or listing.renamed):
-            raise CheckpointError(no_checkpoint(store, format_of))
+            raise CheckpointError(no_checkpoint(store))
         notes = f"{listing.torn_note()}{listing.renamed_note()}"
         raise CheckpointError(f"{store.location} holds no committed save{notes}")
     if step is None:
@@ -177,32 +172,13 @@ def select(store: Store, *, step: int | None = None) -> int:
 def read_head(store: Store, number: int) -> Head:
     """The verified head of a committed save."""
     name = folder_of(number) + MANIFEST
-    return Head.unpack(read_file(store, name), location=f"{store.location}/{name}")
-
-
-def read_file(store: Store, name: str, *, size: int | None = None) -> bytes:
-    """A whole file, which is metadata; b"" where it has not the `size` that is given. Raises CheckpointError."""
-    try:
-        reader = store.open(name)
-        try:
-            if size is not None and reader.size != size:
-                return b""
-            if reader.size > MAX_METADATA_BYTES:
-                raise OSError(errno.EFBIG, f"it has {reader.size:,} bytes, too many for what it should be")
-            buffer = bytearray(reader.size)
-            reader.read_into(memoryview(buffer), 0)
-        finally:
-            reader.close()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{store.location}/{name} is missing, though the save names it") from error
-    except (OSError, EOFError) as error:
-        raise CheckpointError(f"{store.location}/{name} cannot be read: {reason(error)}") from error
-    return bytes(buffer)
+    return Head.unpack(read_whole(store, name), location=f"{store.location}/{name}")
 
 
 def read_listed(store: Store, folder: str, entry: FileEntry) -> bytes:
     """A listed table, verified. Raises CheckpointError, which names the file."""
-    data = read_file(store, folder + entry.name, size=entry.bytes)
+    with OpenFile(store, folder + entry.name) as file:
+        data = file.whole() if file.size == entry.bytes else b""
     if len(data) != entry.bytes or checksum(data).hex() != entry.checksum:
         raise CheckpointError(
             f"{store.location}/{folder}{entry.name} is damaged: its bytes are not the {entry.bytes} with the checksum "
@@ -214,7 +190,7 @@ def read_listed(store: Store, folder: str, entry: FileEntry) -> bytes:
 def metadata_files(store: Store, number: int) -> list[bytes]:
     """The bytes of the manifest of a save and of its tables, verified."""
     folder = folder_of(number)
-    manifest = read_file(store, folder + MANIFEST)
+    manifest = read_whole(store, folder + MANIFEST)
     head = Head.unpack(manifest, location=f"{store.location}/{folder}{MANIFEST}")
     return [manifest, *(read_listed(store, folder, entry) for entry in head.tables)]
 
@@ -274,11 +250,6 @@ def storing(store: Store, name: str, done: str) -> Iterator[None]:
         raise CheckpointError(
             f"{where} cannot be {done}: {reason(error)}; nothing was committed, and older saves are as they were"
         ) from error
-
-
-def reason(error: BaseException) -> str:
-    """What an error of the operating system says, without its number and path."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _own_files(head: Head) -> Iterable[str]:

@@ -1,16 +1,21 @@
 """The one protocol through which checkpoints touch storage. Implementations: `LocalStore`, `FsspecStore`."""
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias
+from types import TracebackType
+from typing import Protocol, Self, TypeAlias
 
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.remote import FsspecStore
 from shardwise.errors import CheckpointError
 
-__all__ = ["Address", "Reader", "Store", "Writer", "store_of"]
+__all__ = ["Address", "OneFile", "OpenFile", "Reader", "Store", "Writer", "about", "read_whole", "reason", "store_of"]
+
+_MAX_METADATA_BYTES = 1 << 32
+"""Of a manifest, a table or an index: a million pieces take 200 MB. They are read into memory as a whole."""
 
 
 class Reader(Protocol):
@@ -142,3 +147,79 @@ class OneFile:
     def _refusal(self, name: str) -> OSError:
         text = f"{self._name} is a file; name a folder to save to"
         return NotADirectoryError(errno.ENOTDIR, text, name)
+
+
+@contextlib.contextmanager
+def about(place: str) -> Iterator[None]:
+    """Put the place before every problem that is raised within."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(*(f"{place}: {problem}" for problem in error.problems)) from error
+
+
+class OpenFile:
+    """A file that is open for reading. Raises `CheckpointError`, naming it, when it is missing or cannot be read."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._place = f"{store.location}/{name}"
+        try:
+            self._reader = store.open(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{self._place} is missing") from None
+        except (OSError, ValueError) as error:
+            raise self._unreadable(error) from error
+
+    @property
+    def place(self) -> str:
+        """The address of the file, for messages."""
+        return self._place
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._reader.size
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return bytes from the file; `CheckpointError` when it ends before."""
+        if start + num_bytes > self.size:
+            raise CheckpointError(
+                f"{self._place} has {self.size:,} bytes, but {num_bytes:,} from byte {start:,} on are needed: it is "
+                "truncated"
+            )
+        buffer = bytearray(num_bytes)
+        try:
+            self._reader.read_into(memoryview(buffer), start)
+        except (OSError, EOFError) as error:
+            raise self._unreadable(error) from error
+        return bytes(buffer)
+
+    def whole(self) -> bytes:
+        """Return all bytes of a file that is metadata; `CheckpointError` for one of more than 4 GiB."""
+        if self.size > _MAX_METADATA_BYTES:
+            raise CheckpointError(
+                f"{self._place} has {self.size:,} bytes; of such a file at most {_MAX_METADATA_BYTES:,} are read"
+            )
+        return self.read(0, self.size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reader.close()
+
+    def _unreadable(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self._place} cannot be read: {reason(error)}")
+
+
+def read_whole(store: Store, name: str) -> bytes:
+    """Return a whole file, which is metadata; raises `CheckpointError`, which names it."""
+    with OpenFile(store, name) as file:
+        return file.whole()
+
+
+def reason(error: BaseException) -> str:
+    """What an error of the operating system says, without its number and path."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, can_exist
-from shardwise.checkpoint.foreign.files import OpenFile, about, read_whole
 from shardwise.checkpoint.foreign.huggingface import boxes_in, saved_offsets
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, parse
 from shardwise.checkpoint.foreign.torch_files import (
@@ -22,7 +21,7 @@ from shardwise.checkpoint.foreign.torch_files import (
     read_value,
 )
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, itemsize_bytes
 from shardwise.space import Piece, check_cover
@@ -189,7 +188,6 @@ def _unknown(what: str) -> CheckpointError:
 
 
 _METADATA = ".metadata"
-_MAX_METADATA_BYTES = 1 << 32
 _MAX_OBJECT_BYTES = 1 << 26
 _MAX_OBJECTS_BYTES = 1 << 30
 """Of one object, and of all together; those beyond are skipped."""
@@ -202,7 +200,7 @@ def read_contents(store: Store) -> Contents:
     `extra["skipped"]`. Raises `CheckpointError`, with all findings, for whatever is missing, truncated or damaged, and
     for a `.metadata` that names anything but the classes of such metadata: nothing of it is ever run.
     """
-    data = read_whole(store, _METADATA, max_bytes=_MAX_METADATA_BYTES)
+    data = read_whole(store, _METADATA)
     place = f"{store.location}/{_METADATA}"
     with about(place):
         metadata = parse_metadata(data)

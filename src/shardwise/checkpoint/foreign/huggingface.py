@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
-from shardwise.checkpoint.foreign.files import OpenFile, about, read_whole
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover
@@ -20,7 +19,6 @@ __all__ = ["boxes_in", "read_contents", "saved_offsets"]
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
-_MAX_INDEX_BYTES = 1 << 30
 
 
 def read_contents(store: Store, *, file: str | None = None) -> Contents:
@@ -106,7 +104,7 @@ def _weight_map(store: Store) -> dict[str, str] | None:
         raise CheckpointError(
             f"{store.location} has {len(indices)} indices, {', '.join(indices)}: name the folder of one model only"
         )
-    text = read_whole(store, indices[0], max_bytes=_MAX_INDEX_BYTES)
+    text = read_whole(store, indices[0])
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
