@@ -1,9 +1,16 @@
-"""Saving in the background: training waits for one copy of memory, the rest happens beside it.
+"""Saving in the background: training waits for one copy of memory, and the rest happens while it goes on.
 
 [1] describe   as in `saving`, on the caller's thread, because it talks to the other ranks
 [2] snapshot   what this rank writes is copied into a buffer that all saves use, one after the other
-[3] write      a thread writes the file, and leaves a report beside it: ranks meet in the store, not over the channel
+[3] write      a thread writes the file, and leaves a report in the store: threads never use the channel
 [4] commit     rank 0's thread creates the manifest when all reports are there
+
+    rank 0   train   [1] [2]   train ...............   wait   verdict by all
+               thread       [3] . looks for reports . [4]
+    rank 1   train   [1] [2]   train ...............   wait   verdict by all
+               thread       [3] 5e1f09ab-rank00001.report.json
+
+The channel belongs to training: two threads of one rank that both talked to their peers would mix up their messages.
 """
 
 import atexit
@@ -100,6 +107,7 @@ class AsyncSaver:
         self.wait()
         channel = self._channel_for(state)
         if channel is not self._channel:
+            # What is remembered was agreed with the ranks of the other channel.
             self._channel, self._memory = channel, SaveMemory()
         self._open(channel)
         try:
@@ -133,17 +141,20 @@ class AsyncSaver:
                 task.join(pause_seconds)
                 pause_seconds = _MEETING_SECONDS
                 state = b"" if task.is_running else _ENDED
+                # Rank 0 is left out: its failure ends its task, and the others wait for nothing that it does.
                 failed = channel.rank > 0 and not task.is_running and task.refusal is not None
                 states = channel.exchange(_FAILED if failed else state, purpose="a save in the background")
                 if all(states[1:]):
                     task.others_have_ended()
                 if _FAILED in states:
+                    # Without it rank 0 would wait for the report of a rank that will never write one.
                     task.give_up_waiting()
                     states = [_ENDED if each == _FAILED else each for each in states]
         except ShardwiseError:
             task.give_up_waiting()
             raise
         finally:
+            # Whatever happened, the buffer of the snapshot is free again from here on, and the next save may fill it.
             task.join()
             task.collect()
         try:
@@ -211,9 +222,11 @@ class AsyncSaver:
     def _take_snapshot(self, prepared: Prepared, channel: Channel) -> None:
         file = prepared.arrangement.file(channel.rank)
         num_bytes = sum(file.sizes)
+        # It grows and is kept: the states of a run have one size, and every save would fault in new pages.
         if self._snapshot.numel() < num_bytes:
             self._snapshot = torch.empty(num_bytes, dtype=torch.uint8)
         sink = _MemoryWriter(self._snapshot)
+        # Bringing tensors together is talk between ranks, so it is done here and not by the thread.
         if self._layout == "whole":
             stream_whole(channel, prepared.arrangement, prepared.held, sink)
         else:
@@ -304,6 +317,7 @@ class _SaveTask:
             self.refusal, self.is_echo = CheckpointError(str(error)), True
         except BaseException as error:  # a thread has nobody above it who would hear of it
             self.refusal = CheckpointError(f"{type(error).__name__} while saving in the background: {error}")
+        # The task stays until its verdict is asked for. The buffer is the saver's, and goes when the saver closes.
         self._snapshot = torch.empty(0, dtype=torch.uint8)
         if self.refusal is None:
             self.collect()  # there is nothing to tell
@@ -319,6 +333,7 @@ class _SaveTask:
         name = attempt.folder + attempt.data_file(self._rank)
         with storing(self._store, name, "written"), self._store.write(name, num_bytes=file.num_bytes) as writer:
             filling = FileFilling(file, writer, block_bytes=self.prepared.description.block_bytes)
+            # The same bytes in the same order as a save at once: the two write the same files.
             filling.write(bytes_of(self._snapshot[: sum(file.sizes)]))
             filling.flush()
         return Written(filling.checksums)
@@ -350,6 +365,7 @@ class _SaveTask:
             self._given_up.wait(_POLL_SECONDS)
             return True  # also when given up just now: what is there by then counts
 
+        # A report of failure ends the wait as well: the file of that rank will not come.
         for rank, report in enumerate(self._reports(again), 1):
             if "failed" in report:
                 raise _EchoError(f"rank {rank}: {report['failed']}")
@@ -362,10 +378,13 @@ class _SaveTask:
         """What the other ranks have left, in rank order."""
         attempt = self.prepared.attempt
         awaited = [attempt.folder + attempt.report_file(rank) for rank in range(1, self.prepared.arrangement.num_ranks)]
+        # One listing for all: on an object store a request per rank and pause would be many.
         while missing := set(awaited) - self._names():
             if not again():
                 late = f"{self._timeout_seconds:g} s have passed"
                 why = "training stopped or a rank failed" if self._given_up.is_set() else late
+                # Who gave up was told of a cause elsewhere, which the rank that met it says. A deadline is a cause of
+                # its own.
                 kind = _EchoError if self._given_up.is_set() else CheckpointError
                 raise kind(
                     f"{self._store.location}: {why}, and {', '.join(sorted(missing))} is not there: a rank has not "

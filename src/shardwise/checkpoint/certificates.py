@@ -1,7 +1,14 @@
-"""Certificates: what was converted comes back, tensor by tensor, to the bit. Or it is said why not.
+"""Certificates: what was converted comes back, tensor by tensor, to the bit. Where it does not, the certificate says why.
+
+    source     --- rewrite ---> destination               (what `convert` has written, read again from the disk)
+       |                            |  inverse of the rewrite
+    sha256 of w     == ?        sha256 of what comes back as w
 
 That proves that a conversion can be undone. What a save was once made of it cannot know: where that is given, as the
 original, what was written is compared with it too.
+
+A difference is fine where the rewrite drops or rounds: the tensor is lossy, with the reason. Any other difference is a
+fault of ours, an error, and leaves no save.
 """
 
 import hashlib
@@ -185,6 +192,7 @@ def certify_return(
         store=store,
         back=as_they_are(written) if view is None else rewritten(view_back(contents, view, written)),
     )
+    # Out of the store, and not from memory: what was written is what a certificate is about.
     digests, returned = trip.digests()
     differing = [name for name, digest in digests.items() if returned.get(name) != digest or trip.changes_kind(name)]
     whys = trip.losses(differing)
@@ -273,12 +281,15 @@ class _RoundTrip:
             tensor, returns = self.sent.tensors[name], self._found(name) in self.back.tensors
             if why := _loss(self.checked, tensor, returns=returns):
                 whys[name] = why
+            # Casts to a wider dtype and back keep every value. But the hardware may change the payload of NaNs, which
+            # are equal as values and not as bytes: these are read once more.
             elif returns and not self.changes_kind(name) and (cast := _cast_of_nans(self.checked, tensor)):
                 casts[name] = f"the payload of NaNs (cast from {cast[0]} to {cast[1]})"
         if casts:
             digests, returned = self._both(
                 _digests_of_values, self._only(self.sent, casts), self._only(self.back, casts)
             )
+            # Only if all else is equal: a lost payload excuses no other difference.
             whys |= {name: why for name, why in casts.items() if digests[name] == returned[name]}
         return whys
 
@@ -286,6 +297,7 @@ class _RoundTrip:
         self, digests: Callable[[Store, Outputs], dict[str, str]], sent: Outputs, back: Outputs
     ) -> tuple[dict[str, str], dict[str, str]]:
         """The digests of both sides, by the names of the source."""
+        # The two sides are different files, and sha256 lets go of the interpreter: two cores take half the time.
         with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as thread:
             awaited = thread.submit(digests, self.source, sent)
             found = digests(self.store, back)
@@ -310,6 +322,7 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
     lost = []
     if not returns and checked.losses:
         is_part = sum(each.num_elements for each in fragments) < tensor.whole.num_elements
+        # A tensor that is joined with a dropped one does not come back, though nothing of itself was dropped.
         lost.append("a part is dropped" if is_part else "a part of what it is joined with is dropped")
     casts = (pair for fragment in fragments for pair in pairwise(fragment.dtypes))
     if narrow := next((pair for pair in casts if not keeps_values(*pair)), None):
@@ -329,6 +342,7 @@ def _cast_of_nans(checked: Checked, tensor: StoredTensor) -> tuple[str, str] | N
 
 def _digests(store: Store, outputs: Outputs) -> dict[str, str]:
     """sha256 of the elements of every output."""
+    # One for each tensor: large ones come in several windows, between which others may come.
     sums = {name: hashlib.sha256() for name in outputs.tensors}
     for name, elements in _elements(store, outputs):
         sums[name].update(bytes_of(elements.view(torch.uint8)))
@@ -339,6 +353,7 @@ def _digests_of_values(store: Store, outputs: Outputs) -> dict[str, str]:
     """sha256 of the elements of every output, all of floats, as if there were one NaN only."""
     sums = {name: hashlib.sha256() for name in outputs.tensors}
     for name, elements in _elements(store, outputs):
+        # The float32 copy below is made for so many elements only.
         for some in elements.split(_NANS_AT_ONCE):
             sums[name].update(bytes_of(_with_one_nan(some).view(torch.uint8)))
     return {name: each.hexdigest() for name, each in sums.items()}

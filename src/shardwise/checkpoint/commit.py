@@ -1,4 +1,13 @@
-"""One attempt to save: its place in the store, a rank's file in it, and the act that makes it a save."""
+"""One attempt to save: its place in the store, and the act that makes it a save.
+
+    rank 0        begin: number 7, id 5e1f09ab ------------> all ranks
+    every rank    write 5e1f09ab-rank0000N.safetensors, durable; report its checksums to rank 0
+    rank 0        all files seen from here? write the tables; a newer save by now? create manifest.json; clean up
+    a failure     discard: what was written goes, unless the manifest is there after all
+
+Nothing is locked. The number decides: of two attempts at one number one creates the manifest, and an attempt that finds
+a newer save gives up. `check_shared_storage` finds out, before anything depends on it, that all ranks see one store.
+"""
 
 import contextlib
 import json
@@ -86,6 +95,7 @@ class Written:
     @classmethod
     def unpack(cls, data: bytes, file: DataFile, block_bytes: int) -> "Written":
         """From bytes of `pack`."""
+        # No lengths are sent: how many checksums each piece has follows from its size.
         ends = [0]
         for num_bytes in file.sizes:
             ends.append(ends[-1] + CHECKSUM_BYTES * -(-num_bytes // block_bytes))
@@ -152,9 +162,11 @@ def commit(
     folder = attempt.folder
     writers = [rank for rank in range(arrangement.num_ranks) if arrangement.file(rank).pieces]
     sizes = {rank: arrangement.file(rank).num_bytes for rank in writers}
+    # Before the manifest: a save whose files not everybody can see would be committed, and not load.
     while problems := _unseen_files(store, attempt, sizes):
         with storing(store, "", "listed"):
             committed = list_saves(store).committed
+        # Then the files are not late: the saver that committed this number has removed ours as left over.
         if attempt.number in committed:
             raise _lost(store, attempt.number)
         if not again():
@@ -170,6 +182,8 @@ def commit(
     ]
     pieces: dict[str, list[StoredPiece]] = {each.name: [] for each in arrangement.tensors}
     for rank in writers:
+        # Ranks send checksums only. Everything else of their files follows from the arrangement, which rank 0 has
+        # too.
         for stored in arrangement.file(rank).stored(attempt.data_file(rank), written[rank].checksums):
             pieces[stored.piece.name].append(stored)
     tensors = [
@@ -214,6 +228,7 @@ def discard(store: Store, attempt: Attempt, rank: int) -> None:
         if _stands(store, attempt):
             return
         for name in store.names(attempt.folder.rstrip("/")):
+            # By id: another attempt may be at work in the same folder, with files of its own.
             if name.startswith(attempt.folder + attempt.id) and (rank == 0 or attempt.data_file(rank) in name):
                 store.delete(name)
 
@@ -225,6 +240,7 @@ def _unseen_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> l
         name = attempt.folder + attempt.data_file(rank)
         try:
             reader = store.open(name)
+            # The size as well: a network file system may show a file before all of its bytes.
             seen = reader.size
             reader.close()
         except OSError as error:
@@ -256,6 +272,8 @@ def _create_manifest(store: Store, attempt: Attempt, data: bytes) -> None:
         is_there = False
         with contextlib.suppress(OSError, CheckpointError):
             is_there = _stands(store, attempt)
+        # Four cases: refused by another saver's manifest, refused by our own (asked twice), failed after it took
+        # effect, and failed.
         exists = isinstance(error.__cause__, FileExistsError)
         if exists and not is_there:
             raise _lost(store, attempt.number) from error
@@ -270,6 +288,7 @@ def _stands(store: Store, attempt: Attempt) -> bool:
     """Whether the manifest of this very attempt is there. Raises OSError or CheckpointError where it cannot be seen."""
     if attempt.folder + MANIFEST not in store.names(attempt.folder.rstrip("/")):
         return False
+    # The id, not the number: the manifest that is there may be that of a faster saver.
     return read_head(store, attempt.number).id == attempt.id
 
 

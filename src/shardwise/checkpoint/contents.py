@@ -1,4 +1,12 @@
-"""Contents: what a checkpoint of any format holds, known from its metadata alone."""
+"""Contents: what a checkpoint of any format holds, known from its metadata alone, and which names are the model's.
+
+Readers of all formats make the same three values, so that load, diff and convert know no format. For example:
+
+    Contents        shardwise, step 10, blocks of 256 KiB
+    StoredTensor    w  float32 [4, 65536]
+    StoredPiece     w[0:2]  5e1f09ab-rank00000.safetensors  bytes 4096 to 528384    2 blocks, 2 checksums
+    StoredPiece     w[2:4]  5e1f09ab-rank00001.safetensors  bytes 4096 to 528384    2 blocks, 2 checksums
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -37,6 +45,7 @@ CHECKSUM_BYTES = 8
 
 def can_exist(shape: Sequence[int], itemsize: int) -> bool:
     """Whether torch can have a tensor of this shape, whose elements are of so many bytes; with elements or without."""
+    # Sizes of 0 count as 1: torch multiplies strides, and refuses [0, 2**33, 2**33] though it has no elements.
     return len(shape) <= _MAX_DIMS and math.prod(size or 1 for size in shape) * itemsize <= MAX_INDEX
 
 
@@ -77,6 +86,7 @@ class StoredTensor:
     @property
     def checksums(self) -> Mapping[object, bytes | None]:
         """Those of every piece. Tensors with equal ones, per blocks of equal size, have equal bytes."""
+        # By the elements that they are of, not by position: the same pieces may lie in other files or another order.
         return {(each.piece.offset, each.piece.shape, each.piece.run): each.checksums for each in self.pieces}
 
     @property
@@ -117,6 +127,7 @@ class Contents:
     @property
     def verifiable(self) -> bool:
         """Whether there are checksums."""
+        # No other format has checksums.
         return self.format == "shardwise"
 
     @property
@@ -135,6 +146,7 @@ def is_model_name(name: str, format_: str) -> bool:
     >>> is_model_name("optimizer/w/exp_avg", "shardwise"), is_model_name("w", "shardwise")
     (False, True)
     """
+    # Plain dcp checkpoints have no rule for names; this is what its documentation and examples use.
     return not (is_state_name(name) or (format_ == "dcp" and name.startswith(_DCP_STATE)))
 
 

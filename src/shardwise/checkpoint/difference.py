@@ -1,4 +1,10 @@
-"""Difference: what two checkpoints of any formats hold differently, tensor by tensor, whatever their pieces."""
+"""Difference: what two checkpoints of any formats hold differently, tensor by tensor, whatever their pieces.
+
+    names       of A and B, ties included  ->  pairs, only in A, only in B
+    metadata    shape or dtype differ      ->  a row; a shape that differs is not read
+    checksums   two saves of ours, same pieces, same checksums  ->  equal, unread
+    elements    the rest in windows, both sides in the same order, compared bit by bit
+"""
 
 import json
 import math
@@ -141,6 +147,7 @@ def _difference(
     stores: tuple[Store, Store], contents: Sequence[Contents], model_only: bool, progress: Progress
 ) -> Difference:
     sides = _side(contents[0], model_only), _side(contents[1], model_only)
+    # A truncated file would pass for equal, where checksums in the metadata settle it.
     for store, side in zip(stores, sides, strict=True):
         check_whole(side, side.tensors.values())
         _check_sizes(store, side)
@@ -151,6 +158,7 @@ def _difference(
     different = _compared([pair for pair in pairs if pair.name in unread], *readers, progress)
     rows = [row for pair in pairs if (row := _row(pair, different.get(pair.name)))] + alone
     equal = [pair for pair in pairs if pair.finding is None and pair.name not in different]
+    # Each format has its own things in extra, so that any two formats would differ.
     extra_compared = sides[0].format == sides[1].format and not model_only
     return Difference(
         a=_words(sides[0]),
@@ -202,6 +210,7 @@ def _paired(a: Contents, b: Contents) -> tuple[list[_Pair], list[TensorDifferenc
     for name in dict.fromkeys([*a.tensors, *a.aliases]):
         ours, theirs = _find(a, name), _find(b, name)
         if ours is not None and theirs is not None:
+            # By the stored names: a tied tensor is met under each of its names, and compared once.
             pairs.setdefault((ours.name, theirs.name), _Pair(name, ours, theirs))
     met_a, met_b = {key[0] for key in pairs}, {key[1] for key in pairs}
     alone = [
@@ -223,6 +232,7 @@ def _find(contents: Contents, name: str) -> StoredTensor | None:
 
 def _sorted_out(pairs: Iterable[_Pair], a: Contents, b: Contents) -> tuple[set[str], int]:
     """The names of pairs whose data has to be read, and how many others are equal by their checksums."""
+    # Checksums of blocks of other sizes are of other bytes.
     comparable = a.verifiable and b.verifiable and a.block_bytes == b.block_bytes
     unread: set[str] = set()
     by_checksum = 0
@@ -250,6 +260,7 @@ def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Prog
             elements = compare(mine, yours)
             if elements is not None:
                 name = pairs[at].name
+                # Counted from the start of the window, and wanted from the start of the tensor.
                 here = replace(elements, first=elements.first + start)
                 found[name] = _together(found[name], here) if name in found else here
             done += mine.numel() * mine.element_size()
@@ -305,6 +316,7 @@ def _json_differences(place: str, a: object, b: object) -> Iterator[ExtraDiffere
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for at, (mine, yours) in enumerate(zip(a, b, strict=True)):
             yield from _json_differences(f"{place}[{at}]", mine, yours)
+    # As text: 1 and 1.0 and True are equal in Python, and NaN is not equal to itself.
     elif (ours := _text(a)) != (theirs := _text(b)):
         yield ExtraDifference(place=place, a=ours, b=theirs)
 
@@ -320,6 +332,7 @@ def _words(contents: Contents) -> str:
 
 
 def _json(value: object) -> object:
+    # json.dumps writes NaN and Infinity, which no other reader of JSON knows.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, complex):

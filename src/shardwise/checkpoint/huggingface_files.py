@@ -1,4 +1,14 @@
-"""Model configuration: the `config.json` that comes with Hugging Face files, where it is kept, and what it says."""
+"""Hugging Face files: a folder that `from_pretrained` loads, made in one act, and the configuration that goes with it.
+
+    model-00001-of-00002.safetensors     tensors, a file up to max_shard_bytes
+    model-00002-of-00002.safetensors
+    model.safetensors.index.json         tensor -> file; only where there are several files
+    config.json, tokenizer.json, ...     copied from a folder that is given, or out of what the save keeps
+
+A save keeps the two small files about the model (`config.json`, `generation_config.json`) as JSON in its extra or its
+settings. Tokenizers stay where they are: they are large, and about texts.
+The format: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints
+"""
 
 import contextlib
 import errno
@@ -80,7 +90,10 @@ def model_files(store: Store, contents: Contents) -> dict[str, Any]:
     Raises CheckpointError for a file that cannot be read or is not JSON.
     """
     if contents.format != "safetensors":
+        # Settings first: there the engine has put the configuration of the live model; extra has what an import
+        # found.
         levels = [contents.settings.get(MODEL_FILES), contents.extra.get(_EXTRA)]
+        # Neither is checked when it is written, so anything may be there.
         found = next((each for each in levels if isinstance(each, dict)), {})
         return {name: found[name] for name in _KEPT if name in found}
     names = {name for name in store.names() if name in _KEPT}
@@ -136,6 +149,7 @@ def files_of(given: Mapping[str, bytes], kept: Mapping[str, Any], dtype: str | N
 def _with_dtype(data: bytes, dtype: str | None) -> bytes:
     """A configuration that says no other dtype of its tensors than they have."""
     config = _parsed(data, CONFIG)
+    # A configuration that says nothing stays as it is, byte by byte.
     said = [key for key in _DTYPES if isinstance(config, dict) and isinstance(config.get(key), str)]
     if dtype is None or all(config[key] == dtype for key in said):
         return data
@@ -160,9 +174,11 @@ def _read(place: str, name: str) -> bytes:
 def parameters_of(config: Any, wanted: Iterable[str]) -> dict[str, int | str]:
     """What a configuration says of the parameters of a rewrite, by name; those that it does not know are left out."""
     nested = config.get(_NESTED) if isinstance(config, dict) else None
+    # The outer level first: what a model says of itself goes before what it says of its part for texts.
     levels = [each for each in (config, nested) if isinstance(each, dict)]
     found: dict[str, int | str] = {}
     for name in wanted:
+        # A model without grouped attention says num_attention_heads only; rewrites ask for both.
         for key in (name, _ALIKE.get(name, name)):
             values = [level[key] for level in levels if type(level.get(key)) in (int, str)]
             if values:
@@ -213,6 +229,7 @@ def shards_of(
     groups: list[list[StoredTensor]] = [[]]
     num_bytes = 0
     for tensor in tensors:
+        # An empty group takes any tensor: one that is larger than max_bytes has a file of its own.
         if groups[-1] and num_bytes + tensor.num_bytes > max_bytes:
             groups.append([])
             num_bytes = 0
@@ -244,6 +261,7 @@ def check_folder(destination: Address) -> str:
         )
     if not os.fspath(destination):
         raise CheckpointError("an empty path was given; name the folder to make")
+    # The folder behind a link, because rename does not follow one.
     path = os.path.realpath(destination)
     _check_empty(path)
     return path
@@ -256,6 +274,7 @@ def write_folder(path: str, shards: Sequence[ShardFile], fill: Fill, finish: Fin
     that is killed leaves the hidden folder. Raises CheckpointError.
     """
     parent, name = os.path.split(path)
+    # In the same parent, so in the same file system: only there rename is one act.
     temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.new")
     store = LocalStore(temporary)
     with _making(path, ""):
@@ -272,7 +291,9 @@ def write_folder(path: str, shards: Sequence[ShardFile], fill: Fill, finish: Fin
             finish(store)
         with _making(path, ""):
             os.rename(temporary, path)  # takes the place of an empty folder, and of nothing else
+            # The files in it are durable by the store; the name of the folder is data of its parent.
             _sync(parent)
+    # Also for KeyboardInterrupt: the tensors of a large model are not left on the disk under a hidden name.
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -324,6 +345,7 @@ def _making(path: str, file: str) -> Iterator[None]:
         yield
     except (OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and not file:
+            # Somebody has made it since the first look: the words for that say more than those of the system.
             _check_empty(path)
         where = os.path.join(path, file) if file else path
         raise CheckpointError(f"{where} cannot be written: {reason(error)}; nothing was made there") from error

@@ -37,6 +37,7 @@ def import_hf(
     """
     check_arguments(rewrite=rewrite, flags={"certify": certify})
     store = store_of(folder)
+    # convert takes any format; here the user has said that it is a model of Hugging Face.
     if (kind := recognise(store)) != "safetensors":
         what = f"{store.location} is a {kind} checkpoint" if kind else no_checkpoint(store)
         way = "" if kind is None else ", or use convert (shardwise ckpt convert)"

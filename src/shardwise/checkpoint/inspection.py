@@ -1,4 +1,8 @@
-"""Catalogue: look into a checkpoint of any format, and read any part of any tensor, in one process."""
+"""Inspection: look into a checkpoint of any format and read any part of it, and verify every byte of a save.
+
+Both work in one process. A save may be removed while it is read, by a saver that keeps the newest only: then the files
+that are missing are no damage, and the error says what happened (`was_removed`), or the newer save is taken.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +45,7 @@ class Catalogue:
         self.contents = contents
         """Everything that the metadata says."""
         self._store = store
+        # Reads are those of a load on one rank; it talks to nobody.
         self._channel: Channel = alone("cpu")
 
     @property
@@ -93,6 +98,7 @@ class Catalogue:
 
     def _fill(self, result: torch.Tensor, stored: StoredTensor, piece: Piece, *, verify: bool) -> None:
         wanted = [Wanted(piece, stored.name)]
+        # A block is read as a whole to be verified; without that exactly the bytes of the part are.
         if not (verify and self.contents.verifiable):
             read_exactly(self._channel, self._store, stored.pieces, wanted, [result])
             return
@@ -187,6 +193,7 @@ def verify_all(path: Address, *, progress: Callable[[int], None] = lambda num_by
     store = store_of(path)
     if recognise(store) not in (None, "shardwise"):
         _check_verifiable(read_contents(store))
+    # For its errors: a folder without a save has words of its own.
     select(store)
     reports = []
     for number in list_saves(store).committed:
@@ -195,6 +202,7 @@ def verify_all(path: Address, *, progress: Callable[[int], None] = lambda num_by
             contents = load_contents(metadata_files(store, number), number, location=store.location)
             reports.append(_verified(store, contents, progress))
         except CheckpointError as error:
+            # Else it was removed since it was listed, and is no finding.
             if name in store.names(folder_of(number).rstrip("/")):
                 reports.append(_unreadable(f"{store.location}/{folder_of(number)}".rstrip("/"), error))
     if not reports:  # all were removed meanwhile: a saver that keeps the newest only
@@ -220,7 +228,9 @@ def _verified(store: Store, contents: Contents, progress: Callable[[int], None])
     """The report on one save, without notes. Raises CheckpointError when it was removed meanwhile."""
     _check_verifiable(contents)
     stored = [piece for tensor in contents.tensors.values() for piece in tensor.pieces]
+    # Files that are missing or truncated are one finding each, not one for every block in them.
     sound, findings = _sound_files(store, contents)
+    # The table may be whole and wrong: pieces that overlap, or leave elements out, are found here.
     findings += check_cover(piece.piece for piece in stored)
     held = {tensor.name for tensor in contents.tensors.values() if tensor.pieces}
     findings += [
@@ -269,6 +279,7 @@ def _tensors_in(contents: Contents, file: str) -> str:
 def _damage(store: Store, contents: Contents, stored: list[StoredPiece]) -> Iterator[tuple[list[str], int]]:
     """Batch by batch: damage that was found, and the bytes that were read."""
     size = contents.block_bytes
+    # In the order of the bytes: a disk, and the kernel that reads ahead, are fastest so.
     stored = sorted(stored, key=lambda piece: (piece.file, piece.start))
     spans = [BlockSpan(ordinal, 0, num_blocks(piece.num_bytes, size)) for ordinal, piece in enumerate(stored)]
     reader = BatchReader(store, contents, stored, verify=True)
@@ -278,6 +289,7 @@ def _damage(store: Store, contents: Contents, stored: list[StoredPiece]) -> Iter
             try:
                 reader.read(batch)
             except CheckpointError as error:
+                # Goes on: a verification finds all damage, not the first.
                 yield list(error.problems), 0
             else:
                 yield [], reader.read_bytes - before

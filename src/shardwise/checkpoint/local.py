@@ -1,4 +1,12 @@
-"""LocalStore: a folder of the file system."""
+"""LocalStore: a folder of a local or network file system.
+
+How `create("x", data)` makes a whole file in one act, on file systems with hard links and without:
+
+    write .x.0f3a....new, fsync                 write .x.0f3a....new, fsync
+    link it to x; this fails if x exists        lock .x.lock; fail if x exists; rename to x; remove the lock
+    unlink .x.0f3a....new
+    fsync the folders                           fsync the folders
+"""
 
 import contextlib
 import ctypes
@@ -90,6 +98,7 @@ class LocalStore:
         """Make a whole, durable file in one atomic act; raises FileExistsError, changing nothing, if there is one."""
         path = self._path(name)
         with _about(path):
+            # Only saves the writing where the outcome is known: `_give_name` decides among several creators.
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             for folder in self._create(name, path, data):
@@ -103,12 +112,15 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError):
             return
         with contextlib.suppress(FileNotFoundError):  # somebody else removed the folder after its last file
+            # Now, and not later in one go: after a power failure a save without its manifest must not have it again
+            # while files that it names are gone.
             _sync_folder(os.path.dirname(path))
         self.drop_empty_folders(name)
 
     def new_file(self, name: str) -> tuple[int, list[str]]:
         """A descriptor of a new file, and the folders to sync so that it is found after a power failure."""
         path = self._path(name)
+        # Another process may remove the folder between mkdir and open, with the last file in it.
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileNotFoundError):
                 touched = _make_folder(os.path.dirname(path))
@@ -121,6 +133,8 @@ class LocalStore:
         """Remove the folders of this name that hold nothing any more, but not the store's own."""
         for folder in self._folders(name):
             try:
+                # rmdir refuses a folder that holds something. To look first would race with a writer that has just
+                # made it.
                 os.rmdir(folder)
             except OSError:  # it holds something or cannot go; nothing depends on it
                 return
@@ -128,11 +142,14 @@ class LocalStore:
     def _create(self, name: str, path: str, data: bytes) -> list[str]:
         """All of `create` but for the syncing of the folders, which it returns."""
         for attempt in range(1, _ATTEMPTS + 1):
+            # A random name: creators of one file do not meet before the last step, and a dead one is in nobody's way.
             hidden = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{secrets.token_hex(8)}.new"
             try:
                 descriptor, folders = self.new_file(os.path.relpath(hidden, self._root))
                 try:
                     _write_all(descriptor, memoryview(data))
+                    # The bytes are durable before they have their name: after a power failure a manifest is whole or
+                    # absent.
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
@@ -161,6 +178,8 @@ class LocalStore:
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir(follow_symlinks=False):
                     self._list(name, found)
+                # Here is_dir follows links. A link to a folder is left out: it could lead out of the store, or in a
+                # circle.
                 elif not entry.is_dir():
                     found.append(name)
 
@@ -200,7 +219,9 @@ class LocalReader:
         num_read = 0
         with _about(self._path):
             while num_read < buffer.nbytes:
+                # One read returns 2 GiB at most (Linux), or less after a signal.
                 rest = buffer.cast("B")[num_read:]
+                # preadv takes its place as an argument: threads that share the descriptor do not move each other.
                 if (num_more := os.preadv(self._descriptor, [rest], start + num_read)) == 0:
                     raise EOFError(
                         f"{self._path}: wanted {buffer.nbytes} bytes from byte {start} on, "
@@ -234,6 +255,7 @@ class LocalWriter:
         with _about(self._path):
             self._descriptor, self._folders = self._store.new_file(self._name)
             try:
+                # A full disk is found here, before the tensors are copied, and by the rank that it concerns.
                 _reserve(self._descriptor, self._num_bytes)
             except OSError:
                 self._give_up()
@@ -264,11 +286,14 @@ class LocalWriter:
         with _about(self._path):
             try:
                 self._check_complete()
+                # close promises nothing about the disk, and rank 0 commits as soon as this rank says that it has
+                # written.
                 os.fsync(self._descriptor)
             except Exception:
                 self._give_up()
                 raise
             os.close(self._descriptor)
+            # A name is data of its folder: fsync of the file alone may lose it.
             for folder in self._folders:
                 _sync_folder(folder)
 
@@ -372,6 +397,7 @@ def _give_name(hidden: str, path: str) -> None:
 def _alone(lock: str) -> Iterator[None]:
     """Hold the lock of this file, which exists for that long; the kernel takes it back from a process that dies."""
     while True:
+        # flock, not O_EXCL: the lock of a process that dies is free at once, and no timeout has to be chosen.
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

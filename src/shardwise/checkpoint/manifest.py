@@ -1,7 +1,16 @@
 """The manifest: what a save of ours holds, as JSON. docs/checkpoint-format.md describes it for other readers.
 
-manifest.json            the head: what was saved, when, by which layout; names, sizes and checksums of the files
-<id>-tensors-00000.json  a table: tensors and their pieces, in the order in which they were saved
+    manifest.json              the head: what was saved, when, by which layout; the files with sizes and checksums
+      files[0]                 5e1f09ab-rank00000.safetensors      its header lies under a checksum here
+      tables[0]                5e1f09ab-tensors-00000.json         as a whole under a checksum here
+        {"name": "w", ..., "pieces": [{"file": 0, "start": 4096, "xxh3": one checksum per block}]}
+
+So the checksum of the head covers every byte of a save, over one step or two. What is read is checked as if an enemy
+had written it: a checksum shows damage, and not that a writer meant well.
+
+The end of the file has the extra values: what a user saves beside the tensors, as JSON that comes back as it was given.
+JSON has objects with strings as keys only. Other dicts, such as the `milestones` of a MultiStepLR (a Counter of whole
+numbers), are written as {"shardwise": "Counter", "items": [[3, 1], [5, 2]]}.
 """
 
 import json
@@ -53,6 +62,7 @@ _NO_SUM = "xxh3_64:" + "0" * 16
 
 
 class _ManifestEntry(BaseModel):
+    # strict: "1" is no 1 here. extra="forbid": a key that we do not know means that we do not know the file.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
@@ -87,6 +97,7 @@ class Head(_ManifestEntry):
 
     format: Literal["shardwise-checkpoint"] = FORMAT
     version: Literal[1] = VERSION
+    # Before everything that a user gives: the first match of `_SUM` in the file is this one, whatever extra says.
     checksum: str = _NO_SUM
     """xxh3_64 of the file itself, its own sixteen digits being zeros."""
     id: str
@@ -128,6 +139,7 @@ class Head(_ManifestEntry):
             raise _damaged(location, "its bytes do not have the checksum that it states")
         try:
             values = json.loads(data)
+            # Before the fields are looked at, which are others in another version: "damaged" would be the wrong word.
             if isinstance(values, dict) and values.get("format") == FORMAT and values.get("version") != VERSION:
                 raise CheckpointError(
                     f"{location} has format version {values.get('version')!r}, and this shardwise reads version "
@@ -184,6 +196,7 @@ def _piece_row(stored: StoredPiece, number_of: Mapping[str, int]) -> _PieceRow:
     row: _PieceRow = {"file": number_of[stored.file], "start": stored.start}
     if stored.checksums is not None:
         row["xxh3"] = stored.checksums.hex()
+    # Left out where it says nothing: a million pieces make 200 MB of tables as it is.
     if piece.shape != piece.global_shape:
         row |= {"offset": list(piece.offset), "shape": list(piece.shape)}
     if piece.run is not None:
@@ -235,6 +248,7 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
 def is_file_name(name: str) -> bool:
     """Whether a name that a file states can be that of another one beside it."""
     try:
+        # A lone surrogate, which JSON can hold, is no file name that an operating system takes.
         name.encode()
     except UnicodeEncodeError:
         return False
@@ -246,6 +260,8 @@ def _check_places(tensors: Iterable[StoredTensor], sizes: Mapping[str, int]) -> 
 
     So tensors never take more memory than the files have bytes.
     """
+    # Readers make room for what a table announces, so the sum counts: a hundred pieces may not share the bytes of
+    # one.
     left = dict(sizes)
     for tensor in tensors:
         for stored in tensor.pieces:
@@ -276,6 +292,7 @@ def _stored_tensor(row: _TensorRow, files: Sequence[str], block_bytes: int) -> S
             run=each.get("run"),
         )
         sums = bytes.fromhex(each["xxh3"]) if "xxh3" in each else None
+        # Rounded up: the last block of a piece is shorter.
         if sums is not None and len(sums) != CHECKSUM_BYTES * -(-piece.num_elements * itemsize // block_bytes):
             raise ValueError(f"{piece} has {len(sums) // CHECKSUM_BYTES} checksums, which does not fit its size")
         pieces.append(StoredPiece(piece=piece, file=files[each["file"]], start=each["start"], checksums=sums))
@@ -305,6 +322,7 @@ def packed(value: Any, what: str) -> Any:
     try:
         result = _packed(value, what, problems)
         if not problems:
+            # Some values fail here only, such as whole numbers of more than 4,300 digits.
             json.dumps(result)
     except (RecursionError, TypeError, ValueError) as error:
         problems = [f"{what} cannot be written as JSON: {error}"]
@@ -326,6 +344,7 @@ def _unpacked(value: Any) -> Any:
         return [_unpacked(each) for each in value]
     if not isinstance(value, Mapping):
         return value
+    # Contents of other formats come this way too, so an object with these keys need not be ours.
     if value.keys() == {_KIND, _ITEMS} and _are_items(value):
         items = {key: _unpacked(each) for key, each in value[_ITEMS]}
         return items if value[_KIND] == "dict" else _KINDS[value[_KIND]](items)
@@ -347,6 +366,7 @@ def _packed(value: Any, place: str, problems: list[str]) -> Any:
     if isinstance(value, list | tuple):
         return [_packed(each, f"{place}[{at}]", problems) for at, each in enumerate(value)]
     if isinstance(value, dict):
+        # The exact type: an enum or a number of numpy would come back as the plain kind that it derives from.
         if strange := [key for key in value if type(key) not in _SCALARS]:
             problems += [
                 f"{place} has the key {key!r}, a {type(key).__name__}; give keys that are strings, numbers or None"
@@ -354,6 +374,7 @@ def _packed(value: Any, place: str, problems: list[str]) -> Any:
             ]
         items = [[key, _packed(each, f"{place}[{key!r}]", problems)] for key, each in value.items()]
         kind = "Counter" if isinstance(value, Counter) else "dict"
+        # A dict of the user with just our two keys is packed too: else it would come back as something else.
         plain = kind == "dict" and value.keys() != {_KIND, _ITEMS} and all(isinstance(key, str) for key in value)
         return dict(items) if plain else {_KIND: kind, _ITEMS: items}
     if type(value) not in _SCALARS:

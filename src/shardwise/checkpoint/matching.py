@@ -1,4 +1,14 @@
-"""Matching: which stored tensor gives each wanted one, and all that does not fit, before a byte is read. Pure."""
+"""Matching: which stored tensor gives each wanted one, and all that does not fit, before a byte of the target changes.
+
+A wanted tensor is looked up under several names. With w tied to v, in the target or in the checkpoint:
+
+    wanted w float32      w, v, optimizer/w/master, optimizer/v/master
+                          the first of these that is stored as float32; else a master; else the first
+
+`match` works on names alone. Where the target has one tensor and the checkpoint one for each of its names (a save of a
+tied model by a writer that does not look for ties), the two are twins: they fit if their bytes are equal, which
+`compare_twins` reads.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +84,7 @@ def match(
     names = _StoredNames(contents, aliases)
     whose = "what the rewrite makes of the checkpoint" if rewritten else "the checkpoint"
     result = Match()
+    # A parameter and its master settle each other: an engine that keeps no masters shall not find them unexpected.
     settled = {each for name in accounted for each in (name, _other(name))}
     has_state = False
     for kind in wanted:
@@ -88,6 +99,7 @@ def match(
             result.misfits.append(
                 f"{kind.name}: shape {list(kind.shape)} in the target, {list(stored.shape)} in {whose}"
             )
+        # Without elements there is nothing to cast.
         elif 0 in kind.shape or stored.dtype == kind.dtype:
             continue
         elif not _can_be_cast(stored.dtype, kind.dtype):
@@ -98,6 +110,8 @@ def match(
         else:
             result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}")
     for name, stored in contents.tensors.items():
+        # State of optimizers is not unexpected where the target has no optimizer: that is how weights are taken out
+        # of a save.
         if name in settled or (not has_state and is_state_name(name)):
             continue
         parameter, key = _split(name)
@@ -141,6 +155,7 @@ class _StoredNames:
 
     def __init__(self, contents: Contents, aliases: Mapping[str, str]) -> None:
         self._tensors = contents.tensors
+        # Names in one group mean one tensor. Both tables count: a target without ties loads a checkpoint with them.
         ties: dict[str, set[str]] = {}
         for table in (contents.aliases, aliases):
             for alias, name in table.items():
@@ -152,6 +167,8 @@ class _StoredNames:
     def find(self, name: str, dtype: str) -> StoredTensor | None:
         """The stored tensor for a wanted one: the first of its dtype if there is one, else a master, else the first."""
         found = [self._tensors[each] for each in self._candidates(name) if each in self._tensors]
+        # The wanted dtype first, since that is no cast. Then a master, which a cast rounds once; a working copy is
+        # rounded already.
         alike = (each for each in found if each.dtype == dtype)
         masters = (each for each in found if _split(each.name)[1] == MASTER)
         return next(chain(alike, masters, found), None)
@@ -223,6 +240,8 @@ def compare_in_turns(
     num_bytes = 0
     if channel.rank in readers:
         try:
+            # Ranks share the reading in turns. All meet below, whether they read or not: a finding of one is an error
+            # on all.
             findings, num_bytes = compare(sorted(readers).index(channel.rank), len(readers))
         except CheckpointError as error:
             findings = list(error.problems)
@@ -244,6 +263,8 @@ def _differences(
     pairs = [
         (named.tensors[one].whole, named.tensors[other].whole)
         for one, other in twins
+        # Equal checksums are equal bytes: saves of ours are settled without a read. A rewrite makes other bytes, of
+        # which none are known.
         if not (contents.verifiable and view is None and _have_equal_checksums(contents, one, other))
     ]
     lacking = [
@@ -256,12 +277,14 @@ def _differences(
     reader = PieceReader(store, contents, None if view is None else view.read_targets)
     different: dict[str, None] = {}
     sizes = [(one.num_elements, itemsize_bytes(one.dtype)) for one, _ in pairs]
+    # Half of a window, for two tensors are read at a time.
     for number, window in enumerate(windows(sizes, max_bytes=WINDOW_BYTES // 2)):
         if number % turns != turn:
             continue
         parts = [part_of_piece(each, start, stop) for at, start, stop in window for each in pairs[at]]
         elements = reader.read(parts)
         for (at, _, _), mine, yours in zip(window, elements[::2], elements[1::2], strict=True):
+            # As bytes: NaN equals itself, and -0.0 is not 0.0.
             if not torch.equal(mine.reshape(-1).view(torch.uint8), yours.reshape(-1).view(torch.uint8)):
                 one, other = pairs[at]
                 different[apart(one.name, other.name, "have different values")] = None

@@ -1,4 +1,8 @@
-"""FsspecStore: object stores and everything else that fsspec reaches."""
+"""FsspecStore: object stores and everything else that fsspec reaches.
+
+fsspec gives one interface to file systems that differ in what matters to a save: whether a file can be made in one act,
+whether folders are real, and how old a listing may be. What differs is decided here, file system by file system.
+"""
 
 import contextlib
 import errno
@@ -56,10 +60,13 @@ class FsspecStore:
         else:
             root = file_system._strip_protocol(address)
         self._file_system = file_system
+        # Names in the store are this root, a slash and the name; a second slash would be another key of a bucket.
         self._root = str(root).rstrip("/")
+        # Late: fsspec is an optional dependency, and users of local folders do without it.
         from fsspec.implementations.local import LocalFileSystem
         from fsspec.implementations.memory import MemoryFileSystem
 
+        # fsspec on a local disk has neither an atomic create nor an fsync; our own store has.
         self._in_memory = isinstance(file_system, MemoryFileSystem)
         self._local = LocalStore(str(root)) if isinstance(file_system, LocalFileSystem) else None
 
@@ -96,6 +103,8 @@ class FsspecStore:
         """
         if self._local is not None:
             return self._local.write(name, num_bytes=num_bytes)
+        # Looking first and writing then is good enough here: names of data files begin with the id of their attempt,
+        # so that no two writers want the same one.
         return _RemoteWriter(self, self._path(name), num_bytes)
 
     def create(self, name: str, data: bytes) -> None:
@@ -115,6 +124,8 @@ class FsspecStore:
             try:
                 self._in_folder(path, lambda: self._file_system.pipe_file(path, data, mode="create"))
             except FileExistsError:
+                # A client that repeats a put, because the answer was lost, is refused by the file that it made
+                # itself.
                 if self._file_system.cat_file(path) != data:
                     raise
 
@@ -187,6 +198,7 @@ class _RemoteReader:
         self._path = path
         with _translated(path):
             file_system.invalidate_cache()
+            # Object stores open nothing: a missing file shall fail here as it does on a disk, not at the first read.
             facts = file_system.info(path)
             if facts["type"] == "directory":
                 raise IsADirectoryError(path)
@@ -200,6 +212,7 @@ class _RemoteReader:
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from `start` on; raises EOFError when the file ends before."""
         num_read, num_there = 0, max(0, min(buffer.nbytes, self._size - start))
+        # Nothing is asked for where the size says that it is not there: services answer such ranges in many ways.
         while num_read < buffer.nbytes and num_there == buffer.nbytes:
             begin, num_more = start + num_read, min(_REQUEST_BYTES, buffer.nbytes - num_read)
             with _translated(self._path):
@@ -269,7 +282,10 @@ class _RemoteWriter:
 
 @contextlib.contextmanager
 def _translated(path: str) -> Iterator[None]:
-    """Errors of fsspec and of what is behind it become OSErrors that say their kind, their text and the file."""
+    """Errors of fsspec and of what is behind it become OSErrors that say their kind, their text and the file.
+
+    The protocol of stores promises OSErrors, but botocore, aiohttp and others raise classes of their own.
+    """
     try:
         yield
     except OSError as error:
@@ -283,6 +299,7 @@ def _translated(path: str) -> Iterator[None]:
 def _as_os_error(error: Exception, path: str) -> OSError:
     number = next((number for kind, number in _KINDS.items() if isinstance(error, kind)), errno.EIO)
     text = str(error)
+    # Then the text says the path only: the words of the operating system say more.
     if number != errno.EIO and text in ("", path, path.lstrip("/"), f"/{path}"):
         return OSError(number, os.strerror(number), path)
     return OSError(number, f"{type(error).__name__}: {text}", path)

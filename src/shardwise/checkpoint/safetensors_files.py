@@ -1,8 +1,14 @@
-"""Safetensors files: their header, both ways, without torch and without the data.
+"""Safetensors files: their header, both ways, and the data files of our saves, which are such files.
 
-A file is 8 bytes with the length of the header (little-endian), the header (JSON), and the data: the tensors' bytes,
-row-major and little-endian, one after the other without holes up to the end of the file.
+    0          8               8 + n                                           end
+    | n, little-endian | header: JSON, then spaces | w | b | ...                 |
+                         {"w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}
+
+The elements of a tensor are row-major and little-endian; tensors follow each other without holes up to the end.
 The format: https://github.com/huggingface/safetensors#format
+
+A data file is laid out before a byte is written (`lay_out`), so that its size is known to the store and its header to
+rank 0. `row_major_bytes` gives the elements of a piece as bytes, and `FileFilling` takes them in order, with checksums.
 """
 
 import json
@@ -154,6 +160,7 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mappin
         fields[key] = {"dtype": code, "shape": stored_shape, "data_offsets": (offset, offset + num_bytes)}
         offset += num_bytes
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    # Spaces behind JSON mean nothing to its readers.
     text += b" " * (-(len(text) + _LENGTH_BYTES) % ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -170,6 +177,7 @@ def read_header(read: Read, size: int) -> tuple[dict[str, TensorEntry], dict[str
     Raises `CheckpointError`, with all findings, for everything that safetensors would not read either.
     """
     length = int.from_bytes(_exactly(read, 0, _LENGTH_BYTES, size), "little")
+    # Before the header is read: any eight bytes are a length, of up to 2**64.
     if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CheckpointError(
             f"its first 8 bytes announce a header of {length:,} bytes, but the file has {size:,} in all and a "
@@ -206,6 +214,7 @@ def _exactly(read: Read, start: int, num_bytes: int, size: int) -> bytes:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
+        # Of a key that is there twice Python takes the last; a reader that takes the first would see another tensor.
         fields = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its header is not JSON as safetensors writes it: {error}") from None
@@ -237,6 +246,7 @@ def _entry(field: Any) -> TensorEntry | str:
     if not (_is_indices(shape) and _is_indices(offsets) and len(offsets) == 2):
         return "its shape or its data_offsets are no lists of whole numbers"
     start, stop = offsets
+    # Twice the bytes on both sides: an element of F4 takes half a byte.
     needed = _num_elements(shape, limit=MAX_INDEX) * (1 if code == "F4" else 2 * itemsize_bytes(_DTYPES[code]))
     if start > stop or needed != 2 * (stop - start):
         return f"shape {_shown(shape)} of {code} does not take the bytes {start:,} to {stop:,}"
@@ -274,6 +284,7 @@ def _laid_out(entries: list[tuple[str, TensorEntry]], data: int, size: int) -> d
     """The entries in the order of their bytes, counted from the start of the file, once these fill it exactly."""
     entries.sort(key=lambda each: each[1][2:])
     problems = []
+    # Holes and overlaps are refused, as by safetensors: bytes that no tensor has could carry anything.
     end, before = 0, "the header"
     laid = {}
     for key, entry in entries:
@@ -330,6 +341,8 @@ def lay_out(
     `metadata` goes into its header. Pieces without elements are left out, unless `empty` says that they stay.
     """
     held = [piece for piece in pieces if piece.num_elements or empty]
+    # Each size is a multiple of its itemsize, so what follows wide elements is aligned for narrower ones. The sort is
+    # stable: pieces of one width keep the order in which they were given.
     held.sort(key=lambda each: -itemsize_bytes(each.dtype))
     keys = unique_keys([each.name if each.whole else str(each) for each in held])
     shapes = [each.shape if each.run is None else (each.num_elements,) for each in held]
@@ -367,6 +380,7 @@ class FileFilling:
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
             self._hash(chunk)
+            # Biases and norms are a few bytes each: they are collected, since a write costs a call, or a request.
             if len(self._small) + len(chunk) < _CHUNK_BYTES:
                 self._small += chunk
             else:
@@ -376,12 +390,14 @@ class FileFilling:
     def flush(self) -> None:
         """Hand everything to the writer."""
         if self._small:
+            # A copy, for a writer may still hold its view, and a bytearray with a view cannot be cleared.
             self._writer.write(memoryview(bytes(self._small)))
             self._small.clear()
 
     def _hash(self, chunk: memoryview) -> None:
         start = 0
         while start < len(chunk):
+            # Checksums begin anew with every piece, so a reader of one piece needs no byte of its neighbours.
             part = chunk[start : start + self._left]
             self._sums.add(part)
             self._left -= len(part)
@@ -397,6 +413,7 @@ _BOUNCE_BYTES = 16 << 20
 
 def cast_through(elements: torch.Tensor, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
     """The elements in one dtype after the other."""
+    # All of them: by way of a narrower dtype values are rounded, also where the first and the last are alike.
     for dtype in dtypes:
         elements = elements.to(dtype)
     return elements
@@ -422,6 +439,7 @@ def row_major_bytes(
     dtypes: what they are cast to, one after the other.
     The last chunk may be overwritten as soon as the next is asked for.
     """
+    # Conjugation and sign may be flags on the tensor, whose memory then has other values than it stands for.
     plain = tensor.resolve_conj().resolve_neg()
     start, stop = piece.elements.start - held.elements.start, piece.elements.stop - held.elements.start
     if is_plain(plain) and not dtypes:
@@ -429,11 +447,13 @@ def row_major_bytes(
         return
     dtype = dtypes[-1] if dtypes else plain.dtype
     step = _BOUNCE_BYTES // max(dtype.itemsize, plain.element_size())
+    # A fixed room, whatever the tensor: on a GPU, or strided, it is copied a part at a time.
     bounce = torch.empty(min(step, stop - start), dtype=dtype)
     first, last = piece.elements
     for begin in range(first, last, step):
         part = held.within(begin, min(begin + step, last))
         chunk = bounce[: part.num_elements]
+        # A run of elements of a strided box is up to several boxes in memory.
         for move in moves(held, part):
             taken = part_of(plain, move.source, move.shape)
             part_of(chunk, move.target, move.shape).copy_(cast_through(taken, dtypes[:-1]))

@@ -1,4 +1,4 @@
-"""The saves in a store: which are committed, which are torn, the act of commit, and cleaning up.
+"""The saves in a store: which are committed, which are torn, and how they go away.
 
     save-00000001/manifest.json      committed: the manifest is created last, in one act that fails if there is one
     save-00000002/5e1f-...           no manifest: torn. It never happened; the next successful save removes it
@@ -7,6 +7,9 @@
 Every saver takes the number after the newest committed save. Two that save at a time therefore meet at one manifest:
 one creates it, the other finds it there and says so. Names of files begin with the id of the attempt, so that attempts
 which share a folder never mix.
+
+What is removed here cannot be had again. So only files go whose names and folders savers give: a user may put a README,
+a copy of a manifest or a folder beside them, and finds them as they were.
 """
 
 import contextlib
@@ -77,6 +80,7 @@ class Listing:
     @property
     def next_number(self) -> int:
         """The number that the next save takes: no folder with a manifest has it, whatever its exact name."""
+        # `Save-00000007` is the folder of save 7 on a file system that does not tell letters apart.
         found = (_TAKEN.fullmatch(name) for name in self.renamed)
         return max([0, *self.committed, *(int(each.group(1)) for each in found if each)]) + 1
 
@@ -124,9 +128,11 @@ def listing_of(names: Iterable[str], *, location: str) -> Listing:
             own.append(name)
         if folder and "/" not in folder and _is_manifest(file):
             manifests.add(folder)
+    # The store is the folder of one save; what else it has is none of its saves.
     if MANIFEST in own:
         files, manifests = {0: own}, set()
     committed = {number for number, found in files.items() if folder_of(number) + MANIFEST in found}
+    # What is left has a manifest that nothing here made or may remove, such as `manifest.json.bak` by a careful user.
     manifests -= {folder_of(number).rstrip("/") for number in committed}
     torn = [number for number in sorted(files.keys() - committed) if folder_of(number).rstrip("/") not in manifests]
     return Listing(
@@ -153,6 +159,7 @@ def select(store: Store, *, step: int | None = None) -> int:
         return listing.committed[-1]
     steps: list[int | None] = []
     damaged: list[str] = []
+    # The newest first: a run that resumed from an older save may have saved a step twice, and the later one counts.
     for number in reversed(listing.committed):
         try:
             saved = read_head(store, number).step
@@ -177,6 +184,7 @@ def read_head(store: Store, number: int) -> Head:
 
 def read_listed(store: Store, folder: str, entry: FileEntry) -> bytes:
     """A listed table, verified. Raises CheckpointError, which names the file."""
+    # The size first: reading is bounded by it, and a table that has grown is damaged in any case.
     with OpenFile(store, folder + entry.name) as file:
         data = file.whole() if file.size == entry.bytes else b""
     if len(data) != entry.bytes or checksum(data).hex() != entry.checksum:
@@ -222,6 +230,7 @@ def clean_up(store: Store, number: int) -> None:
 def remove_save(store: Store, listing: Listing, number: int) -> None:
     """Remove a committed save, its manifest first: at no instant does a save seem whole that is not."""
     folder = folder_of(number)
+    # A crash behind this line leaves a torn save, which the next save removes.
     store.delete(folder + MANIFEST)
     ours = [*_own(listing.files[number], number), folder + CERTIFICATE]
     _delete_all(store, (name for name in ours if name in listing.files[number] and name != folder + MANIFEST))
@@ -287,6 +296,7 @@ def prune(path: Address, *, keep: int) -> list[str]:
     store = store_of(path)
     with storing(store, "", "listed"):
         listing = list_saves(store)
+    # Otherwise a damaged save would count as the one to keep, and the last that loads would go.
     good = [number for number in listing.committed if _is_good(store, listing, number)]
     removed = []
     for number in good[:-keep]:

@@ -1,4 +1,12 @@
-"""States: what can be saved and loaded, and how it becomes pieces with tensors."""
+"""States: what can be saved and loaded, and what else calls take.
+
+A state says which pieces this rank has, as views of live tensors: asking copies nothing. The protocols:
+
+    Mapping            tensors by name or by piece
+    Stateful           .state()                            also an object of the user's own
+    Ordered            .state() .names()                   the order of the model, for files made of its tensors
+    Restorable         .state() .settings() .restore()     engines and `TorchState`: a load may need more than copies
+"""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -89,6 +97,7 @@ def check_arguments(
     problems = wrong_rewrite(rewrite)
     if config is not None and not isinstance(config, str | os.PathLike):
         problems.append(f"config is a {type(config).__name__}; give the path of a folder or a file, or None")
+    # type, not isinstance: True is an int, and would be the save of step 1.
     if step is not None and type(step) is not int:
         problems.append(f"step is {step!r}, a {type(step).__name__}; give a whole number or None")
     if type(max_shard_bytes) is not int:

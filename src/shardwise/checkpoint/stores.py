@@ -1,4 +1,14 @@
-"""The one protocol through which checkpoints touch storage. Implementations: `LocalStore`, `FsspecStore`."""
+"""Stores: the one protocol through which checkpoints touch storage, and the store of what a user names.
+
+A store is a folder of files. Saves need four acts of it, and only `create` has to be atomic:
+
+    write   save-00000007/5e1f09ab-rank00000.safetensors    durable when it ends; a killed writer leaves parts of it
+    write   save-00000007/5e1f09ab-tensors-00000.json
+    create  save-00000007/manifest.json                     the commit: whole or absent, and one creator wins
+    delete  save-00000006/manifest.json                     from here on save 6 is gone; its other files follow
+
+`LocalStore` and `FsspecStore` implement the protocol. Metadata is read through `OpenFile`, whose errors name the file.
+"""
 
 import contextlib
 import errno
@@ -87,6 +97,7 @@ def store_of(where: Address) -> Store:
     if isinstance(where, str) and "://" in where:
         return FsspecStore(where)
     if not isinstance(where, str | os.PathLike):
+        # Store is a protocol without a base class: one method tells a store from a dict or a model given by mistake.
         if not hasattr(where, "names"):
             raise CheckpointError(f"{where!r} is a {type(where).__name__}; give a path, an address, or a Store")
         return where
@@ -94,12 +105,16 @@ def store_of(where: Address) -> Store:
         raise CheckpointError(f"{where!r} is no path; give one as text, without a zero byte")
     if not os.fspath(where):
         raise CheckpointError('an empty path was given; "." is the current folder')
+    # abspath, because a bare "model.safetensors" has no folder to split off, and "runs/a/" no last name.
     folder, name = os.path.split(os.path.abspath(where))
     return OneFile(LocalStore(folder), name) if os.path.isfile(where) else LocalStore(where)
 
 
 class OneFile:
-    """A store in which one file of another is to be seen, and nothing can be changed."""
+    """A store in which one file of another is seen, and nothing can be changed.
+
+    A user who names `model.safetensors` means this file, and not the folder with whatever else it has.
+    """
 
     __slots__ = ("_name", "_store")
 
@@ -165,8 +180,10 @@ class OpenFile:
         self._place = f"{store.location}/{name}"
         try:
             self._reader = store.open(name)
+        # A missing file has a sentence of its own: most often a copy of the checkpoint is incomplete.
         except FileNotFoundError:
             raise CheckpointError(f"{self._place} is missing") from None
+        # ValueError: the name stands in metadata that somebody else wrote, and leads out of the store.
         except (OSError, ValueError) as error:
             raise self._unreadable(error) from error
 
@@ -182,6 +199,7 @@ class OpenFile:
 
     def read(self, start: int, num_bytes: int) -> bytes:
         """Return bytes from the file; `CheckpointError` when it ends before."""
+        # Before the buffer is made: a damaged header may ask for any number of bytes.
         if start + num_bytes > self.size:
             raise CheckpointError(
                 f"{self._place} has {self.size:,} bytes, but {num_bytes:,} from byte {start:,} on are needed: it is "
@@ -222,4 +240,5 @@ def read_whole(store: Store, name: str) -> bytes:
 
 def reason(error: BaseException) -> str:
     """What an error of the operating system says, without its number and path."""
+    # Messages say the place themselves, so the number and the path that str(error) has would stand there twice.
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

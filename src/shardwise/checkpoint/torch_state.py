@@ -1,4 +1,13 @@
-"""A plain, DDP or FSDP2 model and its torch optimizers as one state, with optimizer state under parameters' names."""
+"""A plain, DDP or FSDP2 model and its torch optimizers as one state, with optimizer state under parameters' names.
+
+    torch                                        name in the save
+    model.module.layers.0.weight (DDP)           layers.0.weight
+    optimizer.state[parameter]["exp_avg"]        optimizer/layers.0.weight/exp_avg
+    optimizer.param_groups[0]["lr"]              settings: optimizers[0].groups[0], with the names of its parameters
+
+torch numbers the parameters of an optimizer in the order of its groups. Names say the same under every wrapper, in any
+order of groups, and in an engine. Which parameter has which name is found by its place in memory.
+"""
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,6 +52,7 @@ class TorchState:
         self._model = model
         self._optimizers = optimizers
         self._origin: dict[str, Any] = {}
+        # For its errors: an optimizer of another model is refused where it is given, not at the first save.
         _trained(_Tensors.of(model), optimizers)
 
     def state(self) -> dict[Piece, torch.Tensor]:
@@ -123,6 +133,7 @@ class TorchRestoration:
     @torch.no_grad()
     def finish(self) -> None:
         """Give the optimizers the state and the settings that were read."""
+        # In place, for the dict is the TorchState's: its next save says by which rewrite the values were made.
         self._origin.clear()
         self._origin.update(self._found_origin)
         for each, taken in zip(self._trained, self._plan.over.settings, strict=True):
@@ -131,6 +142,8 @@ class TorchRestoration:
             for name, (parameter, _) in each.parameters.items():
                 if not self._plan.replaces_state_of(name):
                     continue
+                # Entries that the checkpoint does not have go too: a mix of old and new state would be nobody's
+                # training.
                 each.optimizer.state.pop(parameter, None)
                 if state := self._plan.state_of(name, self._taken[name]):
                     each.optimizer.state[parameter] = state
@@ -150,6 +163,8 @@ class _Tensors:
     @classmethod
     def of(cls, model: nn.Module) -> "_Tensors":
         _refuse_parts(model)
+        # What a load writes to has to be the model's own memory: a tensor that a hook makes for the state dict is
+        # gone after it.
         registered = {_place(each) for each in [*model.parameters(), *model.buffers()]}
         prefixes = _prefixes(model)
         by_name: dict[str, torch.Tensor] = {}
@@ -245,9 +260,11 @@ class _Trained:
         parameter, group = self.parameters[name]
         dtype, shape = _torch_dtype(entry.whole.dtype), entry.whole.global_shape
         live = self.optimizer.state.get(parameter, {}).get(entry.key)
+        # Into the live tensor where that can be: a second copy of the state may be more memory than there is.
         if isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape)) == (dtype, shape) and _is_dense(live):
             return live
         if entry.along:
+            # zeros_like keeps the placements of a DTensor, so every rank reads its own part only.
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         local = local_tensor(parameter) if is_dtensor(parameter) else parameter
         return torch.zeros(shape, dtype=dtype, device="cpu" if entry.on_host(group) else local.device)
@@ -298,6 +315,7 @@ def _prefix(path: str, prefixes: Mapping[str, str]) -> str:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """The module inside of one that DistributedDataParallel, DataParallel or torch.compile made."""
+    # Wrappers that put a name of their own before those of the model; FSDP2 changes classes in place and adds none.
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner: nn.Module = module.module
         return inner
