@@ -1,4 +1,4 @@
-"""Certificates: what was converted comes back, tensor by tensor, to the bit. Where it does not, the certificate says why.
+"""Certificates: what was converted comes back, tensor by tensor, to the bit, or why it does not.
 
     source     --- rewrite ---> destination               (what `convert` has written, read again from the disk)
        |                            |  inverse of the rewrite

@@ -1,7 +1,11 @@
 """Foreign: what checkpoints of other formats hold, read from their metadata, so that all of the room works on them.
 
-`huggingface` reads safetensors files with or without an index, `dcp` what `torch.distributed.checkpoint` wrote, and
-`unread` says what other folders and files are.
+    manifest.json, save-00000007/manifest.json    a save of ours
+    .metadata                                     `dcp`: what torch.distributed.checkpoint wrote
+    *.safetensors, *.safetensors.index.json       `huggingface`: with or without an index
+    anything else                                 refused, in words that name the program that made it and the way on
+
+Formats are told apart by names of files alone: listing is cheap on every store, and nothing unknown is opened.
 """
 
 import os
@@ -31,10 +35,13 @@ def recognise(store: Store) -> Format | None:
 
 def format_of(names: Sequence[str]) -> Format | None:
     """Return the format of the checkpoint whose files have these names; None when it is none that we know."""
+    # The order decides where files of several formats are together. A folder of saves stays one, whatever a user puts
+    # there; and .metadata comes before safetensors, in which torch.distributed.checkpoint can write its data too.
     if any(_MANIFEST.fullmatch(name) for name in names):
         return "shardwise"
     if ".metadata" in names:
         return "dcp"
+    # Not below: a folder that holds models in folders is no model.
     if any("/" not in name and name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "safetensors"
     return None
@@ -65,6 +72,8 @@ def _kind(files: str, what: str, advice: str) -> _ForeignFiles:
 
 _AS_SAFETENSORS = "write its tensors as safetensors with the library that made it"
 
+# The first that fits is named, so what is special stands before what is general: DeepSpeed and Megatron write .pt
+# files too.
 _KINDS = (
     _kind(
         r"zero_to_fp32\.py|(?:bf16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+\w*_(?:model|optim)_states\.pt",
@@ -139,6 +148,7 @@ def _nothing_in_words(store: Store) -> str:
     if os.path.isdir(store.location):
         return "it is empty"
     relative = os.path.relpath(store.location)
+    # A name such as org/model is most often meant for the hub, but not where the folder org is there.
     if _HUB_NAME.fullmatch(relative) and not os.path.lexists(relative.split("/")[0]):
         return (
             f"it does not exist; if {relative} is a model on the Hugging Face hub, download it first "

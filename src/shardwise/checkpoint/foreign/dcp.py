@@ -1,6 +1,12 @@
-"""The metadata of `torch.distributed.checkpoint`: a pickle, which is parsed without importing what it names.
+"""Checkpoints of `torch.distributed.checkpoint`: metadata, and files in which one save lies behind the other.
 
-Its classes: torch/distributed/checkpoint/metadata.py, and `_StorageInfo` in filesystem.py
+    .metadata (a pickle)                        __0_0.distcp
+      tensor w [4, 6]: chunks at (0,0) (2,0)      0    | torch.save of w[0:2] | torch.save of w[2:4] | ...
+      (w, (2,0)) -> __0_0.distcp, 1200, 1180      1200 --------------------->
+                                                  in it: a zip archive; the elements start at byte 1200 + 448
+
+Both ways in which it writes tensors are read: as `torch.save` does, and as safetensors. The pickle is parsed without
+importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, and `_StorageInfo` in filesystem.py
 """
 
 from collections.abc import Iterator, Mapping
@@ -116,6 +122,7 @@ def parse_metadata(data: bytes) -> Metadata:
 
 
 def _belongs(module: str, name: str) -> bool:
+    # By class and not by module: torch has moved these classes between modules of this package.
     if f"{module}.".startswith("torch.distributed.") and name in _RECORDS:
         return True
     return (module == "torch" and name in ITEMSIZE_BYTES) or Named(module, name) in _OTHERS
@@ -204,6 +211,8 @@ def read_contents(store: Store) -> Contents:
     place = f"{store.location}/{_METADATA}"
     with about(place):
         metadata = parse_metadata(data)
+    # Files stay open while tensors are looked up: a file has thousands of them, and an object store asks for its size
+    # at each open.
     with ExitStack() as stack:
         files, problems = _opened(store, metadata, stack)
         tensors: dict[str, StoredTensor] = {}
@@ -249,6 +258,7 @@ def _opened(store: Store, metadata: Metadata, stack: ExitStack) -> tuple[dict[st
         except CheckpointError as error:
             problems += error.problems
             continue
+        # One finding for the file; without it each tensor in the missing part would be one.
         if file.size < end:
             problems.append(
                 f"{file.place} has {file.size:,} bytes, but the checkpoint has saved {end:,} in it: it is truncated"
@@ -290,6 +300,7 @@ def _stored(
                     pieces += _pieces(name, saved, chunk, place, blob.file)
             except CheckpointError as error:
                 problems += error.problems
+    # What is missing is reported with its file; that the tensor then has holes would say it again.
     if not problems and not lost:
         held = [each.piece for each in pieces]
         with about(metadata_place):
@@ -306,6 +317,7 @@ def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
     """Where the elements of a chunk lie in its file."""
     if blob.extensions:
         raise CheckpointError(f"it went through {', '.join(blob.extensions)}; save without extensions to read it here")
+    # The metadata does not say which of the two formats was used, so the first bytes do.
     if file.read(blob.start, min(len(SIGNATURE), blob.num_bytes)) == SIGNATURE:
         place = find_tensor(lambda at, num: file.read(blob.start + at, num), blob.num_bytes)
         start = blob.start + place.start
@@ -313,6 +325,7 @@ def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
     entries, boxes = file.header_at(blob.start)
     if name not in entries:
         raise CheckpointError("it is neither in the format of torch.save nor in that of safetensors")
+    # The file says it too: one that was copied under another's name has all its bytes, and wrong elements.
     offset = saved_offsets(name, boxes)
     if offset is not None and offset != chunk.offset:
         raise CheckpointError(f"it holds the chunk at {offset}, not that at {chunk.offset}")
@@ -330,6 +343,8 @@ def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, place: TensorPlace, 
         raise CheckpointError(
             f"it is {place.dtype} of shape {place.shape}, but by the metadata {saved.dtype} of shape {chunk.shape}"
         )
+    # torch.save keeps strides, and pieces are row-major: a transposed chunk becomes one piece for each of its rows in
+    # the file.
     together = _dims_together(place)
     shape = [size if dim in together else 1 for dim, size in enumerate(chunk.shape)]
     steps = [range(1) if dim in together else range(size) for dim, size in enumerate(chunk.shape)]
@@ -347,12 +362,15 @@ def _dims_together(place: TensorPlace) -> set[int]:
     dims = sorted((dim for dim, size in enumerate(place.shape) if size > 1), key=lambda dim: place.strides[dim])
     end = 1
     for dim in dims:
+        # Innermost first, each dim has to begin where those inside of it end: then the elements fill their bytes
+        # exactly.
         if place.strides[dim] != end:
             raise CheckpointError(f"its strides {place.strides} for shape {place.shape} leave holes or overlap")
         end *= place.shape[dim]
     together = {dim for dim, size in enumerate(place.shape) if size == 1}
     last = len(place.shape)
     for dim in dims:
+        # From here on the order in the file is not that of the dims: each index is a piece of its own.
         if dim > last:
             break
         together.add(dim)
@@ -369,6 +387,8 @@ def _objects(metadata: Metadata, files: dict[str, _File], problems: list[str]) -
         blob = metadata.blobs.get((name, None))
         if blob is not None and blob.file in files:
             file = files[blob.file]
+            # Counted also where an object is then skipped: the sum of what is read stays bounded, in any order of
+            # names.
             left -= blob.num_bytes
             try:
                 if left < 0:

@@ -1,5 +1,9 @@
 """Safetensors files as Hugging Face lays them out: one file, or shards with or without an index. Headers are read only.
 
+    model.safetensors.index.json    weight_map: w -> model-00001-of-00002.safetensors, ...
+    model-00001-of-00002...         header: w F32 [4, 6], bytes 0 to 96
+                                    __metadata__: "v" -> "w"  (v was tied to w, and left out by save_model)
+
 Shards that `torch.distributed.checkpoint` wrote without consolidating them hold boxes of tensors; their metadata says
 where each starts.
 """
@@ -117,6 +121,7 @@ def _weight_map(store: Store) -> dict[str, str] | None:
 
 def _files(store: Store, weight_map: dict[str, str] | None) -> list[str]:
     if weight_map is not None:
+        # Files that the index does not name are not read: they may be those of another variant of the model.
         return sorted(set(weight_map.values()))
     files = [name for name in store.names() if "/" not in name and name.endswith(".safetensors")]
     if not files:
@@ -129,6 +134,7 @@ def _index_problems(
 ) -> Iterator[str]:
     """What the index says otherwise than the files that could be read."""
     for key, file in weight_map.items():
+        # Of a file that could not be read there is a finding already.
         if file in sizes and file not in [name for name, _ in places.get(key, ())]:
             yield f"tensor {key} is not in {file}, where the index has it"
     for key, found in places.items():
@@ -146,6 +152,7 @@ def _tensor(
     for file, entry in found:
         with about(file):
             offsets = saved_offsets(key, boxes[file])
+        # Several files may have boxes of one tensor, but only if they say where each begins.
         if offsets is None and len(found) > 1:
             raise CheckpointError(f"tensor {key} is in several files: {', '.join(name for name, _ in found)}")
         if len(offsets or entry.shape) != len(entry.shape) or entry.code != code:
@@ -155,6 +162,7 @@ def _tensor(
         [at + size for at, size in zip(start, each.shape, strict=True)]
         for start, (_, each) in zip(starts, found, strict=True)
     ]
+    # No file says the shape of the tensor: it ends where its last box ends. check_cover finds what is missing.
     shape = tuple(map(max, zip(*ends, strict=True)))
     if not can_exist(shape, itemsize_bytes(dtype_of(code))):
         raise CheckpointError(f"tensor {key}: its boxes together have a shape that no tensor has")
@@ -176,6 +184,7 @@ def _tensor(
 def _ties(tensors: Mapping[str, StoredTensor], texts: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Names that `safetensors.torch.save_model` left out, for the tensor is there under the name that they map to."""
     pairs = (pair for metadata in texts.values() for pair in metadata.items())
+    # The metadata has other keys as well ("format": "pt"); only what maps to a tensor is a tie.
     return {alias: name for alias, name in pairs if name in tensors and alias not in tensors}
 
 

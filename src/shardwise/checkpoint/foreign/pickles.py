@@ -3,6 +3,14 @@
 A pickle is a program for a stack machine (https://github.com/python/cpython/blob/main/Lib/pickletools.py describes its
 instructions). This machine knows those that `pickle` and `torch.save` write. Where the program names a class or
 function, it gets a `Named`; where it calls one, a `MadeObject` that says what was called with what.
+
+    program                stack behind it
+    c torch, Size          Named(torch.Size)
+    ( K 2, K 3, t          Named(torch.Size), (2, 3)
+    R                      MadeObject(of=torch.Size, args=(2, 3))       pickle would call torch.Size here
+    .                      the value
+
+So the worst that a hostile pickle can do is to take time and memory in proportion to its bytes.
 """
 
 import struct
@@ -58,6 +66,8 @@ def parse(data: bytes, allowed: Callable[[str, str], bool]) -> Any:
     machine = _Machine(data, allowed)
     try:
         return machine.run()
+    # A damaged program fails anywhere in the machine: instructions check nothing themselves, and all it may be is
+    # caught here.
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
         kind = type(error).__name__
         raise CheckpointError(f"it is no pickle, or a damaged one: {kind} at byte {machine.at:,} of it") from None
@@ -82,6 +92,7 @@ class _Machine:
             self.at += 1
             if code == _STOP:
                 return self._stack.pop()
+            # KeyError for an instruction that is not known, such as those that import by number.
             _INSTRUCTIONS[code](self)
 
     def _take(self, num_bytes: int) -> bytes:
@@ -187,6 +198,7 @@ class _Machine:
     def _name(self, module: object, name: object) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
             raise TypeError
+        # Nothing would be run in any case. The refusal says early that this is no checkpoint, in place of odd values.
         if not self._allowed(module, name):
             raise CheckpointError(f"it names {module}.{name}, which does not belong there; nothing of it was run")
         self._stack.append(Named(module, name))
@@ -201,6 +213,7 @@ class _Machine:
 
     def build(self) -> None:
         state = self._stack.pop()
+        # AttributeError on anything but a MadeObject: plain values take no state.
         self._stack[-1].state = state
 
     def persistent(self) -> None:
@@ -210,6 +223,7 @@ class _Machine:
         self._memo[self._number(num_bytes)] = self._stack[-1]
 
     def remember_next(self) -> None:
+        # As pickle numbers them: by how many there are.
         self._memo[len(self._memo)] = self._stack[-1]
 
     def recall(self, num_bytes: int) -> None:

@@ -1,7 +1,13 @@
 """What `torch.save` wrote: where the elements of a tensor lie in it, and plain values, without torch.
 
-The file is a zip archive without compression: `data.pkl` is a pickle of the value, `data/0`, `data/1`, ... are the
-storages of its tensors, and `byteorder` says how they were written. The format: torch/serialization.py
+The file is a zip archive without compression:
+
+    PK.. x/data.pkl | pickle | PK.. x/byteorder | little | PK.. x/data/0 | the storage of a tensor | ... | directory
+                        |                                                  ^ first byte + offset * itemsize
+                        +-- shape, strides, offset and the storage "0" of the tensor
+
+`data.pkl` is a pickle of the value, `data/0`, `data/1`, ... are the storages of its tensors. Of the archive
+both ends are read, and a header in between; of a large tensor not a byte. The format: torch/serialization.py
 """
 
 import io
@@ -91,6 +97,7 @@ def find_tensor(read: Read, size: int) -> TensorPlace:
             dtype = named.name
         case _:
             raise CheckpointError("it is no tensor as torch.save writes them")
+    # The last argument, where there is one, has flags (conj, neg): the bytes then stand for other values.
     if any(rest):
         raise CheckpointError("its tensor is conjugated or negated: save it resolved (resolve_conj, resolve_neg)")
     place = TensorPlace(dtype=dtype, shape=ints(shape), strides=ints(strides), start=0)
@@ -132,6 +139,7 @@ class _Archive(io.RawIOBase):
         self._size = size
         self._at = 0
         self._max_bytes = _MAX_DIRECTORY_BYTES
+        # Two reads for all that is needed: zipfile alone would ask for many short parts, each a request of its own.
         edge = min(size, _EDGE_BYTES)
         self._head = read(0, edge)
         self._tail = read(size - edge, edge) if size > edge else self._head
@@ -161,6 +169,7 @@ class _Archive(io.RawIOBase):
             info = self._stored(name)
         except _ZIP_ERRORS as error:
             raise _damaged(error) from None
+        # The directory does not say how long the header before the bytes is: torch pads it to align them.
         local = self._bytes(info.header_offset, 30)
         if local[:4] != SIGNATURE:
             raise CheckpointError(f"its part {name} is not where its directory says")
@@ -240,6 +249,8 @@ def _storage(key: object) -> tuple[str, str, int]:
 def _placed(archive: _Archive, part: str, place: TensorPlace, offset: int, num_storage_bytes: int) -> TensorPlace:
     """The place in the file of a tensor that starts at an element of a storage, once all of it lies in there."""
     first, num_bytes = archive.place(part)
+    # The last element that the strides reach. A pickle may say any strides, and a read past the storage would be
+    # other tensors.
     reach = sum((size - 1) * stride for size, stride in zip(place.shape, place.strides, strict=False)) + 1
     needed = (offset + (0 if 0 in place.shape else reach)) * itemsize_bytes(place.dtype)
     if len(place.shape) != len(place.strides) or num_bytes != num_storage_bytes or needed > num_bytes:
@@ -262,6 +273,7 @@ def _plain(value: object, left: list[int]) -> Any:
         value = ints(value)
     if value is None or type(value) in (str, bool) or (type(value) is int and abs(value) < 1 << 64):
         return value
+    # Infinity and NaN are skipped, since JSON has no word for them.
     if type(value) is float and value - value == 0.0:
         return value
     if isinstance(value, list | tuple):
