@@ -104,7 +104,9 @@ class AsyncSaver:
         The state may change as soon as this returns. Raises CheckpointError when the save before it failed (this one
         is not begun then), or when this one cannot be begun.
         """
+        # There is one snapshot buffer, and the save before still reads it.
         self.wait()
+        # An engine brings its channel; it may be another than that of the save before.
         channel = self._channel_for(state)
         if channel is not self._channel:
             # What is remembered was agreed with the ranks of the other channel.
@@ -242,6 +244,7 @@ class _MemoryWriter:
 
     def write(self, data: memoryview) -> None:
         stop = self._num_bytes + len(data)
+        # frombuffer takes no empty buffer.
         if data:
             self._memory[self._num_bytes : stop].copy_(torch.frombuffer(data, dtype=torch.uint8))
         self._num_bytes = stop
@@ -309,6 +312,7 @@ class _SaveTask:
         try:
             written = self._write()
             self._report(written.pack())
+            # The other ranks are done: their reports are in the store, and what they wait for is the verdict.
             if self._rank == 0:
                 self._commit(written)
         except ShardwiseError as error:
@@ -344,6 +348,8 @@ class _SaveTask:
 
     def _report_failure(self, why: str) -> None:
         if self._rank:
+            # The store may be what failed. Then rank 0 hears of it over the channel, at the next meeting of the
+            # ranks.
             with contextlib.suppress(CheckpointError):
                 self._leave({"failed": why})
 

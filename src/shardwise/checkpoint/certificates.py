@@ -154,6 +154,8 @@ class Certificate:
         if self.original:
             head["original"] = self.original
             tables["compared"] = [asdict(each) for each in self.compared]
+        # Behind the fields of the head, whose closing brace is cut off: a line for each tensor, to be compared by
+        # line.
         parts = ",\n".join(f' "{key}": [\n{_lines(each)}\n ]' for key, each in tables.items())
         return f"{json.dumps(head, indent=1)[:-2]},\n{parts}\n}}\n".encode()
 
@@ -194,6 +196,7 @@ def certify_return(
     )
     # Out of the store, and not from memory: what was written is what a certificate is about.
     digests, returned = trip.digests()
+    # Bytes may be equal where the kind is not: [2, 3] and [3, 2], or int32 and float32.
     differing = [name for name, digest in digests.items() if returned.get(name) != digest or trip.changes_kind(name)]
     whys = trip.losses(differing)
     problems = [
@@ -306,6 +309,7 @@ class _RoundTrip:
 
     def _found(self, name: str) -> str:
         """Under which name a tensor comes back."""
+        # Of tied tensors one is stored, maybe under another of the names that the source has.
         return self.back.aliases.get(name, name)
 
     def _only(self, outputs: Outputs, names: Collection[str]) -> Outputs:
@@ -325,6 +329,7 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
         # A tensor that is joined with a dropped one does not come back, though nothing of itself was dropped.
         lost.append("a part is dropped" if is_part else "a part of what it is joined with is dropped")
     casts = (pair for fragment in fragments for pair in pairwise(fragment.dtypes))
+    # The first cast that rounds is the loss; a wider dtype behind it brings nothing back.
     if narrow := next((pair for pair in casts if not keeps_values(*pair)), None):
         lost.append(f"cast from {narrow[0]} to {narrow[1]}")
     return ", ".join(lost)

@@ -127,11 +127,14 @@ def begin(store: Store) -> Attempt:
             f"{store.location} holds a {kind} checkpoint, and would no longer be read as one with a save of ours in "
             "it; name another folder"
         )
+    # Number 0 is the store itself: its own files would be mixed with those of a second save.
     if listing.committed == (0,):
         raise CheckpointError(
             f"{store.location} is the folder of one save, which is never written to again; save to the folder that "
             "holds it, or to another one"
         )
+    # The id is random: two programs that begin at once see the same saves, and share nothing by which they could
+    # tell.
     return Attempt(number=_free_number(store, listing.next_number), id=secrets.token_hex(4))
 
 
@@ -337,6 +340,7 @@ def check_shared_storage(path: Address, channel: Channel, *, timeout_seconds: fl
         if attempt is not None:
             with contextlib.suppress(OSError):  # the next save removes it with the other rests of torn saves
                 store.delete(attempt.folder + attempt.probe_file)
+    # Every rank says what it found: the refusal names all that see nothing, and is the same on all ranks.
     facts = json.dumps([found, platform.node(), store.location]).encode()
     answers = [json.loads(each) for each in channel.exchange(facts, purpose="who sees the storage of saves")]
     if any(not_found for not_found, _, _ in answers):
@@ -373,6 +377,8 @@ def _missing(store: Store, written: Attempt) -> str:
             reader.close()
     except (OSError, EOFError) as error:
         return reason(error)
+    # Hosts with a /tmp each may both have a file of this name, from a run that was killed. Only ours has our id in
+    # it.
     return "" if bytes(seen) == written.id.encode() else "another file is there"
 
 
@@ -386,6 +392,7 @@ def _refusal(answers: list[tuple[str, str, str]]) -> str:
         f"the storage of saves is not shared: rank 0 on {own_host} writes to {own_location}, and {named} "
         f"{'does' if len(blind) == 1 else 'do'} not find its file there ({first[0]})"
     )
+    # The usual cause, and not seen from rank 0.
     if first[2] != own_location:
         text += f"; the folder is {first[2]} there, since a relative path begins in the working directory of each rank"
     return (

@@ -201,6 +201,7 @@ def _side(contents: Contents, model_only: bool) -> Contents:
     """What of a checkpoint is compared."""
     if not model_only:
         return contents
+    # Names of optimizers are known by format: this way a save of ours compares with plain weights.
     kept = {name: each for name, each in contents.tensors.items() if is_model_name(name, contents.format)}
     ties = {alias: name for alias, name in contents.aliases.items() if name in kept}
     return replace(contents, tensors=kept, aliases=ties)
@@ -239,6 +240,7 @@ def _sorted_out(pairs: Iterable[_Pair], a: Contents, b: Contents) -> tuple[set[s
     unread: set[str] = set()
     by_checksum = 0
     for pair in pairs:
+        # Different shapes have no elements in common places, and no elements differ nowhere.
         if pair.finding == "shape" or not pair.a.num_bytes:
             continue
         if comparable and pair.finding is None and pair.a.checksums == pair.b.checksums:
@@ -303,6 +305,7 @@ def _row(pair: _Pair, elements: Elements | None) -> TensorDifference | None:
 
 def _extra_differences(a: Contents, b: Contents) -> Iterator[ExtraDifference]:
     yield from _json_differences("extra", dict(a.extra), dict(b.extra))
+    # Of the settings only what training depends on: two layouts of one run have different plans.
     ours, theirs = a.settings.get("optimizers", []), b.settings.get("optimizers", [])
     yield from _json_differences("settings.optimizers", ours, theirs)
 
@@ -379,6 +382,7 @@ def _cells_of_row(row: TensorDifference) -> tuple[str, ...]:
     a, b = _cells(row)
     name = printable(row.name)
     if row.first_index is None or row.a is None:
+        # Another dtype with the same values: the row says that none differs, instead of nothing.
         same = row.finding == "dtype"
         return name, row.finding, a, b, "none" if same else "", "0" if same else "", ""
     counted = f"{row.num_different:,} of {math.prod(row.a[1]):,}"

@@ -151,6 +151,7 @@ def _with_dtype(data: bytes, dtype: str | None) -> bytes:
     config = _parsed(data, CONFIG)
     # A configuration that says nothing stays as it is, byte by byte.
     said = [key for key in _DTYPES if isinstance(config, dict) and isinstance(config.get(key), str)]
+    # Of what says the right dtype nothing is touched: not its order of keys, not its spaces.
     if dtype is None or all(config[key] == dtype for key in said):
         return data
     return (json.dumps({**config, **dict.fromkeys(said, dtype)}, indent=2) + "\n").encode()
@@ -241,6 +242,8 @@ def shards_of(
         ties = {alias: name for alias, name in aliases.items() if name in held}
         pieces = [tensor.whole for tensor in group]
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+        # empty: a parameter without elements is still one that `from_pretrained` looks for. The ties go first, so
+        # that no alias named "format" takes its place.
         file = lay_out(pieces, metadata={**ties, **metadata}, empty=True)
         shards.append(ShardFile(name=name, tensors=tuple(group), file=file))
     return shards
@@ -253,6 +256,7 @@ def check_folder(destination: Address) -> str:
     """
     if isinstance(destination, LocalStore):
         destination = destination.location
+    # An object store has no folders, so a reader could see half of them.
     if not isinstance(destination, str | os.PathLike) or "://" in os.fspath(destination):
         where = destination if isinstance(destination, str) else getattr(destination, "location", destination)
         raise CheckpointError(
@@ -302,6 +306,7 @@ def write_folder(path: str, shards: Sequence[ShardFile], fill: Fill, finish: Fin
 def _index(shards: Sequence[ShardFile]) -> bytes:
     tensors = [(tensor, shard.name) for shard in shards for tensor in shard.tensors]
     total = sum(tensor.num_bytes for tensor, _ in tensors)
+    # Both keys are what transformers reads; total_size counts the data without headers, as it does.
     fields = {"metadata": {"total_size": total}, "weight_map": {tensor.name: file for tensor, file in tensors}}
     return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
 

@@ -22,7 +22,7 @@ from shardwise.checkpoint.sources import read_contents, was_removed, with_conten
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.comm import Channel, alone
 from shardwise.comm.torch_dtypes import torch_dtype
-from shardwise.errors import CheckpointError, PlanError
+from shardwise.errors import CheckpointError, PlanError, few_of
 from shardwise.space import Box, Piece, check_cover
 
 __all__ = ["Catalogue", "Index", "VerifyReport", "open", "verify", "verify_all"]
@@ -134,6 +134,7 @@ def _piece_at(stored: StoredTensor, index: Index | None) -> Piece:
         slices = (index,) if isinstance(index, slice) else tuple(index)
         if len(slices) > len(stored.shape) or any(not isinstance(each, slice) for each in slices):
             raise CheckpointError(f"{stored.name} has shape {stored.shape}; {index!r} is no index of slices for it")
+        # As in numpy and torch: what is left out at the end is everything.
         slices += (slice(None),) * (len(stored.shape) - len(slices))
         bounds = [each.indices(size) for each, size in zip(slices, stored.shape, strict=True)]
         if any(step != 1 for _, _, step in bounds):
@@ -243,6 +244,7 @@ def _verified(store: Store, contents: Contents, progress: Callable[[int], None])
         findings += more
         verified_bytes += num_bytes
         progress(num_bytes)
+    # Only with findings: a save that was removed after its last byte was read has been verified.
     if findings and was_removed(store, contents):
         raise CheckpointError(f"{contents.location} was removed while it was verified")
     return VerifyReport(
@@ -272,8 +274,7 @@ def _sound_files(store: Store, contents: Contents) -> tuple[set[str], list[str]]
 def _tensors_in(contents: Contents, file: str) -> str:
     """Which tensors have pieces in a file, in few words."""
     names = [name for name, tensor in contents.tensors.items() if any(piece.file == file for piece in tensor.pieces)]
-    shown = ", ".join(names[:3])
-    return f"pieces of {shown}" + (f" and {len(names) - 3} other tensors" if len(names) > 3 else "")
+    return f"pieces of {few_of(names, quotes=False)}"
 
 
 def _damage(store: Store, contents: Contents, stored: list[StoredPiece]) -> Iterator[tuple[list[str], int]]:

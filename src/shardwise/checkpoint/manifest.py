@@ -126,6 +126,8 @@ class Head(_ManifestEntry):
         """As the bytes of `manifest.json`."""
         text = json.dumps(self.model_dump(), indent=1).encode()
         digits = xxhash.xxh3_64_hexdigest(text).encode()
+        # As many digits as there were zeros, so no byte moves. The first match is the field itself: it is dumped
+        # first.
         return text.replace(_NO_SUM.encode(), b"xxh3_64:" + digits, 1)
 
     @classmethod
@@ -226,6 +228,7 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
         if len(tensors) != head.num_tensors:
             raise ValueError(f"{head.num_tensors} tensors are announced and {len(tensors)} listed")
         _check_places(tensors.values(), sizes)
+    # A row may name a file or a dtype that there is not, or a box outside its tensor.
     except (ValidationError, PlanError, IndexError, KeyError, ValueError) as error:
         raise _damaged(location, in_words(error)) from error
     return Contents(
@@ -335,6 +338,7 @@ def unpacked(value: Any) -> Any:
     """What `packed` was given. Raises CheckpointError for what it has never given."""
     try:
         return _unpacked(value)
+    # json reads deeper than Python calls go.
     except RecursionError as error:
         raise CheckpointError(f"extra is nested too deeply: {error}") from error
 
@@ -347,6 +351,7 @@ def _unpacked(value: Any) -> Any:
     # Contents of other formats come this way too, so an object with these keys need not be ours.
     if value.keys() == {_KIND, _ITEMS} and _are_items(value):
         items = {key: _unpacked(each) for key, each in value[_ITEMS]}
+        # The kind comes from a table, and never from the name in the file.
         return items if value[_KIND] == "dict" else _KINDS[value[_KIND]](items)
     return {key: _unpacked(each) for key, each in value.items()}
 

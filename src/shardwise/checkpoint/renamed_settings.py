@@ -46,6 +46,7 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
     for name in checked.outputs:
         # State follows its parameter by name, so groups list parameters only.
         sources = [] if is_state_name(name) else sorted(checked.sources_of(name))
+        # Made of nothing that was trained: it is in no group, as before.
         if not any(each in groups.places for each in sources):
             continue
         if finding := groups.finding(name, sources):
@@ -86,6 +87,7 @@ class _OptimizerGroups:
         """Why no group trains what is made of these tensors."""
         kinds: dict[object, str] = {}
         for each in sources:
+            # None is a kind of its own: joined with a frozen tensor, a trained one would no longer be trained.
             kinds.setdefault(self._alike[self.places[each][0]] if each in self.places else None, each)
         if len(kinds) == 1:
             return None

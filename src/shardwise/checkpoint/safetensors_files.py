@@ -132,6 +132,7 @@ def unique_keys(names: Sequence[str]) -> list[str]:
     seen: dict[str, int] = {}
     keys = []
     for name in names:
+        # A lone surrogate, which Python strings can hold, has no UTF-8.
         key = valid = name.encode("utf-8", "backslashreplace").decode()
         while key in taken:
             seen[valid] = seen.get(valid, 1) + 1
@@ -205,6 +206,7 @@ def _exactly(read: Read, start: int, num_bytes: int, size: int) -> bytes:
     if start + num_bytes <= size:
         try:
             data = read(start, num_bytes)
+        # Shorter than when it was opened: the same finding as one that was short from the start.
         except EOFError:
             data = b""
     if len(data) != num_bytes:
@@ -340,10 +342,12 @@ def lay_out(
 
     `metadata` goes into its header. Pieces without elements are left out, unless `empty` says that they stay.
     """
+    # The manifest lists tensors without elements by themselves; a file needs no entry for them.
     held = [piece for piece in pieces if piece.num_elements or empty]
     # Each size is a multiple of its itemsize, so what follows wide elements is aligned for narrower ones. The sort is
     # stable: pieces of one width keep the order in which they were given.
     held.sort(key=lambda each: -itemsize_bytes(each.dtype))
+    # The keys are for other readers; ours goes by the byte ranges of the manifest.
     keys = unique_keys([each.name if each.whole else str(each) for each in held])
     shapes = [each.shape if each.run is None else (each.num_elements,) for each in held]
     entries = [(key, each.dtype, shape) for key, each, shape in zip(keys, held, shapes, strict=True)]
@@ -441,6 +445,7 @@ def row_major_bytes(
     """
     # Conjugation and sign may be flags on the tensor, whose memory then has other values than it stands for.
     plain = tensor.resolve_conj().resolve_neg()
+    # Both count in the same box, whose elements the memory has in row-major order: what lies within is a slice.
     start, stop = piece.elements.start - held.elements.start, piece.elements.stop - held.elements.start
     if is_plain(plain) and not dtypes:
         yield plain_bytes(plain, start, stop)

@@ -138,6 +138,7 @@ def listing_of(names: Iterable[str], *, location: str) -> Listing:
     return Listing(
         location=location,
         committed=tuple(sorted(committed)),
+        # Without a file of ours a folder is none of ours, whatever its name.
         torn=tuple(number for number in torn if _own(files[number], number)),
         files={number: tuple(found) for number, found in files.items()},
         renamed=tuple(sorted(manifests)),
@@ -150,6 +151,7 @@ def select(store: Store, *, step: int | None = None) -> int:
     Saves whose manifest is damaged are passed over in the search for a step, and named when it is not found.
     """
     listing = list_saves(store)
+    # A manifest alone, named as a file, is no save: its tables are beside it and not in sight.
     if not listing.committed or isinstance(store, OneFile):
         if isinstance(store, OneFile) or not (listing.files or listing.renamed):
             raise CheckpointError(no_checkpoint(store))
@@ -232,6 +234,7 @@ def remove_save(store: Store, listing: Listing, number: int) -> None:
     folder = folder_of(number)
     # A crash behind this line leaves a torn save, which the next save removes.
     store.delete(folder + MANIFEST)
+    # The certificate is written by `convert` after the commit, so no manifest lists it.
     ours = [*_own(listing.files[number], number), folder + CERTIFICATE]
     _delete_all(store, (name for name in ours if name in listing.files[number] and name != folder + MANIFEST))
 

@@ -10,6 +10,7 @@ order of groups, and in an engine. Which parameter has which name is found by it
 """
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,7 @@ class TorchState:
                     state.update(_pieces(state_name(name, key), value))
                 elif value is not None:
                     dtype = _torch_dtype(PYTHON_DTYPES[python_type(name, key, value)])
+                    # A Python number is stored as a tensor; `plain` in the settings says which type to give back.
                     state.update(_pieces(state_name(name, key), torch.tensor(value, dtype=dtype)))
         return state
 
@@ -171,6 +173,7 @@ class _Tensors:
         ties: dict[str, str] = {}
         name_of: dict[tuple[object, ...], str] = {}
         names: list[str] = []
+        # keep_vars: tensors without elements have no place in memory, and are known by the object itself.
         for full_name, tensor in model.state_dict(keep_vars=True).items():
             path, _, attribute = full_name.rpartition(".")
             name = _prefix(path, prefixes) + attribute
@@ -181,6 +184,7 @@ class _Tensors:
                     "such values in extra"
                 )
             names.append(name)
+            # The first name is the stored one; later names of the same memory are ties.
             first = name_of.setdefault(_place(tensor), name)
             if first == name:
                 by_name[name] = tensor
@@ -267,6 +271,8 @@ class _Trained:
             # zeros_like keeps the placements of a DTensor, so every rank reads its own part only.
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         local = local_tensor(parameter) if is_dtensor(parameter) else parameter
+        # torch keeps `step` on the host, where reading it costs no synchronisation, unless a fused or captured step
+        # reads it.
         return torch.zeros(shape, dtype=dtype, device="cpu" if entry.on_host(group) else local.device)
 
 
@@ -274,7 +280,7 @@ def _trained(tensors: _Tensors, optimizers: Sequence[torch.optim.Optimizer]) -> 
     """The optimizers with the names of their parameters. Raises OptimizerError."""
     trained = [_Trained.of(optimizer, tensors.name_of) for optimizer in optimizers]
     names = [name for each in trained for group in each.groups for name in group]
-    if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set():
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise OptimizerError(
             f"{min(twice)!r} is trained twice, by several optimizers or as several parameters that share its storage; "
             "a checkpoint has one state for a parameter"
@@ -347,6 +353,7 @@ def _pieces(name: str, tensor: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether every element has a place of its own."""
     local = local_tensor(tensor) if is_dtensor(tensor) else tensor
+    # An expanded tensor has one place for many elements, and a load would write them over each other.
     return local.is_contiguous()
 
 

@@ -143,6 +143,7 @@ def _file_in_words(name: str) -> str:
 
 
 def _nothing_in_words(store: Store) -> str:
+    # Object stores have no folders: nothing tells one that is empty from one that is missing.
     if not isinstance(store, LocalStore):
         return "it is empty or does not exist, or is a single file; name a folder"
     if os.path.isdir(store.location):

@@ -315,6 +315,8 @@ def _stored(
 
 def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
     """Where the elements of a chunk lie in its file."""
+    # Compressed or encrypted: the bytes in the file are not those of the tensor, and which code makes them is for its
+    # owner to say.
     if blob.extensions:
         raise CheckpointError(f"it went through {', '.join(blob.extensions)}; save without extensions to read it here")
     # The metadata does not say which of the two formats was used, so the first bytes do.

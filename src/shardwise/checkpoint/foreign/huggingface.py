@@ -53,6 +53,7 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
             places.setdefault(key, []).append((name, entry))
     if weight_map is not None:
         problems += _index_problems(weight_map, places, sizes)
+    # All findings are collected: a download that broke off lacks more than one thing.
     tensors = {}
     for key, found in places.items():
         try:
@@ -177,6 +178,7 @@ def _tensor(
     )
     if findings := check_cover(each.piece for each in pieces):
         raise CheckpointError(*findings)
+    # After the cover was checked: an empty box may say where the tensor ends, but nothing is read for it.
     pieces = tuple(each for each in pieces if each.piece.num_elements)
     return StoredTensor(name=key, dtype=dtype_of(code), shape=shape, pieces=pieces)
 
@@ -195,6 +197,7 @@ def _merged(texts: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         for key, text in metadata.items():
             if key == _SHARDING_INFO:
                 continue
+            # Shards mostly say the same; only what they say differently needs the name of its file.
             alike = all(other.get(key, text) == text for other in texts.values())
             merged[key if alike else f"{key} ({file})"] = text
     return merged

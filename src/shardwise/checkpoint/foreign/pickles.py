@@ -97,6 +97,7 @@ class _Machine:
 
     def _take(self, num_bytes: int) -> bytes:
         start, self.at = self.at, self.at + num_bytes
+        # A slice past the end would be short without a word, and a number read from it wrong.
         if self.at > len(self._data):
             raise IndexError
         return self._data[start : self.at]
@@ -111,6 +112,7 @@ class _Machine:
         return line
 
     def _since_mark(self) -> list[Any]:
+        # Each mark begins a stack of its own, so what was pushed since is that stack: no search for the mark.
         items, self._stack = self._stack, self._below.pop()
         return items
 
@@ -248,6 +250,7 @@ _Instruction = Callable[[_Machine], None]
 
 def _table() -> Mapping[int, _Instruction]:
     machine = _Machine
+    # The codes are those of pickletools; letters of protocol 0 and 1 that neither writer uses are left out.
     constants = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
     table: dict[int, _Instruction] = {
         0x28: machine.mark,

@@ -88,6 +88,8 @@ def find_tensor(read: Read, size: int) -> TensorPlace:
     archive = _Archive(read, size)
     value = parse(archive.part("data.pkl"), _may_be_in_tensor)
     match value:
+        # Version 2 says the dtype by the class of the storage; version 3 has an untyped storage and the dtype by
+        # itself.
         case MadeObject(of=of, args=(Persistent(key=key), offset, shape, strides, _, _, *rest)) if of == _TYPED:
             dtype, part, num_bytes = _storage(key)
         case MadeObject(of=of, args=(Persistent(key=key), offset, shape, strides, _, _, Named() as named, *rest)) if (
@@ -182,12 +184,14 @@ class _Archive(io.RawIOBase):
     def _stored(self, name: str) -> zipfile.ZipInfo:
         info = self._infos[name]
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            # torch never compresses; a part that is would be read as elements byte by byte.
             raise zipfile.BadZipFile(f"{name} is compressed")
         return info
 
     def _bytes(self, start: int, num_bytes: int) -> bytes:
         num_bytes = max(0, min(num_bytes, self._size - start))
         if num_bytes > self._max_bytes:
+            # zipfile reads as much as the archive asks for, in one piece.
             raise zipfile.BadZipFile("its directory is too long")
         if start + num_bytes <= len(self._head):
             return self._head[start : start + num_bytes]
