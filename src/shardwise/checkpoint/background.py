@@ -64,7 +64,7 @@ class AsyncSaver:
 
     It is used by one thread, and not after a fork. Use it as a context: leaving waits for the save under way, and
     raises what went wrong in it. Errors of a save surface at the next `save`, `wait` or `close`, on all ranks alike,
-    which all call together; one that nobody asked for is printed when the program ends.
+    which all call together; an error after the last of these calls is printed when the program ends.
 
     >>> with AsyncSaver("runs/demo/checkpoints") as saver:      # doctest: +SKIP
     ...     saver.save(engine, extra={"step": 10})
@@ -134,8 +134,8 @@ class AsyncSaver:
         channel = self._channel
         if task is None or channel is None:
             return None
-        # Rank 0's thread waits for the reports of the others, which wait for nobody. That some have ended without one
-        # (the disk is full), or are lost, it is told here. Ranks meet again and again, so that none seems stuck.
+        # Rank 0's thread waits for the reports of the others, which wait for no rank. Here it learns which ranks have
+        # ended without a report (the disk is full) or are lost. Ranks meet again and again, so that none seems stuck.
         try:
             states = [b""]
             pause_seconds = 0.0  # all have begun before any of them waits
@@ -160,7 +160,7 @@ class AsyncSaver:
             task.join()
             task.collect()
         try:
-            # Whoever met the cause tells it; those that only heard of it are asked where nobody did.
+            # A rank that met the cause raises it. Those that only heard of one are asked where no rank has met it.
             with agreed(channel, purpose="verdict on a save in the background") as agreement:
                 if task.refusal is not None and not task.is_echo:
                     raise task.refusal
@@ -228,7 +228,7 @@ class AsyncSaver:
         if self._snapshot.numel() < num_bytes:
             self._snapshot = torch.empty(num_bytes, dtype=torch.uint8)
         sink = _MemoryWriter(self._snapshot)
-        # Bringing tensors together is talk between ranks, so it is done here and not by the thread.
+        # Bringing tensors together is talk between ranks, so the caller's thread does it.
         if self._layout == "whole":
             stream_whole(channel, prepared.arrangement, prepared.held, sink)
         else:
@@ -268,9 +268,9 @@ class _SaveTask:
         self._timeout_seconds = timeout_seconds
         self._given_up = threading.Event()
         self._deadline = math.inf
-        """When rank 0 has waited long enough for reports; it is set when nobody else is at work any more."""
+        """When rank 0 has waited long enough for reports; it is set once no other rank is at work."""
         self._collected = False
-        # Not a daemon: the interpreter waits for it at exit. What went wrong by then and nobody asked for is told.
+        # Not a daemon: the interpreter waits for it at exit, and an error that no call has raised by then is printed.
         atexit.register(self._tell)
         self._thread = threading.Thread(target=self._run, name="shardwise-save")
 
@@ -301,7 +301,7 @@ class _SaveTask:
         self._given_up.set()
 
     def others_have_ended(self) -> None:
-        """What the other ranks have to say is written: it is to be seen now, or as soon as the storage shows it."""
+        """The reports of the other ranks are written: they are there now, or as soon as the storage shows them."""
         self._deadline = min(self._deadline, time.monotonic() + self._timeout_seconds)
 
     def discard(self) -> None:
@@ -319,7 +319,7 @@ class _SaveTask:
             self.refusal = error
         except _EchoError as error:
             self.refusal, self.is_echo = CheckpointError(str(error)), True
-        except BaseException as error:  # a thread has nobody above it who would hear of it
+        except BaseException as error:  # no caller of a thread would see it
             self.refusal = CheckpointError(f"{type(error).__name__} while saving in the background: {error}")
         # The task stays until its verdict is asked for. The buffer is the saver's, and goes when the saver closes.
         self._snapshot = torch.empty(0, dtype=torch.uint8)
@@ -348,8 +348,7 @@ class _SaveTask:
 
     def _report_failure(self, why: str) -> None:
         if self._rank:
-            # The store may be what failed. Then rank 0 hears of it over the channel, at the next meeting of the
-            # ranks.
+            # The store itself may have failed. Then rank 0 hears of it over the channel, when ranks meet next.
             with contextlib.suppress(CheckpointError):
                 self._leave({"failed": why})
 
@@ -364,7 +363,7 @@ class _SaveTask:
         written = [own]
 
         def again() -> bool:
-            if not threading.main_thread().is_alive():  # nobody will say when the others have ended
+            if not threading.main_thread().is_alive():  # no rank will say when the others have ended
                 self.others_have_ended()
             if self._given_up.is_set() or time.monotonic() > self._deadline:
                 return False
@@ -389,8 +388,8 @@ class _SaveTask:
             if not again():
                 late = f"{self._timeout_seconds:g} s have passed"
                 why = "training stopped or a rank failed" if self._given_up.is_set() else late
-                # Who gave up was told of a cause elsewhere, which the rank that met it says. A deadline is a cause of
-                # its own.
+                # A task that gave up has heard of a cause elsewhere, and the rank
+                # that met it reports that one. A deadline is a cause of its own.
                 kind = _EchoError if self._given_up.is_set() else CheckpointError
                 raise kind(
                     f"{self._store.location}: {why}, and {', '.join(sorted(missing))} is not there: a rank has not "

@@ -60,7 +60,7 @@ class CertifiedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedTensor:
-    """A tensor that was written, beside that of this name in the original."""
+    """A tensor that was written, and the tensor of the same name in the original."""
 
     name: str
     sha256: str | None
@@ -154,8 +154,8 @@ class Certificate:
         if self.original:
             head["original"] = self.original
             tables["compared"] = [asdict(each) for each in self.compared]
-        # Behind the fields of the head, whose closing brace is cut off: a line for each tensor, to be compared by
-        # line.
+        # Behind the fields of the head, whose closing brace is cut
+        # off: a line for each tensor, to be compared by line.
         parts = ",\n".join(f' "{key}": [\n{_lines(each)}\n ]' for key, each in tables.items())
         return f"{json.dumps(head, indent=1)[:-2]},\n{parts}\n}}\n".encode()
 
@@ -222,7 +222,7 @@ def certify_return(
 
 
 def _compared(store: Store, written: Contents, source: Store, original: Contents) -> tuple[ComparedTensor, ...]:
-    """What was written beside what the original has, by name."""
+    """Each tensor that was written, compared with the tensor of its name in the original."""
     made, there = _digests(store, as_they_are(written)), _digests(source, as_they_are(original))
 
     def verdict(name: str) -> Literal["equal", "differs", "not written", "not in the original"]:
@@ -273,9 +273,9 @@ class _RoundTrip:
         return _kind(self.sent.tensors[name]) != _kind(self.back.tensors[self._found(name)])
 
     def losses(self, names: Collection[str]) -> dict[str, str]:
-        """What the rewrite loses of tensors that do not come back as they were, of those of which it loses something.
+        """Why the rewrite loses something of these tensors, which do not come back as they were; by name.
 
-        Reads again those of which it may have lost no more than the payload of NaNs.
+        A tensor of which it should lose nothing has no entry. Reads those again whose NaNs may be the only difference.
         """
         if self.checked is None:
             return {}

@@ -71,7 +71,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What the manifest says beside the tensors."""
+    """What the manifest says besides the tensors."""
 
     step: int | None
     layout: str
@@ -133,8 +133,7 @@ def begin(store: Store) -> Attempt:
             f"{store.location} is the folder of one save, which is never written to again; save to the folder that "
             "holds it, or to another one"
         )
-    # The id is random: two programs that begin at once see the same saves, and share nothing by which they could
-    # tell.
+    # The id is random: two programs that begin at once see the same saves and choose the same number.
     return Attempt(number=_free_number(store, listing.next_number), id=secrets.token_hex(4))
 
 
@@ -185,8 +184,7 @@ def commit(
     ]
     pieces: dict[str, list[StoredPiece]] = {each.name: [] for each in arrangement.tensors}
     for rank in writers:
-        # Ranks send checksums only. Everything else of their files follows from the arrangement, which rank 0 has
-        # too.
+        # Ranks send checksums only: the rest of their files follows from the arrangement, which rank 0 has too.
         for stored in arrangement.file(rank).stored(attempt.data_file(rank), written[rank].checksums):
             pieces[stored.piece.name].append(stored)
     tensors = [
@@ -275,8 +273,8 @@ def _create_manifest(store: Store, attempt: Attempt, data: bytes) -> None:
         is_there = False
         with contextlib.suppress(OSError, CheckpointError):
             is_there = _stands(store, attempt)
-        # Four cases: refused by another saver's manifest, refused by our own (asked twice), failed after it took
-        # effect, and failed.
+        # Four cases: refused by another saver's manifest, refused by our
+        # own (asked twice), failed after it took effect, and failed.
         exists = isinstance(error.__cause__, FileExistsError)
         if exists and not is_there:
             raise _lost(store, attempt.number) from error
@@ -377,8 +375,7 @@ def _missing(store: Store, written: Attempt) -> str:
             reader.close()
     except (OSError, EOFError) as error:
         return reason(error)
-    # Hosts with a /tmp each may both have a file of this name, from a run that was killed. Only ours has our id in
-    # it.
+    # Two hosts, each with a /tmp of its own, may both have a file of this name from earlier runs; only ours has our id.
     return "" if bytes(seen) == written.id.encode() else "another file is there"
 
 

@@ -51,7 +51,7 @@ def can_exist(shape: Sequence[int], itemsize: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
-    """Where the elements of a piece lie: row-major, little-endian, one after the other."""
+    """Where the elements of a piece are: row-major, little-endian, one after the other."""
 
     piece: Piece
     """Which elements; its dtype is the one they are stored in."""
@@ -86,7 +86,7 @@ class StoredTensor:
     @property
     def checksums(self) -> Mapping[object, bytes | None]:
         """Those of every piece. Tensors with equal ones, per blocks of equal size, have equal bytes."""
-        # By the elements that they are of, not by position: the same pieces may lie in other files or another order.
+        # Keyed by the elements of the piece: two saves may have the same pieces in other files or another order.
         return {(each.piece.offset, each.piece.shape, each.piece.run): each.checksums for each in self.pieces}
 
     @property
@@ -108,15 +108,15 @@ class Contents:
     file_sizes: Mapping[str, int]
     """Bytes that each data file must have."""
     file_heads: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
-    """For data files whose first bytes lie under a checksum of their own: how many, and the checksum."""
+    """For data files whose first bytes have a checksum of their own: how many bytes, and the checksum."""
     block_bytes: int = BLOCK_BYTES
     """Bytes under one checksum."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of tensors (ties): alias -> name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the saved object said of itself beside its tensors (JSON values): groups of optimizers, its plan."""
+    """What the saved object said of itself besides its tensors (JSON values): groups of optimizers, its plan."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the user saved beside, as JSON values: see `extra_values`."""
+    """What the user saved besides tensors, as JSON values: see `manifest.packed`."""
     step: int | None = None
     """The step at which it was saved."""
     layout: str = ""

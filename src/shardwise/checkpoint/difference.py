@@ -235,12 +235,12 @@ def _find(contents: Contents, name: str) -> StoredTensor | None:
 
 def _sorted_out(pairs: Iterable[_Pair], a: Contents, b: Contents) -> tuple[set[str], int]:
     """The names of pairs whose data has to be read, and how many others are equal by their checksums."""
-    # Checksums of blocks of other sizes are of other bytes.
+    # Each checksum covers one block: with blocks of two sizes no two checksums cover the same bytes.
     comparable = a.verifiable and b.verifiable and a.block_bytes == b.block_bytes
     unread: set[str] = set()
     by_checksum = 0
     for pair in pairs:
-        # Different shapes have no elements in common places, and no elements differ nowhere.
+        # Different shapes have no elements in common places, and without elements nothing differs.
         if pair.finding == "shape" or not pair.a.num_bytes:
             continue
         if comparable and pair.finding is None and pair.a.checksums == pair.b.checksums:

@@ -71,7 +71,7 @@ _COPIED = (
     "vocab.json",
     "vocab.txt",
 )
-"""What is copied out of a folder: all that transformers reads beside the tensors."""
+"""What is copied out of a folder: all that transformers reads besides the tensors."""
 
 _NESTED = "text_config"
 """Where the configurations of models for texts and images have that of their part for texts."""
@@ -85,13 +85,12 @@ ConfigPath = str | os.PathLike[str] | None
 
 
 def model_files(store: Store, contents: Contents) -> dict[str, Any]:
-    """The files on the model that a checkpoint has, beside its tensors, in its settings or its extra: name -> JSON.
+    """The files about the model that a checkpoint has in its settings or its extra, or as files: name -> JSON.
 
     Raises CheckpointError for a file that cannot be read or is not JSON.
     """
     if contents.format != "safetensors":
-        # Settings first: there the engine has put the configuration of the live model; extra has what an import
-        # found.
+        # Settings first: they have the configuration of the live model, extra only what an import found.
         levels = [contents.settings.get(MODEL_FILES), contents.extra.get(_EXTRA)]
         # Neither is checked when it is written, so anything may be there.
         found = next((each for each in levels if isinstance(each, dict)), {})
@@ -101,7 +100,7 @@ def model_files(store: Store, contents: Contents) -> dict[str, Any]:
 
 
 def files_beside(store: Store) -> dict[str, bytes]:
-    """The files of a tokenizer and their like in a folder of Hugging Face files, or beside saves: name -> bytes."""
+    """The files of a tokenizer and their like in a folder of Hugging Face files, or of saves: name -> bytes."""
     names = [name for name in store.names() if name in _COPIED and name not in _KEPT]
     return {name: read_whole(store, name) for name in names}
 
@@ -117,7 +116,7 @@ def kept_files(given: Mapping[str, bytes], files: Mapping[str, Any]) -> dict[str
 
 
 def given_files(config: ConfigPath) -> dict[str, bytes]:
-    """What a folder has that belongs beside the tensors of a model, or a configuration file: name -> bytes.
+    """The files of a folder that go with the tensors of a model, or one configuration file: name -> bytes.
 
     Raises CheckpointError for a file that cannot be read, a configuration that is not JSON, and where there is none.
     """
@@ -136,7 +135,7 @@ def given_files(config: ConfigPath) -> dict[str, bytes]:
 
 
 def files_of(given: Mapping[str, bytes], kept: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[str, bytes]]:
-    """What belongs beside the tensors of an exported model: file name and bytes, one after the other.
+    """The files that go with the tensors of an exported model: name and bytes, one after the other.
 
     given: see `given_files`; they go before what is `kept`, as JSON. dtype: in which most floats are written: a
     configuration that says another one has it corrected, so that `from_pretrained` casts nothing unasked.
@@ -274,8 +273,8 @@ def check_folder(destination: Address) -> str:
 def write_folder(path: str, shards: Sequence[ShardFile], fill: Fill, finish: Finish) -> None:
     """Make the folder `path` with these files and what `finish` adds, whole or not at all, and durable.
 
-    They are written to a hidden folder beside, `.<name>.<8 hex digits>.new`, which gets its name at the end. A process
-    that is killed leaves the hidden folder. Raises CheckpointError.
+    They are written to a hidden folder next to it, `.<name>.<8 hex digits>.new`, which gets its name at the end. A
+    process that is killed leaves the hidden folder. Raises CheckpointError.
     """
     parent, name = os.path.split(path)
     # In the same parent, so in the same file system: only there rename is one act.

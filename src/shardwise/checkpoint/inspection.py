@@ -28,7 +28,7 @@ from shardwise.space import Box, Piece, check_cover
 __all__ = ["Catalogue", "Index", "VerifyReport", "open", "verify", "verify_all"]
 
 Index = Box | slice | Sequence[slice]
-"""A box of indices: a Box, or slices with step 1, of which missing ones take whole dims."""
+"""A box of indices: a Box, or slices with step 1; missing ones take whole dims."""
 
 
 class Catalogue:
@@ -45,7 +45,7 @@ class Catalogue:
         self.contents = contents
         """Everything that the metadata says."""
         self._store = store
-        # Reads are those of a load on one rank; it talks to nobody.
+        # Reads are those of a load on one rank; they meet no other.
         self._channel: Channel = alone("cpu")
 
     @property
@@ -55,7 +55,7 @@ class Catalogue:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the user saved beside the tensors."""
+        """What the user saved besides the tensors."""
         extra: dict[str, Any] = unpacked(self.contents.extra)
         return extra
 
@@ -164,7 +164,7 @@ class VerifyReport:
     findings: tuple[str, ...]
     """Everything that is wrong with the save; empty when it is whole."""
     notes: tuple[str, ...]
-    """What lies in the folder and is no part of a save: torn saves, files of attempts that were interrupted."""
+    """What is in the folder and no part of a save: torn saves, files of attempts that were interrupted."""
 
     @property
     def good(self) -> bool:

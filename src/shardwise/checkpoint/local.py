@@ -33,7 +33,7 @@ _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 """Linux; Python has no name for it."""
 _SYNC_FILE_RANGE_WRITE = ctypes.c_uint(2)
 _ATTEMPTS = 100
-"""Times that a new file may find its folder removed, by somebody who deleted the last file in it, before we give up."""
+"""Times that a new file may find its folder removed, with the last file in it, by another process."""
 
 
 def checked_name(name: str) -> str:
@@ -51,11 +51,11 @@ class LocalStore:
 
     New files take the permissions that the umask leaves. Links to files are files, links to folders are not entered.
 
-    `create` writes a hidden file `.<file>.<16 hex digits>.new` beside the final one, syncs it and links it to its name:
-    that is atomic, and of several creators one wins, on every file system with hard links. Where there are none,
+    `create` writes a hidden file `.<file>.<16 hex digits>.new` next to the final one, syncs it and links it to its
+    name: that is atomic, and of several creators one wins, on every file system with hard links. Where there are none,
     creators take turns by a lock (`flock`) on `.<file>.lock`, look for the name and rename the hidden file to it.
     That is atomic as well, and frees itself when a creator dies; but only one wins only where all of them see each
-    other's locks (all on one machine, or a network file system that carries locks), and only while nobody deletes the
+    other's locks (all on one machine, or a network file system that carries locks), and while no program deletes the
     lock's file. A file system with neither refuses with the OSError of `flock`.
 
     Processes that die leave hidden files, which `names` lists and `delete` removes like any other; a file that `write`
@@ -111,9 +111,9 @@ class LocalStore:
             os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
             return
-        with contextlib.suppress(FileNotFoundError):  # somebody else removed the folder after its last file
-            # Now, and not later in one go: after a power failure a save without its manifest must not have it again
-            # while files that it names are gone.
+        with contextlib.suppress(FileNotFoundError):  # another process removed the folder after its last file
+            # Now, and not later in one go: after a power failure a save without its
+            # manifest must not have it again while files that it names are gone.
             _sync_folder(os.path.dirname(path))
         self.drop_empty_folders(name)
 
@@ -133,8 +133,8 @@ class LocalStore:
         """Remove the folders of this name that hold nothing any more, but not the store's own."""
         for folder in self._folders(name):
             try:
-                # rmdir refuses a folder that holds something. To look first would race with a writer that has just
-                # made it.
+                # rmdir refuses a folder that holds something. To look first
+                # would race with a writer that has just made it.
                 os.rmdir(folder)
             except OSError:  # it holds something or cannot go; nothing depends on it
                 return
@@ -142,14 +142,14 @@ class LocalStore:
     def _create(self, name: str, path: str, data: bytes) -> list[str]:
         """All of `create` but for the syncing of the folders, which it returns."""
         for attempt in range(1, _ATTEMPTS + 1):
-            # A random name: creators of one file do not meet before the last step, and a dead one is in nobody's way.
+            # A random name: creators of one file meet at the last step only, and files of dead ones do not matter.
             hidden = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{secrets.token_hex(8)}.new"
             try:
                 descriptor, folders = self.new_file(os.path.relpath(hidden, self._root))
                 try:
                     _write_all(descriptor, memoryview(data))
-                    # The bytes are durable before they have their name: after a power failure a manifest is whole or
-                    # absent.
+                    # The bytes are durable before they have their name: after a
+                    # power failure a manifest is whole or absent.
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
@@ -178,8 +178,8 @@ class LocalStore:
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir(follow_symlinks=False):
                     self._list(name, found)
-                # Here is_dir follows links. A link to a folder is left out: it could lead out of the store, or in a
-                # circle.
+                # Here is_dir follows links. A link to a folder is left out:
+                # it could lead out of the store, or in a circle.
                 elif not entry.is_dir():
                     found.append(name)
 
@@ -199,7 +199,7 @@ class LocalReader:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for somebody to write
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
         mode = os.fstat(self._descriptor).st_mode
         if not stat.S_ISREG(mode):
             self.close()
@@ -233,7 +233,7 @@ class LocalReader:
         """Give the file back."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-            self._descriptor = -1  # not the number of a file that somebody opens next
+            self._descriptor = -1  # else the number of a file that is opened next
 
 
 class LocalWriter:
@@ -286,8 +286,8 @@ class LocalWriter:
         with _about(self._path):
             try:
                 self._check_complete()
-                # close promises nothing about the disk, and rank 0 commits as soon as this rank says that it has
-                # written.
+                # close promises nothing about the disk, and rank 0 commits as
+                # soon as this rank says that it has written.
                 os.fsync(self._descriptor)
             except Exception:
                 self._give_up()

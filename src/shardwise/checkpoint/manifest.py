@@ -1,14 +1,14 @@
 """The manifest: what a save of ours holds, as JSON. docs/checkpoint-format.md describes it for other readers.
 
     manifest.json              the head: what was saved, when, by which layout; the files with sizes and checksums
-      files[0]                 5e1f09ab-rank00000.safetensors      its header lies under a checksum here
-      tables[0]                5e1f09ab-tensors-00000.json         as a whole under a checksum here
+      files[0]                 5e1f09ab-rank00000.safetensors      checksum of its header
+      tables[0]                5e1f09ab-tensors-00000.json         checksum of all its bytes
         {"name": "w", ..., "pieces": [{"file": 0, "start": 4096, "xxh3": one checksum per block}]}
 
 So the checksum of the head covers every byte of a save, over one step or two. What is read is checked as if an enemy
 had written it: a checksum shows damage, and not that a writer meant well.
 
-The end of the file has the extra values: what a user saves beside the tensors, as JSON that comes back as it was given.
+The end of the file has the extra values: what a user saves besides tensors, as JSON that comes back as it was given.
 JSON has objects with strings as keys only. Other dicts, such as the `milestones` of a MultiStepLR (a Counter of whole
 numbers), are written as {"shardwise": "Counter", "items": [[3, 1], [5, 2]]}.
 """
@@ -74,7 +74,7 @@ class FileEntry(_ManifestEntry):
     bytes: int = Field(ge=0, le=MAX_INDEX)
     """Size of the file."""
     head_bytes: int = Field(ge=0)
-    """So many bytes from its start lie under `checksum`: the header of a data file, the whole of a table."""
+    """So many bytes from its start have `checksum`: the header of a data file, the whole of a table."""
     checksum: str = Field(pattern="^[0-9a-f]{16}$")
     """xxh3_64 of them, in hexadecimal digits."""
 
@@ -126,8 +126,8 @@ class Head(_ManifestEntry):
         """As the bytes of `manifest.json`."""
         text = json.dumps(self.model_dump(), indent=1).encode()
         digits = xxhash.xxh3_64_hexdigest(text).encode()
-        # As many digits as there were zeros, so no byte moves. The first match is the field itself: it is dumped
-        # first.
+        # As many digits as there were zeros, so no byte moves. The
+        # first match is the field itself: it is dumped first.
         return text.replace(_NO_SUM.encode(), b"xxh3_64:" + digits, 1)
 
     @classmethod
@@ -148,7 +148,7 @@ class Head(_ManifestEntry):
                     f"{VERSION}; read it with a newer shardwise"
                 )
             return cls.model_validate(values)
-        except (ValueError, RecursionError) as error:  # of which pydantic's and json's are kinds
+        except (ValueError, RecursionError) as error:  # pydantic and json raise kinds of these
             raise _damaged(location, str(error)) from error
 
 
@@ -176,7 +176,7 @@ _TABLE = TypeAdapter(list[_TensorRow])
 
 
 def pack_tables(tensors: Sequence[StoredTensor], files: Sequence[str]) -> list[bytes]:
-    """The tables of `tensors`, whose pieces lie in `files`; a table of nothing when there are none."""
+    """The tables of `tensors`, whose pieces are in `files`; an empty table when there are none."""
     number_of = {name: number for number, name in enumerate(files)}
     rows = [_tensor_row(tensor, number_of) for tensor in tensors]
     starts = range(0, max(1, len(rows)), TENSORS_PER_TABLE)
@@ -249,7 +249,7 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name that a file states can be that of another one beside it."""
+    """Whether a name that stands in a file can be the name of another file in its folder."""
     try:
         # A lone surrogate, which JSON can hold, is no file name that an operating system takes.
         name.encode()
@@ -259,12 +259,12 @@ def is_file_name(name: str) -> bool:
 
 
 def _check_places(tensors: Iterable[StoredTensor], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError unless every piece has checksums and lies in its file, where no other does.
+    """Raise ValueError unless every piece has checksums and is within its file, with room for the other pieces there.
 
     So tensors never take more memory than the files have bytes.
     """
-    # Readers make room for what a table announces, so the sum counts: a hundred pieces may not share the bytes of
-    # one.
+    # Readers make room for what a table announces, so the sum
+    # counts: a hundred pieces may not share the bytes of one.
     left = dict(sizes)
     for tensor in tensors:
         for stored in tensor.pieces:

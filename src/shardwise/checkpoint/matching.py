@@ -33,7 +33,7 @@ __all__ = ["Match", "WantedTensor", "apart", "compare_in_turns", "compare_twins"
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """A tensor that somebody wants, whichever piece of it."""
+    """A tensor that some rank wants, whichever piece of it."""
 
     name: str
     dtype: str
@@ -110,8 +110,8 @@ def match(
         else:
             result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}")
     for name, stored in contents.tensors.items():
-        # State of optimizers is not unexpected where the target has no optimizer: that is how weights are taken out
-        # of a save.
+        # State of optimizers is not unexpected where the target has
+        # no optimizer: that is how weights are taken out of a save.
         if name in settled or (not has_state and is_state_name(name)):
             continue
         parameter, key = _split(name)
@@ -167,8 +167,8 @@ class _StoredNames:
     def find(self, name: str, dtype: str) -> StoredTensor | None:
         """The stored tensor for a wanted one: the first of its dtype if there is one, else a master, else the first."""
         found = [self._tensors[each] for each in self._candidates(name) if each in self._tensors]
-        # The wanted dtype first, since that is no cast. Then a master, which a cast rounds once; a working copy is
-        # rounded already.
+        # The wanted dtype first, since that is no cast. Then a master,
+        # which a cast rounds once; a working copy is rounded already.
         alike = (each for each in found if each.dtype == dtype)
         masters = (each for each in found if _split(each.name)[1] == MASTER)
         return next(chain(alike, masters, found), None)
@@ -240,8 +240,8 @@ def compare_in_turns(
     num_bytes = 0
     if channel.rank in readers:
         try:
-            # Ranks share the reading in turns. All meet below, whether they read or not: a finding of one is an error
-            # on all.
+            # Ranks share the reading in turns. All meet below, whether
+            # they read or not: a finding of one is an error on all.
             findings, num_bytes = compare(sorted(readers).index(channel.rank), len(readers))
         except CheckpointError as error:
             findings = list(error.problems)
@@ -263,8 +263,8 @@ def _differences(
     pairs = [
         (named.tensors[one].whole, named.tensors[other].whole)
         for one, other in twins
-        # Equal checksums are equal bytes: saves of ours are settled without a read. A rewrite makes other bytes, of
-        # which none are known.
+        # Equal checksums are equal bytes: saves of ours are settled without
+        # a read. A rewrite makes other bytes, of which none are known.
         if not (contents.verifiable and view is None and _have_equal_checksums(contents, one, other))
     ]
     lacking = [
@@ -296,7 +296,7 @@ def _have_equal_checksums(contents: Contents, one: str, other: str) -> bool:
 
 
 def _sources(view: RewriteView | None, pairs: Sequence[tuple[Piece, Piece]]) -> Iterator[str]:
-    """The stored tensors of which the pairs have elements."""
+    """The stored tensors that the pairs are made of."""
     for piece in (each for pair in pairs for each in pair):
         if view is None:
             yield piece.name

@@ -34,7 +34,7 @@ _KINDS = {
 class FsspecStore:
     """A `Store` in any file system of fsspec: "s3://bucket/folder", "gs://...", "memory://...", "file:///...".
 
-    Whether of several that `create` one name exactly one succeeds, and whether nobody sees the file in parts:
+    Where several `create` one name, whether exactly one succeeds, and whether the file is never seen in parts:
 
     - Object stores: the service decides. s3fs asks for it by If-None-Match (botocore 1.35.20 and later; AWS, and those
       of its imitators that know conditional writes), gcsfs by ifGenerationMatch=0, adlfs by a put without overwriting.
@@ -124,8 +124,8 @@ class FsspecStore:
             try:
                 self._in_folder(path, lambda: self._file_system.pipe_file(path, data, mode="create"))
             except FileExistsError:
-                # A client that repeats a put, because the answer was lost, is refused by the file that it made
-                # itself.
+                # A client that repeats a put, because the answer was lost, is
+                # refused by the file that it made itself.
                 if self._file_system.cat_file(path) != data:
                     raise
 
@@ -306,7 +306,7 @@ def _as_os_error(error: Exception, path: str) -> OSError:
 
 
 def _memory_file(file_system: Any, path: str, data: bytes) -> Any:
-    """A file of the memory file system that nobody sees before it is committed."""
+    """A file of the memory file system that is not seen before it is committed."""
     from fsspec.implementations.memory import MemoryFile
 
     return MemoryFile(file_system, file_system._strip_protocol(path), data)

@@ -63,7 +63,7 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
 
 
 def _with(group: Mapping[str, Any], members: Sequence[tuple[int, str]]) -> dict[str, Any]:
-    """A group with other parameters, in the order of those of which they are made."""
+    """A group with other parameters, in the order of their sources."""
     return {**group, "parameters": [name for _, name in sorted(members, key=lambda member: member[0])]}
 
 

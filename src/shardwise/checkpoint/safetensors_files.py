@@ -173,7 +173,7 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mappin
 
 
 def read_header(read: Read, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors of a file of `size` bytes, in the order in which they lie there, and its metadata.
+    """Return the tensors of a file of `size` bytes, in the order of their bytes, and its metadata.
 
     Raises `CheckpointError`, with all findings, for everything that safetensors would not read either.
     """
@@ -328,7 +328,7 @@ class DataFile:
         return len(self.header) + sum(self.sizes)
 
     def stored(self, name: str, checksums: Sequence[bytes]) -> list[StoredPiece]:
-        """The pieces as they lie in the file, which is called `name`."""
+        """The pieces with their places in the file, which is called `name`."""
         return [
             StoredPiece(piece=piece, file=name, start=start, checksums=sums)
             for piece, start, sums in zip(self.pieces, self.starts, checksums, strict=True)
@@ -424,7 +424,7 @@ def cast_through(elements: torch.Tensor, dtypes: Iterable[torch.dtype]) -> torch
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in CPU memory row-major, one after the other, as the bytes that they stand for."""
+    """Whether the elements are in CPU memory row-major, one after the other, as the bytes that they stand for."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -438,14 +438,14 @@ def plain_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 def row_major_bytes(
     piece: Piece, held: Piece, tensor: torch.Tensor, dtypes: Sequence[torch.dtype] = ()
 ) -> Iterator[torch.Tensor]:
-    """The elements of `piece`, which lies within `held`, as flat bytes on the CPU: views where the memory has them so.
+    """The elements of `piece`, a part of `held`, as flat bytes on the CPU: views where the memory has them so.
 
     dtypes: what they are cast to, one after the other.
     The last chunk may be overwritten as soon as the next is asked for.
     """
     # Conjugation and sign may be flags on the tensor, whose memory then has other values than it stands for.
     plain = tensor.resolve_conj().resolve_neg()
-    # Both count in the same box, whose elements the memory has in row-major order: what lies within is a slice.
+    # Both count in the same box, whose elements the memory has in row-major order: a part of them is a slice.
     start, stop = piece.elements.start - held.elements.start, piece.elements.stop - held.elements.start
     if is_plain(plain) and not dtypes:
         yield plain_bytes(plain, start, stop)

@@ -9,7 +9,7 @@ one creates it, the other finds it there and says so. Names of files begin with 
 which share a folder never mix.
 
 What is removed here cannot be had again. So only files go whose names and folders savers give: a user may put a README,
-a copy of a manifest or a folder beside them, and finds them as they were.
+a copy of a manifest or a folder among them, and finds them as they were.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ __all__ = [
 ]
 
 CERTIFICATE = "round-trip.json"
-"""Says what came back of a conversion. It is written beside the files of a committed save, and goes with it."""
+"""Says what came back of a conversion. It is written to the folder of a committed save, and removed with it."""
 
 
 _NUMBER = r"(?!0{8}/)([0-9]{8}|[1-9][0-9]{8,199})/"
 _FOLDER = re.compile(f"save-{_NUMBER}")
-"""The one name of each number: the name that `folder_of` gives. Every other name belongs to whoever gave it."""
+"""The one name of each number: the name that `folder_of` gives. Every other name is a user's."""
 
 _TAKEN = re.compile("save-0*([0-9]{1,199})", re.IGNORECASE)
 """Names that sort, or on some file systems are, like those of saves: their numbers are not given again."""
@@ -65,7 +65,7 @@ _OWN_FILE = re.compile(f"{_OF_SAVE.pattern}|{_CREATED}|{_HIDDEN}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What lies in a store."""
+    """The saves in a store."""
 
     location: str
     committed: tuple[int, ...]
@@ -151,7 +151,7 @@ def select(store: Store, *, step: int | None = None) -> int:
     Saves whose manifest is damaged are passed over in the search for a step, and named when it is not found.
     """
     listing = list_saves(store)
-    # A manifest alone, named as a file, is no save: its tables are beside it and not in sight.
+    # A manifest that is named as a file is no save: its tables are other files, which this store does not show.
     if not listing.committed or isinstance(store, OneFile):
         if isinstance(store, OneFile) or not (listing.files or listing.renamed):
             raise CheckpointError(no_checkpoint(store))
@@ -225,7 +225,7 @@ def clean_up(store: Store, number: int) -> None:
             _delete_all(store, _own(listing.files[torn], torn))
     for committed in listing.committed:
         if committed <= number:
-            with contextlib.suppress(CheckpointError):  # its manifest is damaged: nobody knows what is its own
+            with contextlib.suppress(CheckpointError):  # its manifest is damaged: what is its own is unknown
                 _delete_all(store, strays(store, listing, committed))
 
 

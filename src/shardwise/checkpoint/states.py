@@ -57,7 +57,7 @@ class Restorable(Stateful, Protocol):
     """A Stateful that knows more than tensors: an engine, or a model with its optimizers."""
 
     def settings(self) -> dict[str, Any]:
-        """JSON values beside the tensors. Ranks may know different keys; keys that two know have equal values."""
+        """JSON values besides the tensors. Ranks may know different keys; keys that two know have equal values."""
 
     def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> Restoration:
         """Prepare to take over `stored` (every tensor as one piece) and `settings`, without changing anything."""
@@ -92,7 +92,7 @@ def check_arguments(
 ) -> None:
     """Raise CheckpointError, with all that is wrong, unless these can be the arguments of a conversion.
 
-    flags: by name, what is to be True or False.
+    flags: by name, what must be True or False.
     """
     problems = wrong_rewrite(rewrite)
     if config is not None and not isinstance(config, str | os.PathLike):

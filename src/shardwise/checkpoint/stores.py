@@ -183,7 +183,7 @@ class OpenFile:
         # A missing file has a sentence of its own: most often a copy of the checkpoint is incomplete.
         except FileNotFoundError:
             raise CheckpointError(f"{self._place} is missing") from None
-        # ValueError: the name stands in metadata that somebody else wrote, and leads out of the store.
+        # ValueError: the name comes from metadata that another program wrote, and leads out of the store.
         except (OSError, ValueError) as error:
             raise self._unreadable(error) from error
 

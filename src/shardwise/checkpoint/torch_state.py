@@ -144,8 +144,7 @@ class TorchRestoration:
             for name, (parameter, _) in each.parameters.items():
                 if not self._plan.replaces_state_of(name):
                     continue
-                # Entries that the checkpoint does not have go too: a mix of old and new state would be nobody's
-                # training.
+                # Entries that the checkpoint does not have go too: old and new state of one parameter do not fit.
                 each.optimizer.state.pop(parameter, None)
                 if state := self._plan.state_of(name, self._taken[name]):
                     each.optimizer.state[parameter] = state
@@ -165,8 +164,8 @@ class _Tensors:
     @classmethod
     def of(cls, model: nn.Module) -> "_Tensors":
         _refuse_parts(model)
-        # What a load writes to has to be the model's own memory: a tensor that a hook makes for the state dict is
-        # gone after it.
+        # What a load writes to has to be the model's own memory: a
+        # tensor that a hook makes for the state dict is gone after it.
         registered = {_place(each) for each in [*model.parameters(), *model.buffers()]}
         prefixes = _prefixes(model)
         by_name: dict[str, torch.Tensor] = {}
@@ -271,8 +270,8 @@ class _Trained:
             # zeros_like keeps the placements of a DTensor, so every rank reads its own part only.
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         local = local_tensor(parameter) if is_dtensor(parameter) else parameter
-        # torch keeps `step` on the host, where reading it costs no synchronisation, unless a fused or captured step
-        # reads it.
+        # torch keeps `step` on the host, where reading it costs no
+        # synchronisation, unless a fused or captured step reads it.
         return torch.zeros(shape, dtype=dtype, device="cpu" if entry.on_host(group) else local.device)
 
 
@@ -312,7 +311,7 @@ def _prefixes(model: nn.Module) -> dict[str, str]:
 
 
 def _prefix(path: str, prefixes: Mapping[str, str]) -> str:
-    """What to put before tensors at `path`, of which the last parts may be no modules but what hooks made of them."""
+    """What to put before tensors at `path`, whose last parts may be names that a hook made up, and no modules."""
     if path in prefixes:
         return prefixes[path]
     parent, _, attribute = path.rpartition(".")

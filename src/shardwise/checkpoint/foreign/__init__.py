@@ -5,7 +5,7 @@
     *.safetensors, *.safetensors.index.json       `huggingface`: with or without an index
     anything else                                 refused, in words that name the program that made it and the way on
 
-Formats are told apart by names of files alone: listing is cheap on every store, and nothing unknown is opened.
+Formats are known by names of files alone: listing is cheap on every store, and nothing unknown is opened.
 """
 
 import os
@@ -29,7 +29,7 @@ _MANIFEST = re.compile(r"(save-([0-9]{8}|[1-9][0-9]{8,199})/)?manifest\.json")
 def recognise(store: Store) -> Format | None:
     """Return the format of the checkpoint in a store; None when it is none that we know."""
     if isinstance(store, OneFile) and not store.name.endswith(".safetensors"):
-        return None  # of no use without the files beside it
+        return None  # of no use without the other files
     return format_of(list(store.names()))
 
 
@@ -72,7 +72,7 @@ def _kind(files: str, what: str, advice: str) -> _ForeignFiles:
 
 _AS_SAFETENSORS = "write its tensors as safetensors with the library that made it"
 
-# The first that fits is named, so what is special stands before what is general: DeepSpeed and Megatron write .pt
+# The first that fits is named, so special kinds come before general ones: DeepSpeed writes .pt
 # files too.
 _KINDS = (
     _kind(
@@ -120,7 +120,7 @@ _KINDS = (
 )
 
 _PART_OF = re.compile(r"manifest\.json|\.metadata|.*\.index\.json|.*\.distcp|.*-tensors-\d+\.json", re.DOTALL)
-"""Files that are of no use without those beside them."""
+"""Files that are of no use without others."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

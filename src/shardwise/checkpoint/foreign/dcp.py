@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint`: metadata, and files in which one save lies behind the other.
+"""Checkpoints of `torch.distributed.checkpoint`: metadata, and files with one tensor behind the other.
 
     .metadata (a pickle)                        __0_0.distcp
       tensor w [4, 6]: chunks at (0,0) (2,0)      0    | torch.save of w[0:2] | torch.save of w[2:4] | ...
@@ -81,7 +81,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Where a box or an object lies."""
+    """Where the bytes of a box or an object are."""
 
     file: str
     start: int
@@ -211,8 +211,8 @@ def read_contents(store: Store) -> Contents:
     place = f"{store.location}/{_METADATA}"
     with about(place):
         metadata = parse_metadata(data)
-    # Files stay open while tensors are looked up: a file has thousands of them, and an object store asks for its size
-    # at each open.
+    # Files stay open while tensors are looked up: a file has thousands
+    # of them, and an object store asks for its size at each open.
     with ExitStack() as stack:
         files, problems = _opened(store, metadata, stack)
         tensors: dict[str, StoredTensor] = {}
@@ -269,7 +269,7 @@ def _opened(store: Store, metadata: Metadata, stack: ExitStack) -> tuple[dict[st
 
 
 def _unplaced(metadata: Metadata) -> Iterator[str]:
-    """What the metadata names without saying where it lies."""
+    """What the metadata names without saying where it is."""
     for name in metadata.objects:
         if (name, None) not in metadata.blobs:
             yield f"it does not say where the object {name} lies"
@@ -314,9 +314,9 @@ def _stored(
 
 
 def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
-    """Where the elements of a chunk lie in its file."""
-    # Compressed or encrypted: the bytes in the file are not those of the tensor, and which code makes them is for its
-    # owner to say.
+    """Where the elements of a chunk are in its file."""
+    # Compressed or encrypted: the bytes in the file are not those of
+    # the tensor, and which code makes them is for its owner to say.
     if blob.extensions:
         raise CheckpointError(f"it went through {', '.join(blob.extensions)}; save without extensions to read it here")
     # The metadata does not say which of the two formats was used, so the first bytes do.
@@ -340,13 +340,13 @@ def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
 
 
 def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, place: TensorPlace, file: str) -> Iterator[StoredPiece]:
-    """The pieces of a chunk: one, or as many boxes as lie row-major in the file where the chunk does not."""
+    """The pieces of a chunk: one, or as many boxes as are row-major in the file where the chunk is not."""
     if (place.dtype, place.shape) != (saved.dtype, chunk.shape):
         raise CheckpointError(
             f"it is {place.dtype} of shape {place.shape}, but by the metadata {saved.dtype} of shape {chunk.shape}"
         )
-    # torch.save keeps strides, and pieces are row-major: a transposed chunk becomes one piece for each of its rows in
-    # the file.
+    # torch.save keeps strides, and pieces are row-major: a transposed
+    # chunk becomes one piece for each of its rows in the file.
     together = _dims_together(place)
     shape = [size if dim in together else 1 for dim, size in enumerate(chunk.shape)]
     steps = [range(1) if dim in together else range(size) for dim, size in enumerate(chunk.shape)]
@@ -360,12 +360,12 @@ def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, place: TensorPlace, 
 
 
 def _dims_together(place: TensorPlace) -> set[int]:
-    """The dims along which elements lie row-major, one behind the other; CheckpointError for strides with holes."""
+    """The dims along which elements are row-major, one behind the other; CheckpointError for strides with holes."""
     dims = sorted((dim for dim, size in enumerate(place.shape) if size > 1), key=lambda dim: place.strides[dim])
     end = 1
     for dim in dims:
-        # Innermost first, each dim has to begin where those inside of it end: then the elements fill their bytes
-        # exactly.
+        # Innermost first, each dim has to begin where those inside of
+        # it end: then the elements fill their bytes exactly.
         if place.strides[dim] != end:
             raise CheckpointError(f"its strides {place.strides} for shape {place.shape} leave holes or overlap")
         end *= place.shape[dim]
@@ -389,8 +389,8 @@ def _objects(metadata: Metadata, files: dict[str, _File], problems: list[str]) -
         blob = metadata.blobs.get((name, None))
         if blob is not None and blob.file in files:
             file = files[blob.file]
-            # Counted also where an object is then skipped: the sum of what is read stays bounded, in any order of
-            # names.
+            # Counted also where an object is then skipped: the sum of
+            # what is read stays bounded, in any order of names.
             left -= blob.num_bytes
             try:
                 if left < 0:

@@ -30,7 +30,7 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
 
     Ties that the metadata of the files names are aliases. The metadata is in `extra["metadata"]`; what files say
     differently is there under `"key (file)"`.
-    Raises `CheckpointError`, with all findings, when a file is missing or malformed, when a tensor lies in several
+    Raises `CheckpointError`, with all findings, when a file is missing or malformed, when a tensor is in several
     files, and when index and files do not say the same.
     """
     weight_map = None if file is not None else _weight_map(store)

@@ -66,8 +66,8 @@ def parse(data: bytes, allowed: Callable[[str, str], bool]) -> Any:
     machine = _Machine(data, allowed)
     try:
         return machine.run()
-    # A damaged program fails anywhere in the machine: instructions check nothing themselves, and all it may be is
-    # caught here.
+    # A damaged program fails anywhere in the machine: instructions
+    # check nothing themselves, and all it may be is caught here.
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
         kind = type(error).__name__
         raise CheckpointError(f"it is no pickle, or a damaged one: {kind} at byte {machine.at:,} of it") from None

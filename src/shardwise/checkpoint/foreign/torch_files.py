@@ -1,4 +1,4 @@
-"""What `torch.save` wrote: where the elements of a tensor lie in it, and plain values, without torch.
+"""What `torch.save` wrote: where the elements of a tensor are in it, and plain values, without torch.
 
 The file is a zip archive without compression:
 
@@ -29,7 +29,7 @@ SIGNATURE = b"PK\x03\x04"
 """The first bytes of what `torch.save` writes."""
 
 _EDGE_BYTES = 4096
-"""Everything but the elements of one tensor lies so near to one of the ends."""
+"""Everything but the elements of one tensor is so near to one of the ends."""
 _MAX_PART_BYTES = 1 << 26
 _MAX_DIRECTORY_BYTES = 1 << 20
 """A tensor or a value has five parts or six."""
@@ -73,7 +73,7 @@ Read = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """Where the elements of a tensor lie."""
+    """Where the elements of a tensor are."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -84,12 +84,12 @@ class TensorPlace:
 
 
 def find_tensor(read: Read, size: int) -> TensorPlace:
-    """Return where the one tensor lies whose save takes `size` bytes; raises `CheckpointError` when it is no tensor."""
+    """Return the place of the one tensor whose save has `size` bytes; raises `CheckpointError` when it is none."""
     archive = _Archive(read, size)
     value = parse(archive.part("data.pkl"), _may_be_in_tensor)
     match value:
-        # Version 2 says the dtype by the class of the storage; version 3 has an untyped storage and the dtype by
-        # itself.
+        # Version 2 says the dtype by the class of the storage;
+        # version 3 has an untyped storage and the dtype by itself.
         case MadeObject(of=of, args=(Persistent(key=key), offset, shape, strides, _, _, *rest)) if of == _TYPED:
             dtype, part, num_bytes = _storage(key)
         case MadeObject(of=of, args=(Persistent(key=key), offset, shape, strides, _, _, Named() as named, *rest)) if (
@@ -251,10 +251,10 @@ def _storage(key: object) -> tuple[str, str, int]:
 
 
 def _placed(archive: _Archive, part: str, place: TensorPlace, offset: int, num_storage_bytes: int) -> TensorPlace:
-    """The place in the file of a tensor that starts at an element of a storage, once all of it lies in there."""
+    """The place in the file of a tensor that starts at an element of a storage, once it is known to be within."""
     first, num_bytes = archive.place(part)
-    # The last element that the strides reach. A pickle may say any strides, and a read past the storage would be
-    # other tensors.
+    # The last element that the strides reach. A pickle may say any
+    # strides, and a read past the storage would be other tensors.
     reach = sum((size - 1) * stride for size, stride in zip(place.shape, place.strides, strict=False)) + 1
     needed = (offset + (0 if 0 in place.shape else reach)) * itemsize_bytes(place.dtype)
     if len(place.shape) != len(place.strides) or num_bytes != num_storage_bytes or needed > num_bytes:
