@@ -230,6 +230,7 @@ def _compared(store: Store, written: Contents, source: Store, original: Contents
             return "not written"
         if name not in there:
             return "not in the original"
+        # sha256 is of bare elements; an equal digest of another shape is another tensor.
         same = made[name] == there[name] and _kind(written.tensors[name]) == _kind(original.tensors[name])
         return "equal" if same else "differs"
 
@@ -322,6 +323,7 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
     """What a rewrite loses of a source; empty where it loses nothing. `returns`: whether its inverse makes it again."""
     if tensor.name in checked.dropped:
         return "dropped"
+    # Where each part of the source goes, and through which dtypes: losses follow from the rewrite alone.
     fragments = checked.push(tensor.name, tensor.whole.box)
     lost = []
     if not returns and checked.losses:
@@ -374,6 +376,7 @@ def _elements(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tenso
 
 def _with_one_nan(elements: torch.Tensor) -> torch.Tensor:
     """The bits of floats, or of the parts of complex numbers, with the same NaN for every NaN."""
+    # A complex number has two floats, each of which may be a NaN of its own.
     parts = elements.view(_PARTS.get(elements.dtype, elements.dtype))
     bits = parts.view(_BITS[parts.itemsize])
     nan = torch.tensor([math.nan]).to(parts.dtype).view(bits.dtype)

@@ -166,4 +166,5 @@ def printable(name: str) -> str:
     >>> print(printable("a name"), printable("two\\nlines"))
     a name two\\nlines
     """
+    # Names come from files that others wrote: an escape sequence in one would rule the terminal.
     return name if name.isprintable() else ascii(name)[1:-1]

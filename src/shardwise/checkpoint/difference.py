@@ -140,6 +140,7 @@ def diff(
     def compared(*contents: Contents) -> Difference:
         return _difference(stores, contents, model_only, progress)
 
+    # Nested: where B is removed meanwhile only B is read anew, and where A is, both are.
     return with_contents(
         stores[0], step_a, lambda ours: with_contents(stores[1], step_b, lambda theirs: compared(ours, theirs))
     )
@@ -215,6 +216,7 @@ def _paired(a: Contents, b: Contents) -> tuple[list[_Pair], list[TensorDifferenc
         if ours is not None and theirs is not None:
             # By the stored names: a tied tensor is met under each of its names, and compared once.
             pairs.setdefault((ours.name, theirs.name), _Pair(name, ours, theirs))
+    # A tensor that is tied to one of the other side is met, though its own name is unknown there.
     met_a, met_b = {key[0] for key in pairs}, {key[1] for key in pairs}
     alone = [
         TensorDifference(name=each.name, finding="only in A", a=(each.dtype, each.shape), b=None)
@@ -257,6 +259,8 @@ def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Prog
     sizes = [
         (math.prod(pair.a.shape), max(itemsize_bytes(pair.a.dtype), itemsize_bytes(pair.b.dtype))) for pair in pairs
     ]
+    # By elements, not bytes: dtypes may differ, and both sides read the same range of elements. The wider one decides
+    # how many fit.
     for window in windows(sizes):
         ours = a.read([part_of_piece(pairs[at].a.whole, start, stop) for at, start, stop in window])
         theirs = b.read([part_of_piece(pairs[at].b.whole, start, stop) for at, start, stop in window])
@@ -273,6 +277,7 @@ def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Prog
 
 
 def _together(before: Elements, after: Elements) -> Elements:
+    # Windows come in the order of the elements, so the first difference is the one of the earlier window.
     return replace(
         before,
         num_different=before.num_different + after.num_different,
@@ -310,6 +315,7 @@ def _extra_differences(a: Contents, b: Contents) -> Iterator[ExtraDifference]:
     yield from _json_differences("settings.optimizers", ours, theirs)
 
 
+# None is a JSON value: an absent key is something else than null.
 _NOTHING = object()
 
 

@@ -74,6 +74,7 @@ def export_hf(
     folder must not exist or be empty; it is made whole or not at all, in bounded memory.
     Raises CheckpointError and RewriteError as `convert` does.
     """
+    # The general conversion with the defaults of an export: it certifies, and never writes the state of optimizers.
     return convert(
         path,
         out,

@@ -110,6 +110,7 @@ class Catalogue:
     def _stored(self, name: str) -> StoredTensor:
         found = self.tensors.get(name) or self.tensors.get(self.contents.aliases.get(name, name))
         if found is None:
+            # Most unknown names lack a prefix such as "model.", or have one too many.
             near = [each for each in self.tensors if name in each or each in name][:5]
             hint = f"; names like it: {', '.join(near)}" if near else ""
             raise CheckpointError(f"{self.location} has no tensor {name!r}{hint}")
@@ -192,6 +193,7 @@ def verify_all(path: Address, *, progress: Callable[[int], None] = lambda num_by
     Raises CheckpointError when there is no save, or `path` holds a checkpoint of a format without checksums.
     """
     store = store_of(path)
+    # `list_saves` below would say that there is no save; this says that there is a checkpoint without checksums.
     if recognise(store) not in (None, "shardwise"):
         _check_verifiable(read_contents(store))
     # For its errors: a folder without a save has words of its own.
@@ -233,6 +235,7 @@ def _verified(store: Store, contents: Contents, progress: Callable[[int], None])
     sound, findings = _sound_files(store, contents)
     # The table may be whole and wrong: pieces that overlap, or leave elements out, are found here.
     findings += check_cover(piece.piece for piece in stored)
+    # check_cover sees pieces only, and so no tensor that has none.
     held = {tensor.name for tensor in contents.tensors.values() if tensor.pieces}
     findings += [
         f"{tensor.name}: its {tensor.num_bytes} bytes are in no file"

@@ -148,6 +148,7 @@ class FsspecStore:
     def finish(self, file: Any) -> None:
         """Put a file object that was written in its place."""
         if self._in_memory:
+            # A file of the memory file system appears by its commit; others by their close.
             file.commit()
         else:
             file.close()
@@ -181,6 +182,8 @@ class FsspecStore:
 
         from fsspec import AbstractFileSystem
 
+        # File systems with a `find` of their own ask the service, which fails by itself; the general one walks, and
+        # by default passes over what it cannot list.
         walks = type(self._file_system).find is AbstractFileSystem.find
         return {"on_error": raise_unless_nothing} if walks else {}
 

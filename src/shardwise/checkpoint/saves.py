@@ -159,6 +159,7 @@ def select(store: Store, *, step: int | None = None) -> int:
         raise CheckpointError(f"{store.location} holds no committed save{notes}")
     if step is None:
         return listing.committed[-1]
+    # The step is in the head only, so each head is read until one fits.
     steps: list[int | None] = []
     damaged: list[str] = []
     # The newest first: a run that resumed from an older save may have saved a step twice, and the later one counts.
@@ -224,6 +225,7 @@ def clean_up(store: Store, number: int) -> None:
         if torn <= number:
             _delete_all(store, _own(listing.files[torn], torn))
     for committed in listing.committed:
+        # A save after ours was committed by another program, which cleans up by itself.
         if committed <= number:
             with contextlib.suppress(CheckpointError):  # its manifest is damaged: what is its own is unknown
                 _delete_all(store, strays(store, listing, committed))
@@ -292,6 +294,7 @@ def prune(path: Address, *, keep: int) -> list[str]:
     other names than savers give, and files that no saver has made.
     Raises CheckpointError when something cannot be removed.
     """
+    # True is an int of Python, and would keep one save.
     if type(keep) is not int:
         raise CheckpointError(f"keep is {keep!r}, a {type(keep).__name__}; give a whole number")
     if keep < 1:
@@ -301,6 +304,7 @@ def prune(path: Address, *, keep: int) -> list[str]:
         listing = list_saves(store)
     # Otherwise a damaged save would count as the one to keep, and the last that loads would go.
     good = [number for number in listing.committed if _is_good(store, listing, number)]
+    # Oldest first: where it stops at an error, the newest saves are the ones that are left.
     removed = []
     for number in good[:-keep]:
         with storing(store, folder_of(number), "removed"):

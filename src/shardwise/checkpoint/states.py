@@ -21,6 +21,7 @@ from shardwise.space import Piece
 __all__ = ["Ordered", "Restorable", "Restoration", "State", "Stateful", "check_arguments", "wrong_rewrite"]
 
 
+# Checked by isinstance, for a state is a mapping or one of these; it looks for the methods only.
 @runtime_checkable
 class Stateful(Protocol):
     """Anything that says which pieces this rank holds."""
@@ -94,6 +95,7 @@ def check_arguments(
 
     flags: by name, what must be True or False.
     """
+    # Every wrong argument at once, before anything is opened: a long conversion shall not fail at its end for a flag.
     problems = wrong_rewrite(rewrite)
     if config is not None and not isinstance(config, str | os.PathLike):
         problems.append(f"config is a {type(config).__name__}; give the path of a folder or a file, or None")

@@ -71,6 +71,7 @@ class Store(Protocol):
     def open(self, name: str) -> Reader:
         """Open a file for reading; raises FileNotFoundError."""
 
+    # The size is announced so that a store can reserve the room, and refuse before the first byte.
     def write(self, name: str, *, num_bytes: int) -> AbstractContextManager[Writer]:
         """Begin a new file of `num_bytes` bytes under a name that is not in use; it is durable when the context ends.
 

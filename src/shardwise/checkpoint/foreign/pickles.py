@@ -132,6 +132,7 @@ class _Machine:
         self._stack.append(int.from_bytes(self._take(self._number(num_bytes)), "little", signed=True))
 
     def real(self) -> None:
+        # Big-endian here, and nowhere else in a pickle.
         self._stack.append(struct.unpack(">d", self._take(8))[0])
 
     def text(self, num_bytes: int) -> None:
@@ -168,6 +169,7 @@ class _Machine:
 
     def _extend(self, values: list[Any]) -> None:
         target = self._stack[-1]
+        # A MadeObject collects what is put into it: it is not known what kind of thing it would have been.
         if isinstance(target, set):
             target.update(_keys(values))
         else:
@@ -277,6 +279,7 @@ def _table() -> Mapping[int, _Instruction]:
     for code, kind in {0x5D: list, 0x7D: dict, 0x8F: set}.items():
         table[code] = _with(machine.empty, kind)
     sized: list[tuple[Callable[[_Machine, int], None], dict[int, int]]] = [
+        # The number of the protocol and the lengths of frames say nothing about the value.
         (machine.skip, {0x80: 1, 0x95: 8}),
         (machine.number, {0x4B: 1, 0x4D: 2}),
         (machine.long, {0x8A: 1, 0x8B: 4}),

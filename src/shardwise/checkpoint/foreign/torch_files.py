@@ -140,6 +140,7 @@ class _Archive(io.RawIOBase):
         self._read = read
         self._size = size
         self._at = 0
+        # The limit holds while zipfile reads the directory. Parts may be longer, and have a limit of their own.
         self._max_bytes = _MAX_DIRECTORY_BYTES
         # Two reads for all that is needed: zipfile alone would ask for many short parts, each a request of its own.
         edge = min(size, _EDGE_BYTES)
@@ -236,6 +237,7 @@ def _may_be_in_tensor(module: str, name: str) -> bool:
 
 
 def _may_be_in_value(module: str, name: str) -> bool:
+    # Its own error: such a value is skipped, while a damaged one makes the checkpoint damaged.
     if Named(module, name) not in (_ORDERED, _SIZE):
         raise NotPlainError(f"it holds a {module}.{name}")
     return True
@@ -271,6 +273,7 @@ def _plain(value: object, left: list[int]) -> Any:
     left[0] -= 1
     if left[0] < 0:
         raise NotPlainError("it holds too many values")
+    # State dicts are ordered dicts; with arguments or a state of its own it is something else.
     if isinstance(value, MadeObject) and value.of == _ORDERED and value.args == () and value.state is None:
         value = dict(value.pairs)
     if isinstance(value, MadeObject) and value.of == _SIZE:
