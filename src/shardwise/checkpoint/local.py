@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["LocalStore", "checked_name"]
+__all__ = ["LocalStore", "LocalWriter", "check_complete", "check_not_longer", "checked_name"]
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What `link` answers on file systems that cannot do it."""
@@ -44,6 +44,20 @@ def checked_name(name: str) -> str:
             f"none of them empty, '.' or '..', and no '/' at the start or end"
         )
     return name
+
+
+def check_not_longer(path: str, num_bytes: int, num_written: int, num_more: int) -> None:
+    """Raise ValueError where the next bytes would make a file longer than it was announced."""
+    if num_written + num_more > num_bytes:
+        raise ValueError(
+            f"{path} was announced with {num_bytes} bytes; {num_written} are written, and {num_more} more were given"
+        )
+
+
+def check_complete(path: str, num_bytes: int, num_written: int) -> None:
+    """Raise ValueError where a file ends before the size with which it was announced."""
+    if num_written != num_bytes:
+        raise ValueError(f"{path} was announced with {num_bytes} bytes; only {num_written} came")
 
 
 class LocalStore:
@@ -264,11 +278,7 @@ class LocalWriter:
 
     def write(self, data: memoryview) -> None:
         """Append; raises ValueError beyond the announced size."""
-        if self._num_written + data.nbytes > self._num_bytes:
-            raise ValueError(
-                f"{self._path} was announced with {self._num_bytes} bytes; {self._num_written} are written, "
-                f"and {data.nbytes} more were given"
-            )
+        check_not_longer(self._path, self._num_bytes, self._num_written, data.nbytes)
         with _about(self._path):
             _write_all(self._descriptor, data)
         self._num_written += data.nbytes
@@ -285,7 +295,7 @@ class LocalWriter:
             return
         with _about(self._path):
             try:
-                self._check_complete()
+                check_complete(self._path, self._num_bytes, self._num_written)
                 # close promises nothing about the disk, and rank 0 commits as
                 # soon as this rank says that it has written.
                 os.fsync(self._descriptor)
@@ -296,10 +306,6 @@ class LocalWriter:
             # A name is data of its folder: fsync of the file alone may lose it.
             for folder in self._folders:
                 _sync_folder(folder)
-
-    def _check_complete(self) -> None:
-        if self._num_written != self._num_bytes:
-            raise ValueError(f"{self._path} was announced with {self._num_bytes} bytes; only {self._num_written} came")
 
     def _give_up(self, *, keep: bool = False) -> None:
         """A file in parts would keep the room that the next save needs; the error that led here says the rest."""

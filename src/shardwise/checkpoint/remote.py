@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from shardwise.checkpoint.local import LocalStore, LocalWriter, checked_name
+from shardwise.checkpoint.local import LocalStore, LocalWriter, check_complete, check_not_longer, checked_name
 from shardwise.errors import CheckpointError
 
 __all__ = ["FsspecStore"]
@@ -253,11 +253,7 @@ class _RemoteWriter:
 
     def write(self, data: memoryview) -> None:
         """Append; raises ValueError beyond the announced size."""
-        if self._num_written + data.nbytes > self._num_bytes:
-            raise ValueError(
-                f"{self._path} was announced with {self._num_bytes} bytes; {self._num_written} are written, "
-                f"and {data.nbytes} more were given"
-            )
+        check_not_longer(self._path, self._num_bytes, self._num_written, data.nbytes)
         if data.nbytes:
             with _translated(self._path):
                 self._file.write(data.cast("B"))
@@ -268,12 +264,14 @@ class _RemoteWriter:
     ) -> None:
         if kind is not None:
             self._discard()
-        elif self._num_written != self._num_bytes:
+            return
+        try:
+            check_complete(self._path, self._num_bytes, self._num_written)
+        except ValueError:
             self._discard()
-            raise ValueError(f"{self._path} was announced with {self._num_bytes} bytes; only {self._num_written} came")
-        else:
-            with _translated(self._path):
-                self._store.finish(self._file)
+            raise
+        with _translated(self._path):
+            self._store.finish(self._file)
 
     def _discard(self) -> None:
         """Throw away what was sent; the error that led here says the rest."""

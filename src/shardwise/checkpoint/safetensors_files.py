@@ -1,8 +1,8 @@
 """Safetensors files: their header, both ways, and the data files of our saves, which are such files.
 
-    0          8               8 + n                                           end
-    | n, little-endian | header: JSON, then spaces | w | b | ...                 |
-                         {"w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}
+    byte 0        n, the length of the header: 8 bytes, little-endian
+    byte 8        the header: {"w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, "b": ...}, and spaces
+    byte 8 + n    the 96 bytes of w, then those of b, and so on up to the end of the file
 
 The elements of a tensor are row-major and little-endian; tensors follow each other without holes up to the end.
 The format: https://github.com/huggingface/safetensors#format

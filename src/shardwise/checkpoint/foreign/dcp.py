@@ -1,9 +1,10 @@
 """Checkpoints of `torch.distributed.checkpoint`: metadata, and files with one tensor behind the other.
 
-    .metadata (a pickle)                        __0_0.distcp
-      tensor w [4, 6]: chunks at (0,0) (2,0)      0    | torch.save of w[0:2] | torch.save of w[2:4] | ...
-      (w, (2,0)) -> __0_0.distcp, 1200, 1180      1200 --------------------->
-                                                  in it: a zip archive; the elements start at byte 1200 + 448
+    .metadata       w float32 [4, 6], saved in two chunks        (a pickle)
+                    (w, (0, 0)) -> __0_0.distcp from byte 0, 1200 bytes
+                    (w, (2, 0)) -> __0_0.distcp from byte 1200, 1200 bytes
+    __0_0.distcp    | torch.save of w[0:2] | torch.save of w[2:4] | ...
+                      each a zip archive: the 48 bytes of the elements are somewhere inside
 
 Both ways in which it writes tensors are read: as `torch.save` does, and as safetensors. The pickle is parsed without
 importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, and `_StorageInfo` in filesystem.py

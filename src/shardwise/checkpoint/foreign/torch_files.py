@@ -6,8 +6,8 @@ The file is a zip archive without compression:
                         |                                                  ^ first byte + offset * itemsize
                         +-- shape, strides, offset and the storage "0" of the tensor
 
-`data.pkl` is a pickle of the value, `data/0`, `data/1`, ... are the storages of its tensors. Of the archive
-both ends are read, and a header in between; of a large tensor not a byte. The format: torch/serialization.py
+`data.pkl` is a pickle of the value, `data/0`, `data/1`, ... are the storages of its tensors. Both ends of the archive
+are read, and a header in between; of a large tensor not a byte. The format: torch/serialization.py
 """
 
 import io
