@@ -224,7 +224,7 @@ class AsyncSaver:
     def _take_snapshot(self, prepared: Prepared, channel: Channel) -> None:
         file = prepared.arrangement.file(channel.rank)
         num_bytes = sum(file.sizes)
-        # It grows and is kept: the states of a run have one size, and every save would fault in new pages.
+        # It grows and is kept: the states of a run have one size, and a new buffer would fault in all its pages.
         if self._snapshot.numel() < num_bytes:
             self._snapshot = torch.empty(num_bytes, dtype=torch.uint8)
         sink = _MemoryWriter(self._snapshot)

@@ -13,6 +13,7 @@ tied model by a writer that does not look for ties), the two are twins: they fit
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 
 import torch
 
@@ -150,6 +151,10 @@ def _kind(dtype: str) -> str:
     return next((kind for prefix, kind in kinds.items() if dtype.startswith(prefix)), "complex")
 
 
+_STANDS_FOR: Mapping[str | None, str | None] = MappingProxyType({None: MASTER, MASTER: None})
+"""A parameter, which has no key, and its master: the same values in two dtypes. Either is found for the other."""
+
+
 class _StoredNames:
     """Stored tensors by every name under which they can be wanted."""
 
@@ -177,8 +182,7 @@ class _StoredNames:
         """Names to look under: its own and those that it is tied to, then those that can stand for them."""
         parameter, key = _split(name)
         tied = [parameter, *sorted(self._ties.get(parameter, set()) - {parameter})]
-        others = {None: MASTER, MASTER: None}
-        for each in (key, others[key]) if key in others else (key,):
+        for each in dict.fromkeys((key, _STANDS_FOR.get(key, key))):
             yield from (_named(name, each) for name in tied)
 
 
@@ -195,8 +199,7 @@ def _named(parameter: str, key: str | None) -> str:
 def _other(name: str) -> str:
     """The master of a parameter, and the parameter of a master."""
     parameter, key = _split(name)
-    others = {None: MASTER, MASTER: None}
-    return _named(parameter, others.get(key, key))
+    return _named(parameter, _STANDS_FOR.get(key, key))
 
 
 def compare_twins(
