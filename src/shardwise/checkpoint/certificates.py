@@ -347,23 +347,22 @@ def _cast_of_nans(checked: Checked, tensor: StoredTensor) -> tuple[str, str] | N
     return next((pair for each in fragments for pair in pairwise(each.dtypes) if pair[0] != pair[1]), None)
 
 
-def _digests(store: Store, outputs: Outputs) -> dict[str, str]:
-    """sha256 of the elements of every output."""
+def _digests(
+    store: Store, outputs: Outputs, changed: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda each: (each,)
+) -> dict[str, str]:
+    """sha256 of the elements of every output, or of what `changed` makes of them, in parts."""
     # One for each tensor: large ones come in several windows, between which others may come.
     sums = {name: hashlib.sha256() for name in outputs.tensors}
     for name, elements in _elements(store, outputs):
-        sums[name].update(bytes_of(elements.view(torch.uint8)))
+        for part in changed(elements):
+            sums[name].update(bytes_of(part.view(torch.uint8)))
     return {name: each.hexdigest() for name, each in sums.items()}
 
 
 def _digests_of_values(store: Store, outputs: Outputs) -> dict[str, str]:
     """sha256 of the elements of every output, all of floats, as if there were one NaN only."""
-    sums = {name: hashlib.sha256() for name in outputs.tensors}
-    for name, elements in _elements(store, outputs):
-        # The float32 copy below is made for so many elements only.
-        for some in elements.split(_NANS_AT_ONCE):
-            sums[name].update(bytes_of(_with_one_nan(some).view(torch.uint8)))
-    return {name: each.hexdigest() for name, each in sums.items()}
+    # In parts: `_with_one_nan` makes a float32 copy.
+    return _digests(store, outputs, lambda elements: map(_with_one_nan, elements.split(_NANS_AT_ONCE)))
 
 
 def _elements(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tensor]]:

@@ -148,9 +148,8 @@ def files_of(given: Mapping[str, bytes], kept: Mapping[str, Any], dtype: str | N
 def _with_dtype(data: bytes, dtype: str | None) -> bytes:
     """A configuration that says no other dtype of its tensors than they have."""
     config = _parsed(data, CONFIG)
-    # A configuration that says nothing stays as it is, byte by byte.
     said = [key for key in _DTYPES if isinstance(config, dict) and isinstance(config.get(key), str)]
-    # Of what says the right dtype nothing is touched: not its order of keys, not its spaces.
+    # A configuration that says no dtype, or the right one, stays as it is, byte by byte.
     if dtype is None or all(config[key] == dtype for key in said):
         return data
     return (json.dumps({**config, **dict.fromkeys(said, dtype)}, indent=2) + "\n").encode()
