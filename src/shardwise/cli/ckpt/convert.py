@@ -216,7 +216,7 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
 
 def _some(names: Sequence[str]) -> str:
     """The first of names, and how many more there are."""
-    from shardwise.checkpoint.stored_names import printable
+    from shardwise.checkpoint.contents import printable
 
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return ", ".join(map(printable, names[:3])) + more

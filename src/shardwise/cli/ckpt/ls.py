@@ -27,8 +27,8 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
     """
     with told(debug=debug):
         from shardwise import checkpoint
-        from shardwise.checkpoint.addresses import OneFile
         from shardwise.checkpoint.saves import list_saves, read_head
+        from shardwise.checkpoint.stores import OneFile
 
         store = checkpoint.store_of(path)
         try:
@@ -52,7 +52,7 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
 
 
 def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | CheckpointError]") -> None:
-    from shardwise.checkpoint.stored_names import printable
+    from shardwise.checkpoint.contents import printable
     from shardwise.train.progress import size
 
     click.echo(f"{path}: {plural(len(heads), 'save')}{listing.torn_note()}{listing.renamed_note()}")
@@ -81,7 +81,7 @@ def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | Checkpo
 
 
 def _print_tensors(contents: "Contents") -> None:
-    from shardwise.checkpoint.stored_names import printable
+    from shardwise.checkpoint.contents import printable
     from shardwise.train.progress import size
 
     when = "" if contents.step is None else f", step {contents.step}"
