@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from shardwise.rewrite.casts import keeps_values
-from shardwise.rewrite.metas import TensorMeta
+from shardwise.rewrite.metas import TensorMeta, keeps_values
 from shardwise.rewrite.op_steps import (
     Arrange,
     AxisSlice,
@@ -37,8 +36,6 @@ from shardwise.rewrite.statements import (
     StatementOperation,
     Unstack,
 )
-
-__all__ = ["OPEN", "CompiledOps", "Degrees", "InverseOps", "OpsRefusal", "compile_ops"]
 
 Degrees: TypeAlias = tuple[int | None, int | None]
 """For how many ranks along `tp` the fused tensor on the left is laid out, and that on the right.

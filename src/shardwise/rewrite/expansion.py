@@ -6,16 +6,15 @@ are. What only right names have (a placeholder, a star) is taken from the target
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardwise.rewrite.environment import Environment
-from shardwise.rewrite.findings import SHOWN, StatementFinding
+from shardwise.rewrite.compiled_ops import CompiledOps
+from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.op_steps import inverted
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Name, Stack, Statement
-
-__all__ = ["Expanded", "expand"]
+from shardwise.rewrite.statements import SHOWN, Name, Stack, Statement, StatementFinding, StatementOperation
 
 
 class Expanded(NamedTuple):
@@ -367,3 +366,42 @@ def _counts_in_words(pattern: NamePattern, groups: Mapping[tuple[str, ...], Sequ
 def _number(pattern: NamePattern, name: str) -> str:
     """The number for which the star stands in a name, without zeros that lead."""
     return pattern.star_in(name).lstrip("0") or "0"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceGroup:
+    """Instances to which the same operations apply."""
+
+    operations: tuple[StatementOperation, ...]
+    instances: tuple[Expanded, ...] | None = None
+    """None: what the statement is expanded to."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatementTask:
+    """Instances that are carried out at once: those of one statement, or of what undoes one."""
+
+    statement: Statement
+    """What findings show."""
+    groups: tuple[InstanceGroup, ...]
+
+    @classmethod
+    def of(cls, statement: Statement) -> "StatementTask":
+        """Return the task that a statement is."""
+        return cls(statement, (InstanceGroup(statement.operations),))
+
+
+class AppliedInstance:
+    """An instance that was carried out."""
+
+    __slots__ = ("along", "left", "ops", "right")
+
+    def __init__(
+        self, left: tuple[Variable, ...], right: tuple[Variable, ...], ops: CompiledOps | None, along: bool
+    ) -> None:
+        self.left = left
+        self.right = right
+        self.ops = ops
+        """None: nothing but names changed; or one value without dims stands for all."""
+        self.along = along
+        """Whether this is optimizer state that went along with its parameter."""

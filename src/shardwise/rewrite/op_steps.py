@@ -10,20 +10,6 @@ from typing import TypeAlias
 
 from shardwise.rewrite.strided_views import ViewedTensor
 
-__all__ = [
-    "Arrange",
-    "AxisSlice",
-    "Casts",
-    "Permutes",
-    "Reshapes",
-    "Stacks",
-    "Step",
-    "Unstacks",
-    "apply_steps",
-    "inverted",
-    "undone",
-]
-
 AxisSlice: TypeAlias = tuple[int, int, int]
 """Which tensor; from which index along the axis; to which (exclusive)."""
 

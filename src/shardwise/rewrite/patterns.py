@@ -11,8 +11,6 @@ from difflib import get_close_matches
 
 from shardwise.rewrite.statements import Name, Placeholder, Star
 
-__all__ = ["NameIndex", "NamePattern", "shifted"]
-
 _DIGITS = re.compile("[0-9]+")
 _MARK = "\0"
 """In skeletons in place of digits: no name holds it."""

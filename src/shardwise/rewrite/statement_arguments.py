@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.rewrite.findings import Faults
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Faults,
     Ffn,
     JoinOrSplit,
     Name,
@@ -25,8 +25,6 @@ from shardwise.rewrite.statements import (
     TextPlace,
     Unstack,
 )
-
-__all__ = ["RECORDED", "WORDS", "Argument", "StatementNames", "TextParameters", "hint_of", "operations_of"]
 
 RECORDED: Final = "recorded"
 """The value of what an inverse takes from the tensors that the forward rewrite was applied to."""
