@@ -37,6 +37,13 @@ class Variable:
         self.dropped: Statement | None = None
         """What dropped it."""
 
+    # Figure 1. Variables of `a, b -> c, axis=0; a -> a; c -> d; _ -> e`. What nobody read comes out::
+    #
+    #     a   read by the first statement, kept by the second     comes out
+    #     b   read                                                is used up
+    #     c   read                                                is used up: a temporary
+    #     d                                                       comes out
+    #     e   added: no elements                                  the target keeps its value
     @property
     def live(self) -> bool:
         """Whether it would be an output if nothing followed."""
@@ -73,6 +80,7 @@ class Environment:
         name = variable.name
         before = self.variables.get(name)
         self.variables[name] = variable
+        # The index and the keys have this name already: names are what they hold, not variables.
         if before is not None and before.dropped is None:
             return
         if self._index is not None:
@@ -81,6 +89,7 @@ class Environment:
 
     def drop(self, variable: Variable, statement: Statement) -> None:
         """Let a variable go."""
+        # The variable stays in the dict: a later statement that names it learns in which line it was dropped.
         variable.dropped = statement
         if self._index is not None:
             self._index.remove(variable.name)
@@ -95,6 +104,7 @@ class Environment:
     @property
     def index(self) -> NameIndex:
         """The names that there are."""
+        # Plain names and instances need no index: an exact inverse consists of instances.
         if self._index is None:
             self._index = NameIndex(name for name, each in self.variables.items() if each.dropped is None)
         return self._index
@@ -106,12 +116,14 @@ class Environment:
         """
         variables = self.variables
         found = [match for match in self.index.find(pattern) if not variables[match[0]].added]
+        # `layers.*.w -> all` after `layers.0.w -> first` means the layers that are left. If none are, it means a copy.
         live = [match for match in found if variables[match[0]].live]
         return live or found
 
     def nearest(self, pattern: NamePattern) -> str:
         """Say which variables were perhaps meant by a pattern that stands for none; empty where none were."""
         self._suggested += 1
+        # A rewrite for another model misses everywhere. Twenty hints show that as well as thousands would.
         return self.index.nearest(pattern) if self._suggested <= _SUGGESTED else ""
 
     def count(self, name: str, statement: Statement) -> int | None:
@@ -120,6 +132,8 @@ class Environment:
         at = next((at for at, each in enumerate(operations) if isinstance(each, Unstack)), None)
         if node is None or at is None:
             return None
+        # Casts change no shape, and a cast that is `recorded` would be refused: only the number of indices is asked
+        # here.
         before = tuple([each for each in operations[:at] if not isinstance(each, Cast)])
         unstack, ops = operations[at], compile_ops(before, (statement.left[0].transposed,), (node.meta,), 1, OPEN)
         if isinstance(ops, OpsRefusal) or not isinstance(unstack, Unstack):
@@ -137,12 +151,14 @@ class Environment:
             return f"there is no tensor {name}"
         tail = name.rpartition(".")[2]
         names = [each for each, variable in self.variables.items() if variable.dropped is None]
+        # difflib compares letter by letter. Among 100,000 names only those with the same last word are worth it.
         near = names if len(names) <= _COMPARED else [each for each in names if each.endswith(tail)][:_COMPARED]
         close = get_close_matches(name, near, n=3, cutoff=0.6)
         return f"there is no tensor {name}" + (f"; there is {' and '.join(close)}" if close else "")
 
     # What is not known because of findings
 
+    # By skeleton, not by name: the statement that failed never said for which numbers it stands.
     def hide(self, pattern: NamePattern) -> None:
         """Remember that names like these might have been there, had nothing been wrong."""
         self._hidden.add(pattern.skeleton)
@@ -188,6 +204,7 @@ def keys_by_parameter(names: Iterable[str]) -> dict[str, dict[str, None]]:
 def states_of(left: tuple[str, ...], key: str, variables: dict[str, Variable]) -> tuple[Variable | None, ...]:
     """The state under `key` of parameters; None for those that have none, or whose state a statement read by name."""
     found = [variables.get(state_name(name, key)) for name in left]
+    # A statement that read the state by its own name has decided about it, and it does not go along any more.
     return tuple([None if each is None or each.dropped or each.reads else each for each in found])
 
 
@@ -196,6 +213,8 @@ def is_scalar(key: str, nodes: Mapping[str, Node]) -> bool | None:
 
     None where there is no such state, or of both kinds. Of parameters without dims both have no dims.
     """
+    # AdamW's exp_avg has one number per element and step one per parameter. Only shapes tell which, and only where the
+    # parameter has dims: () is the shape of both kinds otherwise.
     kinds = set()
     for name, node in nodes.items():
         split = split_state_name(name)
@@ -228,11 +247,18 @@ def follow(
 
     `scalar` is what `is_scalar` says of a key; `plain`: the parameter gets another name and nothing else.
     """
+    # Figure 2. What becomes of state, by shape, when `q` (4, 2) and `k` (2, 2) become `qk` (6, 2)::
+    #
+    #     exp_avg   (4, 2) and (2, 2)     as the parameters: joined to (6, 2)
+    #     step      () and ()             one value for all: it must be equal in both
+    #     row       (4,) and (2,)         neither: refused, for only a rename would fit
+    #
     shapes = {node.meta.shape for node in states}
     taken, made = {node.meta.shape for node in parameters}, {node.meta.shape for node in results}
     # Torch counts updates by one number per parameter. Shapes do not tell it from state of a parameter without dims.
     if key == _SCALAR and shapes == {()}:
         return Follow(shared=True)
+    # A rename moves any state, whatever its shape: nothing has to be known about it.
     if plain or (shapes == taken == made == {()} and len(states) == len(results) == 1):
         return Follow(shared=shapes == {()})
     # What comes out without dims does not tell its kind to the way back; another parameter with dims has to.
@@ -243,6 +269,7 @@ def follow(
             return Follow(undecided=True)
         if one:
             return Follow(shared=True, leaning=leaning)
+    # Factored state, as Adafactor's, has no element for each element of the parameter, so boxes say nothing about it.
     for parameter, state in zip(parameters, states, strict=True):
         if parameter.meta.shape != state.meta.shape:
             shape = list(state.meta.shape)

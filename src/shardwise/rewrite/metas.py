@@ -34,6 +34,7 @@ def metas_of(tensors: Mapping[str, Any], what: str = "tensors") -> dict[str, Ten
         raise RewriteError(f"{what} are a mapping of names to tensors or shapes, not {tensors!r:.100}")
     metas = {}
     problems = []
+    # A large model has a few dozen shapes among 100,000 tensors, and each is checked once.
     good: set[TensorMeta] = set()  # few differ among many
     for name, value in tensors.items():
         try:
@@ -41,6 +42,7 @@ def metas_of(tensors: Mapping[str, Any], what: str = "tensors") -> dict[str, Ten
             if meta not in good:
                 _check(meta)
                 good.add(meta)
+        # All that is wrong comes out in one error, with the names.
         except (TypeError, ValueError) as error:
             problems.append(f"{name}: {error}")
             continue
@@ -54,6 +56,7 @@ def metas_of(tensors: Mapping[str, Any], what: str = "tensors") -> dict[str, Ten
 
 
 def _meta_of(value: Any) -> TensorMeta:
+    # Anything with a shape and a dtype passes. This room imports no torch, so it cannot ask for tensors.
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return TensorMeta(tuple(map(int, value.shape)), _dtype(value.dtype))
     match value:
@@ -127,11 +130,14 @@ def keeps_values(source: str, to: str) -> bool:
     """
     if source == to:
         return True
+    # Real into complex keeps the value where a real part of that dtype would.
     if is_complex(to):
         return keeps_values(_PARTS.get(source, source), _PARTS[to])
+    # float16 has more mantissa and bfloat16 more exponent: neither holds the other. Both bits have to be enough.
     if source in _FLOATS and to in _FLOATS:
         return to in _WIDE and all(mine <= theirs for mine, theirs in zip(_FLOATS[source], _FLOATS[to], strict=True))
     if source in _INTEGERS and to in _FLOATS:
+        # The mantissa has one leading bit that is not stored. So float32, with 23, counts exactly up to 2**24.
         bits, signed = _INTEGERS[source]
         return to in _WIDE and bits - signed <= _FLOATS[to][1] + 1
     if source in _INTEGERS and to in _INTEGERS:
@@ -149,6 +155,8 @@ def needed_casts(dtypes: Sequence[str]) -> tuple[str, ...]:
     kept = [dtypes[0]]
     for at, dtype in enumerate(dtypes[1:], 1):
         is_last = at == len(dtypes) - 1
+        # The last dtype is what is written and always counts. One before it counts only if it rounds: then the bits of
+        # the result depend on it.
         if dtype != kept[-1] and (is_last or not keeps_values(kept[-1], dtype)):
             kept.append(dtype)
     return tuple(kept)

@@ -24,6 +24,8 @@ class Form:
         self.meta = meta
         self._parts = parts
         """Of what it is made; None for a source."""
+        # Compiled operations are compared by identity. Instances of a statement share them (`_TaskEvaluator.compiled`),
+        # and so thousands of layers share one form and one list of views.
         self._made: dict[_FormParts, tuple[Form, ...]] = {}
         """What was made of this and others, this being the first."""
         self._value: ViewedTensor | None = None
@@ -32,6 +34,7 @@ class Form:
         """The forms that operations make of forms of which this is the first."""
         made = self._made.get(parts)
         if made is None:
+            # The views stay unknown here. Most variables are temporaries whose views nobody asks for.
             made = self._made[parts] = tuple([Form(meta, parts) for meta in parts[0].results])
         return made
 
@@ -59,11 +62,14 @@ class Form:
             if missing:
                 waiting.extend(missing)
                 continue
+            # Each input numbers its own sources from 0. Joined, they get the numbers that `apply_ops` gave the leaves
+            # of all.
             values = [
                 _named(each._value, numbering) if numbering else each._value
                 for each, numbering in zip(forms, numbers or [()] * len(forms), strict=True)
                 if each._value is not None
             ]
+            # A split makes all its parts at once: its siblings are found by the way.
             for made, value in zip(forms[0].through(form._parts), apply_steps(ops.steps, values), strict=True):
                 made._value = value
 
@@ -91,6 +97,7 @@ def _named(value: ViewedTensor, names: Sequence[str]) -> ViewedTensor:
     return ViewedTensor(value.shape, value.dtype, tuple(views))
 
 
+# Applications link results to what they were made of. A form cannot do that, for it does not know names.
 class Application:
     """One use of compiled operations: what they took and what they gave."""
 
@@ -129,6 +136,8 @@ class Node:
     @property
     def used(self) -> set[str]:
         """The sources of which elements are there; also those that have none."""
+        # A tensor without elements has no views that name a source. Its sources count as used all the same: otherwise
+        # they would be reported as dropped.
         if len(self.leaves) == 1 or 0 in self.meta.shape:
             return set(self.leaves)
         return {self.leaves[number] for number in self.form.used}
@@ -148,11 +157,14 @@ def apply_ops(ops: CompiledOps, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
     What undoes operations on exactly their results gives the tensors back, unless a cast has lost something on the way.
     """
     # A way there and back ends at the very nodes where it began: a proof sees that before it compares views.
+    #     a, b --join--> ab --split--> a, b       the nodes `a` and `b` again, not equal ones
     before = inputs[0].made_by
     if before is not None and before.results == inputs and before.ops.undone_by(ops):
         return before.inputs
+    # What follows makes new tensors.
     application = Application(ops, inputs)
     first = inputs[0]
+    # One input keeps its numbering. This is the common case, and needs no dict.
     if len(inputs) == 1:
         leaves = first.leaves
         forms = first.form.through((ops, (first.form,), ()))
@@ -181,6 +193,7 @@ _Template = list[tuple[int, Fragment]]
 """The number of the source in its form, and the fragment, whose name is of no account."""
 
 
+# A model has 100,000 tensors, and a rank asks for the few that it holds. So views are named on demand.
 class ViewedTensors(Mapping[str, ViewedTensor]):
     """Viewed tensors by name, found when they are asked for."""
 
@@ -215,6 +228,8 @@ class Correspondence:
         self.aliases = aliases
         """Other names of sources: alias -> source."""
         self._nodes = nodes
+        # Answers are kept by form and box. What a rank asks about layer 0 answers the same question about layers 1 to
+        # 31.
         self._templates: dict[tuple[Form, Box], _Template] = {}
         self._num_known = 0
         """Fragments of the templates, and one for each."""
@@ -235,6 +250,7 @@ class Correspondence:
         template = self._templates.get((node.form, box))
         if template is None:
             template = self._template(node, box)
+        # Only the names differ from one tensor of the form to the next.
         leaves, aliases = node.leaves, self.aliases
         if aliases:
             return [each._replace(other=aliases.get(leaves[number], leaves[number])) for number, each in template]
@@ -243,8 +259,10 @@ class Correspondence:
     def _template(self, node: Node, box: Box) -> _Template:
         """The answer for all tensors that come about as this one does."""
         met = list(node.form.value.meeting(box))
+        # Shapes of sources are part of the form, so those of this node's sources serve for all.
         metas = {view.source: self._source(node.leaves[int(view.source)]) for view in met}
         found = [(int(each.other), each) for each in fragments_of(met, Shapes(metas))]
+        # A box that falls into thousands of fragments would push out everything else, and is seldom asked for twice.
         if len(found) > _MOST_FRAGMENTS:
             return found
         if self._num_known >= _KNOWN_FRAGMENTS:
@@ -262,6 +280,7 @@ class Correspondence:
         # Loads and conversions ask the other way round, and never pay for this.
         if self._pushed is None:
             self._pushed = self._turned()
+        # A source may go into several outputs, each of which has its own views.
         met = chain.from_iterable(value.meeting(box) for value in self._pushed.get(name, ()))
         return fragments_of(met, self._target_shapes)
 
