@@ -379,8 +379,7 @@ class _Working:
         axis = self._axis(0, asked_axis, new=True)
         self._alike(None)
         shape, count = self.shapes[0], len(self.shapes)
-        # A stack of one is a reshape. As such it may stand beside an operation that joins or splits, and is undone like
-        # one.
+        # A stack of one tensor is a reshape, and its inverse needs nothing that splits.
         if count == 1:
             self._reshape([(*shape[:axis], 1, *shape[axis:])])
             return

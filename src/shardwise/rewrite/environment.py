@@ -252,7 +252,6 @@ def follow(
     #     exp_avg   (4, 2) and (2, 2)     as the parameters: joined to (6, 2)
     #     step      () and ()             one value for all: it must be equal in both
     #     row       (4,) and (2,)         neither: refused, for only a rename would fit
-    #
     shapes = {node.meta.shape for node in states}
     taken, made = {node.meta.shape for node in parameters}, {node.meta.shape for node in results}
     # Torch counts updates by one number per parameter. Shapes do not tell it from state of a parameter without dims.

@@ -98,7 +98,7 @@ class _Expansion:
             # The target's names may turn one row into several (a star on the right) or into none. The columns that are
             # done have to follow.
             rows, origins = self._from_target(name, pattern, rows)
-            #     r0 becomes two rows, r1 none, r2 one:    origins 0, 0, 2    lefts l0, l0, l2
+            # r0 becomes two rows, r1 none, r2 one:    origins 0, 0, 2    lefts l0, l0, l2
             lefts = [lefts[origin] for origin in origins]
             columns = [[column[origin] for origin in origins] for column in columns]
             columns.append([groups[-1] for _, groups in rows])
@@ -150,7 +150,7 @@ class _Expansion:
         """The combinations of digits that all left names have, each with the names."""
         if not self.left:
             return [((), ())]
-        # Figure 1. `$L.$E.w, $L.router -> ...` for layers of 2 and 1 experts: a join, as of two tables, on what is shared.
+        # Figure 1. `$L.$E.w, $L.router -> ...` for layers of 2 and 1 experts: a join on what is shared.
         #
         #     $L.$E.w      (0, 0) (0, 1) (1, 0)          rows   L=0 E=0:  0.0.w, 0.router
         #     $L.router    (0) (1)                              L=0 E=1:  0.1.w, 0.router

@@ -61,6 +61,7 @@ class Name:
     @property
     def plain(self) -> str | None:
         """The name itself, where it is one."""
+        # Most names of most rewrites are plain, and skip all matching.
         return self.parts[0] if len(self.parts) == 1 and isinstance(self.parts[0], str) else None
 
     @property
@@ -223,6 +224,8 @@ class StatementFinding:
         cls, statement: Statement, message: str, *, at: TextPlace | None = None, expansion: Iterable[str] = ()
     ) -> "StatementFinding":
         """Return a finding about a statement, at the place of one of its names, or of all of it."""
+        # The place of a name lies within the statement; `start` says where the text begins, so that carets can be
+        # counted.
         return cls(at or statement.place, statement.text, message, tuple(expansion), statement.place)
 
     def __str__(self) -> str:
@@ -235,10 +238,13 @@ class StatementFinding:
         start = self.start or self.place
         written = self.text.split("\n")
         index = self.place.line - start.line
+        # A derived statement has the place of the one that it undoes, and maybe fewer lines: no line of it has the
+        # fault.
         if not 0 <= index < len(written):
             return [f"    {_plain(line)}" for line in written]
         line = _plain(written[index])
         first = self.place.column - (start.column if index == 0 else 1)
+        # A name in quotes may end on a later line of the statement: carets stop with this one.
         stop = min(first + self.place.width, len(line))
         indent = 0 if index == 0 else len(line) - len(line.lstrip())
         line, first, stop = line[indent:], first - indent, stop - indent
@@ -264,6 +270,7 @@ def _around(line: str, first: int, stop: int) -> tuple[str, int, int]:
 
 def raise_all(findings: Iterable[StatementFinding]) -> None:
     """Raise one RewriteError that carries all findings, in the order of their places; nothing where there are none."""
+    # In the order of the text, however they were found.
     ordered = sorted(findings, key=lambda each: (each.place.line, each.place.column))
     if ordered:
         raise RewriteError(*map(str, ordered))
