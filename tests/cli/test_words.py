@@ -45,7 +45,7 @@ OF_PROGRAMS = {
     "engine/weights.py": "writes to parameters past their engine",
     "plan/reshard.py": "sw.reshard",
     "train/verification/program.py": "sw.verify",
-    "rewrite/checking.py": "statements",
+    "rewrite/sections.py": "statements",
     "rewrite/statement_arguments.py": "statements",
     "rewrite/rewrites.py": "rewrites that are composed",
     "engine/inventory.py": "a second plan for one model",

@@ -29,7 +29,7 @@ from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked
-from shardwise.rewrite.casts import holds_nans, keeps_values
+from shardwise.rewrite.metas import holds_nans, keeps_values
 
 __all__ = ["Certificate", "CertifiedTensor", "ComparedTensor", "certify_return"]
 

@@ -42,7 +42,7 @@ from shardwise.errors import CheckpointError, RewriteError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.names import is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
-from shardwise.rewrite.casts import keeps_values, needed_casts
+from shardwise.rewrite.metas import keeps_values, needed_casts
 from shardwise.space import Piece
 
 __all__ = [
