@@ -1,5 +1,6 @@
-"""The loop: batches in, updates and evaluations, metrics out. It knows nothing of how an update is made."""
+"""The learning rate over a run."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,35 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.errors import DivergedError
-from shardwise.train.corpus import Corpus
-from shardwise.train.learning_rate import LearningRateSchedule
-from shardwise.train.metrics import Observer, StepMetrics
-from shardwise.train.sampling import rank_samples
-from shardwise.train.tables import TrainTable
+from shardwise.train.config import Decay, TrainTable
+from shardwise.train.corpus import Corpus, rank_samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRateSchedule:
+    """The fraction of the full learning rate that each update takes: a linear warm-up, then a decay."""
+
+    steps: int
+    warmup_steps: int
+    decay: Decay
+    final: float
+    """The fraction that the last update takes."""
+
+    @classmethod
+    def of(cls, train: TrainTable) -> "LearningRateSchedule":
+        """The schedule that [train] asks for."""
+        return cls(steps=train.steps, warmup_steps=train.warmup_steps, decay=train.decay, final=train.min_learning_rate)
+
+    def __call__(self, update: int) -> float:
+        """The fraction at `update`, counted from 0; updates after the last one take what the last one took."""
+        if update < self.warmup_steps:
+            return (update + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return 1.0
+        done = min(1.0, (update - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps))
+        left = 1.0 - done if self.decay == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+        return self.final + (1.0 - self.final) * left
+
 
 PATIENCE_UPDATES = 20
 """So many updates in a row whose gradient is not finite end a run."""
@@ -65,6 +90,37 @@ class Trainee(Protocol):
 
     def evaluate(self, batch: dict[str, torch.Tensor]) -> Evaluated:
         """The loss over the rows of all data ranks, of which this one may have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One update."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """Mean over the global batch, before the update."""
+    learning_rate: float
+    grad_norm: float
+    """2-norm of the averaged gradient, before clipping."""
+    tokens_per_second: float
+    """Of all ranks together, since the last update; evaluation not counted."""
+    skipped: bool
+    """The gradient was not finite, and the update was left out."""
+    held_out_loss: float | None
+    """Mean over the evaluation windows, after the update; None when not evaluated."""
+    elapsed_s: float
+    """Since training began."""
+
+
+class Observer(Protocol):
+    """Something that is told about every update, on rank 0."""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """One update is complete."""
+
+    def close(self) -> None:
+        """No more updates come, because all are done or because the run stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

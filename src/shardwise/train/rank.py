@@ -12,19 +12,15 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine, parallelize
-from shardwise.train.announcement import announcement, changed_schedule, sizes_of
-from shardwise.train.checkpointing import RunKeeper
+from shardwise.train.announcement import announcement, changed_schedule, continued, sizes_of
+from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
-from shardwise.train.continuation import continued
-from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, read_corpus
+from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, rank_samples, read_corpus
 from shardwise.train.loop import BEGINNING, DataPlace, as_batch, fit
-from shardwise.train.observers import Audience
-from shardwise.train.progress import count
-from shardwise.train.resuming import find_start, settings_of, take_up
+from shardwise.train.observers import Audience, count
 from shardwise.train.run_build import build_loss, build_model, optimizer_factory
 from shardwise.train.run_state import Samples
 from shardwise.train.run_trace import Tracer, leave
-from shardwise.train.sampling import rank_samples
 from shardwise.train.stop_signals import Stopped, StopSignals
 
 _SHOWN_TOKENS, _SAMPLE_TOKENS = 64, 160

@@ -17,8 +17,7 @@ from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 from shardwise.plan.timeline_text import draw_timeline, seconds_text
-from shardwise.train.chrome_trace import save_trace
-from shardwise.train.timeline_figure import save_picture
+from shardwise.train.timeline_files import save_picture, save_trace
 
 _KEPT_UPDATES = 20
 _CLOCK_ROUNDS = 5

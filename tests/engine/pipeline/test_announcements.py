@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import shardwise as sw
-from shardwise.engine.pipeline.announcements import packed, unpacked
 from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor
-from shardwise.engine.pipeline.nested import ObjectSlot, TensorSlot
+from shardwise.engine.pipeline.nested import ObjectSlot, TensorSlot, packed, unpacked
 from shardwise.engine.pipeline.stage_values import Spec
 from shardwise.errors import MismatchError, ModelError
 

@@ -53,7 +53,7 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
 
 
 def _tell(report: "VerifyReport") -> None:
-    from shardwise.train.progress import size
+    from shardwise.train.observers import size
 
     if report.good:
         click.echo(

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.engine.pipeline.fakes import Fakes, storage_of
 from shardwise.engine.pipeline.nested import (
     ObjectSlot,
     Opaque,
@@ -27,11 +26,11 @@ from shardwise.engine.pipeline.nested import (
     token_of,
     told_in,
     transform,
+    user_site,
     with_told,
 )
-from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor
-from shardwise.engine.pipeline.staged_calls import StagedCall
+from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
 

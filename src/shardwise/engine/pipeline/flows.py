@@ -1,29 +1,65 @@
-"""One microbatch on its way through the stages, as one rank sees it.
+"""What a rank did and when, for traces and figures."""
 
-The program of the forward is the same on all ranks. It is counted alike everywhere: transfers by number, and all that
-happens by a checksum that travels with every value, so that ranks whose programs differ notice.
-"""
-
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.announcements import packed, unpacked
-from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, GradientLink, StageGraph
-from shardwise.engine.pipeline.gradient_kinds import BackwardTrace, code_of, gradient_of
-from shardwise.engine.pipeline.local_stages import Stages
+from shardwise.engine.pipeline.crossings import (
+    Arrival,
+    BackwardTrace,
+    Crossing,
+    Departure,
+    GradientLink,
+    StageGraph,
+    code_of,
+    gradient_of,
+)
+from shardwise.engine.pipeline.nested import packed, unpacked, user_site
 from shardwise.engine.pipeline.post import SAME_FORWARD, Key, MessageKind, Post, ReceivedMessage
-from shardwise.engine.pipeline.recorded_spans import SpanRecorder
-from shardwise.engine.pipeline.sites import user_site
+from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ViewMemory
 from shardwise.engine.randomness import Stream
 from shardwise.errors import MismatchError, ModelError
+from shardwise.plan.timeline import TimeSpan
+
+
+class SpanRecorder:
+    """Records forwards, backwards and waits of one rank while somebody wants to know."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.spans: list[TimeSpan] | None = None
+        """What was recorded; None: nobody wants to know."""
+        self._rank = rank
+        self._device = device
+
+    @contextmanager
+    def noting(self, kind: str, microbatch: int, stage: int) -> Iterator[None]:
+        """Record what the body takes."""
+        if self.spans is None:
+            yield
+            return
+        start_s = self._now_s()
+        yield
+        self.spans.append(
+            TimeSpan(
+                rank=self._rank, kind=kind, microbatch=microbatch, stage=stage, start_s=start_s, stop_s=self._now_s()
+            )
+        )
+
+    def _now_s(self) -> float:
+        # Kernels run on after they were issued: without this a forward would last as long as its Python alone.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
 
 Purpose = Literal["step", "evaluation", "prediction"]
 

@@ -18,8 +18,8 @@ from shardwise.engine.batches import Batch
 from shardwise.engine.pipeline.call_execution import Executor
 from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.local_stages import Stages
-from shardwise.engine.pipeline.sites import outermost_method, user_site
+from shardwise.engine.pipeline.nested import outermost_method, user_site
+from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import StagedOperation
 from shardwise.engine.randomness import KeyedRandom

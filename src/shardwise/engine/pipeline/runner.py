@@ -11,12 +11,11 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import compare
 from shardwise.engine.batches import Batch
 from shardwise.engine.pipeline.call_inference import CallInference
-from shardwise.engine.pipeline.flows import MicrobatchFlow, Purpose
+from shardwise.engine.pipeline.crossings import GradientKinds
+from shardwise.engine.pipeline.flows import MicrobatchFlow, Purpose, SpanRecorder
 from shardwise.engine.pipeline.glue import Glue, LossOf, advice_on_loops
-from shardwise.engine.pipeline.gradient_kinds import GradientKinds
-from shardwise.engine.pipeline.local_stages import Stages
 from shardwise.engine.pipeline.post import SAME_FORWARD, Post
-from shardwise.engine.pipeline.recorded_spans import SpanRecorder
+from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.pipeline.staged_calls import PlacedModule

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.inventory import named_places
-from shardwise.engine.pipeline.module_outline import unchanged
+from shardwise.engine.pipeline.module_placement import unchanged
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, slim, varies
 from shardwise.engine.tensor.flow import TensorFlow
 from shardwise.engine.tensor.following import Following

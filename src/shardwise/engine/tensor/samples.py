@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.module_outline import unchanged
+from shardwise.engine.pipeline.module_placement import unchanged
 
 _ROWS = 2
 _TOKENS = 8

@@ -4,15 +4,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows
 from shardwise.engine.channels import DATA_AXES, data_rank_of
 from shardwise.errors import BatchError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh
+from shardwise.train.config import RunConfig
+from shardwise.train.corpus import read_corpus
+from shardwise.train.loop import LearningRateSchedule, as_batch
+from shardwise.train.run_build import build_loss, build_model, optimizer_factory
 
 Optimizers = Callable[[Iterable[nn.Parameter]], Any]
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -101,3 +106,22 @@ def rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         name: value[start:stop] if isinstance(value, torch.Tensor) and value.ndim else value
         for name, value in batch.items()
     }
+
+
+def configured(config: RunConfig, *, steps: int) -> Program:
+    """The first updates of the run, under the plan of `config`."""
+    corpus = read_corpus(config.data, config.folder)
+    rows = config.train.global_batch
+    schedule = LearningRateSchedule.of(config.train)
+    return Program(
+        make_model=lambda: build_model(config),
+        plan=config.plan,
+        batches=[
+            as_batch(corpus.rows(np.arange(step * rows, (step + 1) * rows, dtype=np.int64), seed=config.train.seed))
+            for step in range(steps)
+        ],
+        optimizer=optimizer_factory(config),
+        loss=build_loss(config),
+        scheduler=lambda optimizer: LambdaLR(optimizer, schedule),
+        seed=config.train.seed,
+    )

@@ -14,9 +14,17 @@ from shardwise.checkpoint import Catalogue
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.torch_dtypes import dtype_name
 from shardwise.plan.state_names import is_state_name
-from shardwise.train.verification.closeness import EQUAL, Closeness, by_element, by_size
-from shardwise.train.verification.error_model import UNIT_ROUNDOFF, UPDATE_ROUNDINGS, ErrorModel, Path
-from shardwise.train.verification.layout_notes import LayoutNotes
+from shardwise.train.verification.error_model import (
+    EQUAL,
+    UNIT_ROUNDOFF,
+    UPDATE_ROUNDINGS,
+    Closeness,
+    ErrorModel,
+    Path,
+    by_element,
+    by_size,
+)
+from shardwise.train.verification.layout_run import LayoutNotes
 from shardwise.train.verification.mean_gradients import MeanGradients
 from shardwise.train.verification.one_process import OwnStep
 from shardwise.train.verification.program import Program

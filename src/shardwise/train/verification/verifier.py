@@ -14,8 +14,7 @@ from shardwise.comm import Channel, simulate
 from shardwise.engine.batches import Batch, LossFunction, LossWeight
 from shardwise.plan import Plan
 from shardwise.train.verification.error_model import ErrorModel
-from shardwise.train.verification.layout_notes import LayoutNotes
-from shardwise.train.verification.layout_run import gradients_folder, run_layout, state_folder
+from shardwise.train.verification.layout_run import LayoutNotes, gradients_folder, run_layout, state_folder
 from shardwise.train.verification.one_process import OneProcess
 from shardwise.train.verification.program import Optimizers, Program, Scheduler
 from shardwise.train.verification.report import Divergence, StepComparison, Verdict, VerificationReport

@@ -1,5 +1,6 @@
 """What a placement has to know of a model: the tree of its modules, the work of each, and when each is called."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,8 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.errors import ModelError
-from shardwise.plan import Outline
+from shardwise.comm import Channel
+from shardwise.comm.agreement import agreed
+from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
+from shardwise.errors import ModelError, PlanError
+from shardwise.plan import Outline, Placement, Plan
+from shardwise.plan.stages import place
 
 _NUM_TIMED_RUNS = 3
 
@@ -195,3 +200,45 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 if buffer is not None and values is not None and not torch.equal(buffer, values):
                     buffer.copy_(values)
                 module._buffers[key] = buffer
+
+
+WHOLE = Placement(num_ranks=1, num_stages=1, modules={"": 0}, parameters={})
+"""Of a model that is not cut."""
+
+
+def agree_on_placement(
+    model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None, channel: Channel
+) -> Placement:
+    """Place the modules of `model`, in the order in which `sample` runs through them where there is one.
+
+    Where work decides, it is what rank 0 counts or measures on the sample.
+
+    Raises PlanError, the same on all ranks.
+    """
+    if plan.mesh.pp * plan.pipeline.num_chunks == 1:
+        return WHOLE
+    with agreed(channel, purpose="work of modules") as counted:
+        measured: Any = [None, None]
+        if plan.pipeline.stages is None:
+            if sample is None and plan.pipeline.balance != "parameters":
+                raise PlanError(
+                    f"pipeline.balance: {plan.pipeline.balance!r} asked, which runs the model on a batch; give one: "
+                    'parallelize(..., sample=batch), or balance by "parameters"'
+                )
+            if sample is not None and channel.rank == 0:
+                measured = _measure(model, plan, loss, sample)
+        counted.value = json.dumps(measured).encode()
+    work, order = json.loads(counted.values[0])  # times differ from rank to rank
+    with agreed(channel, purpose="verdict on the placement"):
+        return place(outline_of(model), plan.pipeline, num_ranks=plan.mesh.pp, work=work, order=order)
+
+
+def _measure(
+    model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch
+) -> tuple[dict[str, float] | None, list[str]]:
+    """Work and order of the modules, on one microbatch of the sample, on the device where the model was built."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    part = split_batch(sample, min(plan.merge.microbatches, count_rows(sample)), device)[0]
+    balance = plan.pipeline.balance
+    work, order = count_work(model, lambda: loss(part), kind="flops" if balance == "parameters" else balance)
+    return None if balance == "parameters" else work, order
