@@ -1,7 +1,22 @@
 """One call under placement: its inputs move to its stage, it is executed there and inferred elsewhere.
 
-Whatever the call gives is described alike on all ranks, by the entry that all of them inferred or were told: which
+Whatever the call gives is described alike on all ranks, by the entry that all of them inferred or were sent: which
 outputs there are, which of them are inputs or views of inputs, which inputs were written to.
+
+    y = block(h), h on stage 0, block on stage 1    rank of stage 0        rank of stage 1        rank of stage 2
+    CallInputs: tensors, objects, numbers apart     alike                  alike                  alike
+    flow.enter: count the call                      alike                  alike                  alike
+    flow.to_stage(h, 1)                             sends                  receives               counts the transfer
+    _outcome                                        looks up               looks up and runs      looks up
+    account_for_writes, _wrap, _deliver             y: StageTensor, local=None on ranks 0 and 2, the tensor on rank 1
+
+In-place writes, in `account_for_writes` (every case is decided on all ranks alike, from the entry):
+
+    to a value on its own stage          counted; its copies on other stages are behind and cross anew when used
+    to a copy on the call's stage        the program's object is that copy from now on; views on the old stage are stale
+    to a tensor that all ranks have      it stands for a value of the stage; views of it taken before are refused
+    by a module to its own buffers       copies of these on other stages are behind
+    to what another stage's module keeps, or a buffer of a module of all ranks       refused
 """
 
 import functools
@@ -28,6 +43,7 @@ _OF_ANOTHER_STAGE = (
 )
 
 
+# One class for each name of a call: a class is made once, and modules are called in every microbatch.
 @functools.cache
 def _refusing_class(call: str) -> type:
     """The class of another stage's parameters while `call` is executed: they say what they are, and refuse the rest.
@@ -49,6 +65,8 @@ def _refusing_class(call: str) -> type:
 @contextmanager
 def _refusing_foreign(model: nn.Module, call: str) -> Iterator[None]:
     """Nothing that `call` computes may come from another stage's module, which has no values here."""
+    # Parameters of other stages are on the meta device. torch would compute with them and give a meta tensor, or
+    # fail with a message on devices: neither names the module and the way out.
     foreign = [each for each in model.parameters() if type(each) is nn.Parameter and each.is_meta]
     for each in foreign:
         each.__class__ = _refusing_class(call)
@@ -87,15 +105,21 @@ class Executor:
     ) -> Any:
         """The result of the call, with values of `stage` in it; None: the latest stage among the inputs."""
         inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque)
+        # `head(h, self.embed)`: a call gets a module of another stage. Its parameters come along as inputs, and
+        # cross like any other value.
         for module in inputs.modules:
             if flow.stages.modules.get(module) not in (None, stage):
                 inputs.lend(module)
         staged = {at: each for at, each in enumerate(inputs.tensors) if isinstance(each, StageTensor)}
         if stage is None:
+            # The latest: values go on to later stages anyway. The earliest would send them back, and stages that get
+            # values back cannot run ahead of each other.
             stage = max(each.value.stage for each in staged.values())
         for each in staged.values():
             _refuse_custom_function(each)
         flow.enter(call.name, stage, inputs.numbers)
+        # On all ranks and before the look-up: each counts the transfer, and what crosses brings its real shape
+        # along.
         moved = {at: flow.to_stage(each, stage) for at, each in staged.items()}
         entry, here = self._outcome(flow, call, stage, inputs, moved)
         if call.draws:
@@ -103,6 +127,8 @@ class Executor:
         account_for_writes(flow, call, inputs, entry, moved)
         wrapped = _wrap(flow, call, stage, inputs, entry, moved, None if here is None else here.made)
         if here is not None:
+            # Comparing storages of all inputs and outputs costs more than a look-up, so it is done once per entry.
+            # Where shapes are examples only, the next call may share memory otherwise: then it is done every time.
             is_compared = id(entry) in self.inference.alike and _all_known(entry, moved)
             if not is_compared and note_doubts(call, entry, here.used, here.made, moved, wrapped):
                 self.inference.alike[id(entry)] = entry
@@ -122,6 +148,7 @@ class Executor:
                 entry = entry.telling(flow.tell(stage, _nothing))
             return entry, None
         used = _tensors_here(inputs, moved)
+        # Autograd's count of writes: it shows a write in place also where the trial saw none.
         versions = [each._version for each in used]
         result = self._run(flow, call, stage, inputs, used, is_described=entry is not None)
         if entry is None:
@@ -130,6 +157,7 @@ class Executor:
                 result, used, inputs.objects, written=written, writes_kept=True, has_known_shapes=False
             )
             entry = flow.tell(stage, lambda: made_known)
+            # What is learnt is the first outcome, with its shapes as an example: `has_known_shapes` says so.
             self.inference.learn(signature, made_known)
         elif entry.tells:
             flow.tell(stage, lambda: told_in(result))
@@ -169,6 +197,7 @@ class Executor:
         if self.random.stream_ends_with_call():
             return
         specs = [flow.shape_known(each) if isinstance(each, StageTensor) else None for each in inputs.tensors]
+        # The shapes above are asked for on all ranks, for an announcement needs its sender: only then do ways part.
         if is_local:
             return
         zeros = [
@@ -186,6 +215,8 @@ def _note_opaque(flow: MicrobatchFlow, inputs: CallInputs, result: Any) -> None:
 
     def note(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) and not is_plain(leaf) and id(leaf) not in known:
+            # With the object itself, which keeps it alive: its id must not become that of another object in this
+            # forward.
             flow.opaque[id(leaf)] = leaf
         return leaf
 
@@ -287,6 +318,7 @@ def _same(flow: MicrobatchFlow, tensor: torch.Tensor, value: StageValue | None, 
     if not isinstance(tensor, StageTensor) or value is None:
         return flow.adopted(tensor)
     if tensor.value is not value:
+        # A parameter stays where it is: this use of it got a copy, and the next call may be on its own stage again.
         if tensor.value.is_kept:
             return StageTensor(
                 flow, value, tensor.family if value in tensor.family.copies.values() else ValueCopies(value)
@@ -300,6 +332,7 @@ def _deliver(
     call: StagedCall, inputs: CallInputs, entry: CallOutcome, result: Any, wrapped: Sequence[torch.Tensor]
 ) -> Any:
     """The result as the program gets it, after hooks inside the module have been told."""
+    # The owner keeps the containers that its module made; other ranks build equal ones from the entry.
     if result is None:
         answer, records, writes = filled(entry.skeleton, wrapped, inputs.objects)
     else:
@@ -308,6 +341,7 @@ def _deliver(
             result, lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf
         )
     for number, key, value in writes:
+        # Into the program's own containers: the call got fresh ones, in which real tensors stood for values.
         put_into(inputs.containers[number], key, value)
     if records and isinstance(call, PlacedModule) and (changed := call.tell_hooks(records)):
         raise ModelError(
@@ -359,6 +393,8 @@ def account_for_writes(
             flow.shade(value.memory.plain)
         origin = value.memory.origin
         while origin is not None:  # views stayed behind
+            # The write went to the copy. What the origin's stage has in memory is not what one process would have,
+            # and views of it are other objects, which no rank can find: so the memory itself is marked.
             origin.stale = (
                 f"a view of what {value.maker!r} made on another stage is used, after {call.name!r} wrote to it with "
                 f"values of stage {value.stage}; write to a copy (clone) instead"
@@ -445,5 +481,8 @@ def note_doubts(
         memories = [value.value.memory]
         memories += [moved[each].memory for each in (shares[0], output.view_of) if each is not None and each in moved]
         for memory in memories:
+            # The reading of a tensor is right on all ranks, since its elements are. A write through it is not:
+            # another rank would not know which further value shows the write. So only a write is refused, if one
+            # ever comes.
             memory.doubt = f"{call.name!r} gave or was given on stage {value.value.stage}"
     return is_alike

@@ -1,7 +1,12 @@
 """What a call gives, without executing it: tried once on fake tensors for every signature, and remembered.
 
 Every rank tries for itself and all come to the same verdict, for they see the same program. Where trying fails (no
-kernel for fake tensors, shapes that depend on values) all know that the shape of the outputs is the owner's to tell.
+kernel for fake tensors, shapes that depend on values) all know that the owner announces the shape of the outputs.
+
+    signature       (call.key(), grad mode, autocast, structure of the arguments, spec of each tensor, other arguments)
+    not known  -->  try on fakes  -->  CallOutcome: every later call of this signature costs one look-up
+                                  -->  None: the owner executes, describes what came out and announces it;
+                                       later calls rely on numbers of outputs and dims, dtypes and gradients
 """
 
 import copy
@@ -34,9 +39,12 @@ from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
 
+# A program whose shapes never repeat would else fill the memory of every rank.
 _MAX_ENTRIES = 1 << 14
 
 
+# Sharing is part of what a call gives: a write in place to one output has to reach, on every rank, whatever the
+# program holds of the same memory.
 class OutcomeTensor(NamedTuple):
     """One tensor that a call gives."""
 
@@ -77,6 +85,8 @@ class Writes:
     def __init__(self, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any], objects: Sequence[Any]) -> None:
         self._call = call
         self._containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
+        # A shallow look before and after the call. Containers are compared by identity of what they hold: elements
+        # may be tensors, whose comparison gives tensors.
         self._before = [contents_of(each) for each in self._containers]
         self._objects = [(each, _tensors_of(each)) for each in objects if call.is_user_code]
 
@@ -124,11 +134,13 @@ class CallInputs:
         self.numbers: list[float | complex] = []
         self.modules: list[nn.Module] = []
         self.has_opaque = False
-        """Whether an object among them is known on one rank only, so that none can try the call."""
+        """Whether an object among them is known on one rank only, so that no rank can try the call."""
         self.containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
         """Lists, dicts and the like, as the program has them."""
         self._lent: list[tuple[dict[str, Any], str, int]] = []
         self._opaque = opaque
+        # By id, so that one tensor given twice is one input: a module may ask whether two inputs are one, and a
+        # write in place to the one shows in the other.
         self._positions: dict[int, int] = {}
         self._tokens: list[Hashable] = []
         self._call = call
@@ -138,7 +150,7 @@ class CallInputs:
     def _take_apart(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             leaf = self._adopted(leaf)
-            at = self._positions.setdefault(id(leaf), len(self.tensors))  # a module may ask whether two inputs are one
+            at = self._positions.setdefault(id(leaf), len(self.tensors))
             if at == len(self.tensors):
                 self.tensors.append(leaf)
             self._tokens += (at, _spec_of(leaf))
@@ -150,6 +162,8 @@ class CallInputs:
             return ObjectSlot(len(self.objects) - 1)
         if isinstance(leaf, int | float | complex):
             self.numbers.append(leaf)
+        # `h * 0.37` gives the shape of `h * 0.36`: a factor that changes in every step must not be a new signature
+        # each time.
         is_number = isinstance(leaf, float | complex) and self._call.ignores_numbers
         self._tokens.append((type(leaf),) if is_number else token_of(leaf))
         if isinstance(leaf, nn.Module):
@@ -226,12 +240,17 @@ class CallInference:
         self._entries[signature] = entry
 
     def _try(self, call: StagedCall, inputs: CallInputs) -> CallOutcome | None:
+        # Function modes of the program (one that counts or casts, and the glue itself) must not see the trial: the
+        # program runs the call once. They are pushed, not entered, afterwards: entering may begin to count anew.
         modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
         try:
+            # A warning of the module comes when it is executed; streams of random numbers stay as they are, since a
+            # trial happens on the first of many equal calls only and a stream has to go on alike in all of them.
             with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying() as trial:
                 warnings.simplefilter("ignore")
                 tensors = [self._fakes.input(_spec_of(each)) for each in inputs.tensors]
                 with _CopiesHoldFakes(self._fakes):
+                    # A trial may change an object that it is given (a cache that grows). The copy is thrown away.
                     objects = [copy.deepcopy(each) for each in inputs.objects]
                 memories = [storage_of(each) for each in tensors]
                 args, kwargs = inputs.filled(tensors, objects)
@@ -242,13 +261,15 @@ class CallInference:
                 written = [
                     at
                     for at, (each, memory) in enumerate(zip(tensors, memories, strict=True))
+                    # Another storage: the call has put other memory under its input (`set_`, `.data = ...`), which
+                    # is a write too.
                     if memory in trial.written or storage_of(each) != memory
                 ]
                 writes_kept = not trial.kept.isdisjoint(trial.written)
                 return describe(
                     result, tensors, objects, written=written, writes_kept=writes_kept, has_known_shapes=True
                 )
-        except Exception:  # whatever a kernel or a module raises on fake tensors: the owner tells
+        except Exception:  # whatever a kernel or a module raises on fake tensors: the owner announces
             return None
         finally:
             for mode in reversed(modes):
@@ -280,6 +301,7 @@ def describe(
 ) -> CallOutcome:
     """The entry of a call that was executed on `tensors` and `objects`, and wrote to those of them in `written`."""
     outputs: list[OutcomeTensor] = []
+    # Reversed, so that the first of several inputs that share memory wins: the same one on all ranks.
     places = {storage_of(each): at for at, each in reversed(list(enumerate(tensors)))}
     made: dict[int, int] = {}
     positions = {id(each): at for at, each in reversed(list(enumerate(tensors)))}

@@ -6,6 +6,12 @@
 
 A departure is a root of its stage's backward. Autograd runs what was made last first; so arrivals and departures of one
 stage take turns as in the forward, backwards, and a stage that is entered twice in one forward works too.
+
+A stage sees its own part of the graph only. Under tensor parallelism it has to know whether a gradient that comes back
+is complete or a rank's own along `tp`, so the messages of gradients say it (`note` in `post.py`):
+
+    stage 1   loss: complete --> total --> own --> arrival --[own]--+
+    stage 0                                       departure <-------+  own --> norm of own heads
 """
 
 from collections.abc import Iterable, Sequence
@@ -62,7 +68,7 @@ class StageGraph:
 
 
 class Messenger(Protocol):
-    """Who carries gradients between stages (a `Flow`)."""
+    """What carries gradients between stages (a `MicrobatchFlow`)."""
 
     def return_gradient(self, crossing: Crossing, gradient: torch.Tensor | None) -> None:
         """Post the gradient of a value that arrived here."""
@@ -80,6 +86,8 @@ class Departure(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, flow: Messenger, crossing: Crossing) -> torch.Tensor:
         """Give the root that stands for the value in the backward of its stage."""
+        # The root is a number without a meaning: backward ignores the gradient of one that autograd starts with. The
+        # node behind `value` is what counts: its backward can take the gradient from elsewhere.
         ctx.flow, ctx.crossing = flow, crossing
         return value.new_zeros((), dtype=torch.float32)
 
@@ -87,6 +95,9 @@ class Departure(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         """Hand on the gradient that comes back, or none."""
         crossing = ctx.crossing
+        # The other rank waits for an answer to each value that it sent, in the order of its own backward. An answer
+        # that this rank would give only after waiting here could be what that rank is waiting for: then both would
+        # wait forever.
         # Arrivals of later in the program have had their turn: what has not come by now has no gradient. So has the
         # arrival of this very value, where the other stage is on this rank too (and used it under no_grad only).
         ctx.flow.return_nothing(since=crossing.number)
@@ -105,6 +116,9 @@ class Arrival(torch.autograd.Function):
         `anchor` requires a gradient, so that this is part of the graph.
         """
         ctx.flow, ctx.crossing = flow, crossing
+        # Otherwise autograd would hand zeros to backward where no gradient came, and "no gradient" would travel as
+        # zeros: a parameter that one process leaves without a gradient would get one, and an optimizer would decay
+        # its weights.
         ctx.set_materialize_grads(False)
         return arrived.pop()
 
@@ -132,6 +146,8 @@ class BackwardTrace:
     """The gradients of one backward on the stages of one rank."""
 
     def __init__(self, graphs: Sequence[StageGraph]) -> None:
+        # A root stands for a departure: its kind is not known before the gradient comes, and is named by the
+        # crossing's number. The gradient of the loss itself is complete: all ranks along `tp` compute the same loss.
         roots: list[tuple[object, str | int]] = []
         for graph in graphs:
             roots += [(root.grad_fn, root.grad_fn.crossing.number) for root in graph.roots]  # type: ignore[union-attr]
@@ -170,8 +186,11 @@ class GradientKinds:
 
         Raises ModelError, the same on all ranks of the pipeline, for parameters that are used in two ways.
         """
+        # A step of settled kinds needs no exchange. All ranks leave here together, because `settled` below is of
+        # all.
         if self._is_settled:
             return
+        # One byte each: whether this rank is done, and what it saw of every tied parameter (0: no gradient yet).
         mine = [self._summed.is_settled, *(code_of(self._summed.seen.get(name)) for name in self._tied)]
         settled, *of_tied = zip(*self._pipeline.exchange(bytes(mine), purpose="kinds of gradients"), strict=True)
         self._is_settled = all(settled)

@@ -1,4 +1,8 @@
-"""What a rank did and when, for traces and figures."""
+"""One microbatch on its way through the stages, as one rank sees it.
+
+The program of the forward is the same on all ranks. It is counted alike everywhere: transfers by number, and all that
+happens by a checksum that travels with every value, so that ranks whose programs differ notice.
+"""
 
 import time
 import zlib
@@ -32,11 +36,11 @@ from shardwise.plan.timeline import TimeSpan
 
 
 class SpanRecorder:
-    """Records forwards, backwards and waits of one rank while somebody wants to know."""
+    """Records forwards, backwards and waits of one rank, while `spans` is a list."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.spans: list[TimeSpan] | None = None
-        """What was recorded; None: nobody wants to know."""
+        """What was recorded; None: nothing is recorded."""
         self._rank = rank
         self._device = device
 
@@ -78,7 +82,7 @@ class MicrobatchFlow:
         number: int,
         stream: Stream | None,
     ) -> None:
-        """on_call: see `values.ValueForward`."""
+        """on_call: see `stage_values.ValueForward`."""
         self.stages = stages
         self.device = stages.device
         """Where real tensors are."""
@@ -101,7 +105,7 @@ class MicrobatchFlow:
         self.has_news = False
         """Whether ranks waited in this forward for what only the owner of a stage knew."""
         self.trace: BackwardTrace | None = None
-        """Of the graphs whose backward runs; None where nobody wants to know what gradients are along `tp`."""
+        """Of the graphs whose backward runs; None where the kinds of gradients along `tp` are known."""
         self._post = post
         self._recorder = recorder
         self._begun = -1
@@ -114,10 +118,12 @@ class MicrobatchFlow:
         self._num_news = 0
         self.opaque: dict[int, Any] = {}
         """Objects that placed modules gave on this rank, and of which other ranks have only that they are there."""
+        # By id, and with the tensor itself: while it is kept alive, no other tensor can get its id.
         self._held: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         """Parameters and plain tensors that stand for values of a stage in this forward, by id."""
         self._shaded: set[int] = set()
         """Memories of plain tensors that values of a stage were written to."""
+        # Taken at the beginning of each forward: a forward may put other tensors in the place of buffers.
         self._buffers = {id(buffer): (buffer, stage, name) for buffer, stage, name in stages.placed_buffers()}
 
     # The program ----------------------------------------------------------------------------------------------------
@@ -127,13 +133,18 @@ class MicrobatchFlow:
 
         numbers: the Python numbers among its inputs.
         """
+        # Backward counts nothing: a recomputation runs on some ranks only, so its calls would make checksums differ.
         if not self.is_forward:
             return
         rank = self.stages.rank_of(stage)
+        # The schedule has not come to this stage yet: another microbatch is due on this rank before.
         if rank == self.stages.rank and stage > self._begun:
             self.park()
         self.last = name
+        # Numbers are part of it: a program that scales by another factor on each rank has equal shapes and calls,
+        # and would else train to other weights without an error.
         self.progress = zlib.crc32(f"{name}@{stage}{numbers}".encode(), self.progress)
+        # Of every rank, not of this one alone: all of them have to choose the same schedule from it.
         self.steps_back |= stage < self._entered[rank]
         self._entered[rank] = max(self._entered[rank], stage)
 
@@ -148,8 +159,11 @@ class MicrobatchFlow:
     def take_graphs(self, stage: int) -> list[StageGraph]:
         """What the backward of a stage covers: its graph, or all, where they are connected on this rank."""
         self.is_forward = False
+        # Where a rank worked on an earlier stage again after a later one, the backward of each may need gradients that
+        # the other gives halfway. One call of autograd with the roots of both runs nodes in reverse order of creation.
         stages = sorted(self.graphs) if self.steps_back else [stage]
         graphs = [self.graphs.pop(each) for each in stages if each in self.graphs]
+        # In the order of the program: `return_nothing` goes back through them as the other ranks wait for them.
         self._arrivals = sorted((each for graph in graphs for each in graph.arrivals), key=lambda each: each.number)
         return graphs
 
@@ -163,11 +177,16 @@ class MicrobatchFlow:
 
     def adopted(self, leaf: torch.Tensor) -> torch.Tensor:
         """The value of a stage for which a tensor stands, or the tensor itself, which all ranks have."""
+        # The order of these checks matters. A tensor may have become a value of a stage (`hold`) after it was a
+        # plain one, and a parameter of another stage is on the meta device, which the last check would take for a
+        # stray tensor.
         if type(leaf) is StageTensor:
             return leaf
         if (held := self._held.get(id(leaf))) is not None:
             return held[1]
         if (place := self._place_of(leaf)) is not None:
+            # The lineage is made of the name, which is the same in a recomputation: the copy that crossed is found
+            # again.
             stage, name = place
             local, lineage = leaf if self.stages.is_local(stage) else None, zlib.crc32(name.encode())
             return self.hold(leaf, StageValue(stage, Spec.of(leaf), local, name, lineage=lineage, is_kept=True))
@@ -177,6 +196,8 @@ class MicrobatchFlow:
                 "memory through another view; write to the tensor itself (t[:, 0] = value, not t[:, 0].copy_(value)), "
                 "and take views afterwards"
             )
+        # Its graph exists on one rank only. Taken for a plain tensor it would be used on all ranks with whatever
+        # each happens to have in that attribute, and its gradient would end there.
         if leaf.requires_grad and not leaf.is_leaf:
             raise ModelError(
                 f"{user_site()}: a tensor with a gradient is used between placed modules, and it lives on no known "
@@ -209,6 +230,7 @@ class MicrobatchFlow:
     def _is_shaded(self, leaf: torch.Tensor) -> bool:
         if not self._shaded or leaf.layout is not torch.strided:
             return False
+        # Memories, not tensors: a view that was taken before the write is another object with the same storage.
         return leaf.untyped_storage()._cdata in self._shaded
 
     def to_stage(self, tensor: StageTensor, stage: int) -> StageValue:
@@ -221,6 +243,8 @@ class MicrobatchFlow:
         if value.stage == stage:
             return value
         family = tensor.family
+        # Copies show what the origin was when it crossed. After a write to the origin it crosses anew, and autograd
+        # sees two departures of two versions, as it would see two versions of the tensor in one process.
         if family.version != family.origin.memory.version:
             family.reset()
         if (copy := family.copies.get(stage)) is None:
@@ -231,6 +255,7 @@ class MicrobatchFlow:
     def _cross(self, value: StageValue, stage: int) -> StageValue:
         if not self.is_forward:
             return self._copy_of_forward(value, stage)
+        # Counted on all ranks, also on those that neither send nor receive: the number names the message.
         crossing = Crossing(
             number=len(self.transfers),
             source=value.stage,
@@ -239,6 +264,7 @@ class MicrobatchFlow:
             needs_gradient=value.spec.requires_grad and self.purpose == "step",
         )
         self.transfers.append((value.stage, stage))
+        # A rank may have both stages: then both happen here, and the post hands a copy over without a channel.
         local = None
         if self.stages.is_local(value.stage):
             self._depart(value, crossing)
@@ -254,6 +280,10 @@ class MicrobatchFlow:
             lineage=value.lineage,
             module=value.module,
         )
+        # A checkpoint that is not reentrant keeps no activations: it installs hooks for saved tensors, and computes
+        # the region again in backward. Other ranks do not compute it then and send nothing, so the copy is kept for
+        # that moment. Kept only here: everywhere else it would keep an activation alive to the end of the
+        # microbatch.
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # inside an activation checkpoint
             self._recomputable[value.lineage, stage] = copy
         return copy
@@ -270,6 +300,8 @@ class MicrobatchFlow:
             crossing = Crossing(number=len(self.transfers), source=source, target=target, needs_gradient=True)
             self.transfers.append((source, target))
             if self.stages.is_local(source):
+                # Made of the parameter itself: backward begins with this root, so the gradient of the later stage is
+                # added to the parameter first, and the uses on this stage after it.
                 with torch.enable_grad():
                     root = Departure.apply(ties.parameter(chain.name), self, crossing)  # type: ignore[no-untyped-call]
                 self.graph(source).roots.append(root)
@@ -285,6 +317,7 @@ class MicrobatchFlow:
 
     def _copy_of_forward(self, value: StageValue, stage: int) -> StageValue:
         """The copy that crossed in forward, when activations are recomputed."""
+        # A lineage that occurred twice in the forward fits two copies, and nothing says which one is meant.
         copy = self._recomputable.get((value.lineage, stage))
         if copy is None or self._num_alike[value.lineage] > 1:
             raise ModelError(
@@ -297,6 +330,7 @@ class MicrobatchFlow:
     def _depart(self, value: StageValue, crossing: Crossing) -> None:
         assert value.local is not None
         if crossing.needs_gradient:
+            # Also where the program is under no_grad at the moment: the value itself was made with a graph.
             with torch.enable_grad():
                 root = Departure.apply(value.local, self, crossing)  # type: ignore[no-untyped-call]
             self.graph(value.stage).roots.append(root)
@@ -310,6 +344,8 @@ class MicrobatchFlow:
         )
 
     def _arrive(self, value: StageValue, crossing: Crossing) -> torch.Tensor:
+        # The graph of the sender ends at its departure. Here a new one begins: `anchor` is an empty leaf whose only
+        # task is to make autograd call `Arrival.backward`, which sends the gradient back.
         message = self._take(MessageKind.VALUE, crossing.number, crossing.source, crossing.target)
         content = message.content
         assert content is not None
@@ -371,6 +407,7 @@ class MicrobatchFlow:
 
     def _announce(self, stage: int, content: torch.Tensor | None) -> torch.Tensor:
         """Give all ranks what the rank of `stage` has, and only that one."""
+        # The number is counted on all ranks, so that sender and receivers mean the same announcement.
         number, self._num_news = self._num_news, self._num_news + 1
         self.has_news = True
         if content is None:
@@ -379,6 +416,8 @@ class MicrobatchFlow:
             assert message.content is not None
             return message.content
         key = Key(MessageKind.NEWS, self.number, number)
+        # To each rank by itself: a broadcast would need all ranks at the same point, and they come here at different
+        # times.
         for rank in range(self.stages.num_ranks):
             if rank != self.stages.rank:
                 self._post.send(rank, key, content, stages=(stage, stage), progress=self.progress, maker=self.last)
@@ -392,6 +431,8 @@ class MicrobatchFlow:
 
     def _compare(self, message: ReceivedMessage, difference: str, *, fits: bool = True) -> None:
         """Raise MismatchError unless the sender's program had made the same calls."""
+        # The shape alone would not do: two layers of one model give equal shapes, and a value taken for that of
+        # another layer would train to wrong weights in silence.
         if message.progress != self.progress or not fits:
             raise MismatchError(
                 f"the forward of microbatch {self.number} differs between ranks: {difference}, after other calls; "

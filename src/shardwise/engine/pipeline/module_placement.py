@@ -1,4 +1,8 @@
-"""What a placement has to know of a model: the tree of its modules, the work of each, and when each is called."""
+"""Where the modules of a model go: what a placement has to know of them, and the placement that all ranks agree on.
+
+`outline_of` gives the tree of modules, `count_work` the work of each and the order of their first calls. The placement
+itself is a pure function of these (`plan.stages.place`).
+"""
 
 import json
 import time
@@ -52,6 +56,7 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
     """The outline of a module that is met first as `name`. `listed`: the parameters met so far, by id."""
     closed = _is_closed(module)
     own_parameters = []
+    # A parameter of several modules counts where it is met first: it is one parameter, and one stage owns it.
     for key, parameter in module.named_parameters(name, recurse=closed, remove_duplicate=False):
         own_parameters.append((key, 0 if id(parameter) in listed else parameter.numel()))
         listed.add(id(parameter))
@@ -67,6 +72,8 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
         children=tuple(children),
         own_parameters=tuple(own_parameters),
         aliases=tuple(names[module][1:]),
+        # torch's own modules with modules inside (MultiheadAttention, TransformerEncoderLayer) use the parameters of
+        # these without calling them, or take a fused path: cut apart they would not run as one.
         is_indivisible=bool(module._modules)
         and type(module).__module__.startswith("torch.nn.modules")
         and not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict),
@@ -109,12 +116,14 @@ def count_work(
     named = dict(_named_modules(model))
     modules = {each.name: named[each.name] for each in outline_of(model).modules()}
     with torch.no_grad(), unchanged(model):
+        # Dropout would draw numbers, and batch norm would write its statistics: the batch is for counting only.
         model.eval()
         if kind == "flops":
             with _Flops() as flops:
                 runs = [_metered(modules, call, lambda: flops.total)]
         else:
             read = _clock(next((each.device for each in model.parameters()), torch.device("cpu")))
+            # The first run pays for what happens once (compiling, choosing kernels, first allocations).
             runs = [_metered(modules, call, read) for _ in range(1 + _NUM_TIMED_RUNS)][1:]
     work = {name: median(run.get(name, 0) for run in runs) for name in modules}
     return work, list(runs[0])
@@ -172,6 +181,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
     """Reads the time in seconds, when all that the device was given to do is done."""
 
     def read() -> float:
+        # Kernels run on after they were issued: without this a module would cost its Python alone.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()

@@ -1,4 +1,16 @@
-"""Where in the user's own code something happened."""
+"""Values inside tuples, lists, dicts and dataclasses: what modules and operations take and give.
+
+Three things are done with them. `transform` walks them: tensors and objects are taken out and put into numbered slots.
+`packed` and `unpacked` write them as bytes, for what only the owner of a stage can announce: JSON, in which nothing can
+be called. `user_site` names the line of the program for the errors about them.
+
+    None, True, 3, 0.5, "text"             themselves
+    (1, TensorSlot(number=0))              ["tuple", [1, ["slot", 0]]]
+    a ModelOutput, dataclass, named tuple  ["mapping", [module, name], items, attributes]
+
+Every rank runs the same program, so a class that one has made an object of is imported on all. The receiver looks it up
+among what it has imported, and fills an empty object: neither constructors nor setters are called.
+"""
 
 import copy
 import dataclasses
@@ -7,8 +19,6 @@ import json
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from types import MemberDescriptorType
 from typing import Any
@@ -89,6 +99,7 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
+# Bools are among them, as ints. Numbers and texts that a module gives may be others in each call, with equal inputs.
 _TOLD = (int, float, complex, str)
 
 
@@ -110,8 +121,11 @@ def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> A
         return tuple.__new__(kind, items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, MutableMapping):
         changed = {key: new for key, old in value.items() if (new := transform(old, fn, fresh=fresh)) is not old}
+        # The same object where nothing changed: programs compare what they gave with what they got by `is`.
         if not changed and not fresh:
             return value
+        # A copy keeps the class and the attributes of the mapping (a ModelOutput, say), whose constructor is
+        # unknown.
         filled = copy.copy(value)
         for key, new in changed.items():
             filled[key] = new
@@ -205,6 +219,7 @@ def token_of(leaf: Any) -> Hashable:
         return (slice, token_of(leaf.start), token_of(leaf.stop), token_of(leaf.step))
     if is_plain(leaf):
         return (type(leaf), leaf)
+    # By id: two functions may do different things under one name. A new lambda in each call is tried each time.
     if callable(leaf):
         return (type(leaf), id(leaf))
     return (type(leaf),)
@@ -228,6 +243,7 @@ def _transform_dataclass(value: Any, fn: Callable[[Any], Any], *, fresh: bool) -
     return filled
 
 
+# json writes integers in decimal, which Python refuses beyond 4300 digits; hexadecimal has no limit.
 _LARGEST_NUMBER = 1 << 63
 
 _OF_TORCH: Mapping[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -260,7 +276,7 @@ def unpacked(content: torch.Tensor) -> Any:
 
 def _written(value: Any) -> Any:
     """The value as JSON has it."""
-    if isinstance(value, Enum) and value.name in type(value).__members__:
+    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
         return ["member", _class(type(value)), value.name]
     if value is None or isinstance(value, bool):
         return value
@@ -268,7 +284,7 @@ def _written(value: Any) -> Any:
         return int(value) if abs(value) < _LARGEST_NUMBER else ["int", hex(value)]
     if isinstance(value, float | str):
         return float(value) if isinstance(value, float) else str(value)
-    if isinstance(value, tuple | list | MutableMapping) or is_dataclass(type(value)):
+    if isinstance(value, tuple | list | MutableMapping) or dataclasses.is_dataclass(type(value)):
         return _written_container(value)
     return _written_constant(value)
 
@@ -321,8 +337,10 @@ def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:
 def _attributes(value: Any) -> list[Any]:
     """What an object has beside the items of its base."""
     held = dict(getattr(value, "__dict__", {}))
-    if is_dataclass(value):
-        held |= {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
+    if dataclasses.is_dataclass(value):
+        held |= {
+            each.name: getattr(value, each.name) for each in dataclasses.fields(value) if hasattr(value, each.name)
+        }
     if isinstance(value, defaultdict):
         held["default_factory"] = value.default_factory
     return _pairs(held)
@@ -350,6 +368,7 @@ def _imported(written: Any) -> type:
     module, name = written
     found: Any = sys.modules[module]
     for part in name.split("."):
+        # Not `getattr`: it would run properties and `__getattr__` of modules that import on demand.
         found = vars(found)[part]
     if not isinstance(found, type):
         raise TypeError(f"{module}.{name} is no class")
@@ -385,7 +404,7 @@ def _read_mapping(written: Any, items: Any, attributes: Any) -> Any:
 
 def _read_record(written: Any, attributes: Any) -> Any:
     kind = _imported(written)
-    if not is_dataclass(kind) and not issubclass(kind, MutableMapping):
+    if not dataclasses.is_dataclass(kind) and not issubclass(kind, MutableMapping):
         raise TypeError(f"{kind.__name__} is no container")
     return _with_attributes(object.__new__(kind), attributes)
 
@@ -406,7 +425,7 @@ def _with_attributes(made: Any, attributes: Any) -> Any:
 
 def _read_member(written: Any, name: str) -> Any:
     kind = _imported(written)
-    if not issubclass(kind, Enum):
+    if not issubclass(kind, enum.Enum):
         raise TypeError(f"{kind.__name__} is no enumeration")
     return kind.__members__[name]
 

@@ -1,4 +1,11 @@
-"""Runs the microbatches of one rank in the order of a schedule."""
+"""Runs the microbatches of one rank in the order of a schedule.
+
+    first step   forward of microbatch 0 through all stages of the rank  -->  transfers  -->  adapt(schedule), the rest
+    later steps  the schedule of (number of microbatches, transfers, steps back), remembered; then the transfers anew
+
+Which values cross is seen in a forward, not declared. So the first microbatch of all goes ahead of any schedule, and
+its forwards are left out of the order that follows. The last microbatch of a step decides on the next schedule.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,7 +38,7 @@ from shardwise.plan.timeline import TimeSpan
 
 
 class PipelineRunner:
-    """The stages of one rank, and what it knows of the others."""
+    """The stages of one rank, and their training, evaluation and prediction."""
 
     def __init__(
         self,
@@ -45,7 +52,7 @@ class PipelineRunner:
         chains: Sequence[Chain],
         kinds: GradientKinds | None = None,
     ) -> None:
-        """kinds: wants to know what gradients are along `tp`."""
+        """kinds: finds out what gradients are along `tp`, where there are such ranks."""
         self.stages = Stages.of(model, placement, channel)
         self.placement = placement
         self.chains = chains
@@ -76,6 +83,9 @@ class PipelineRunner:
             begin_flow=partial(self._begin_flow, "step"),
         )
         for unit in self.stages.units:
+            # On the object, not in a wrapper module: names of parameters, `isinstance` and the user's hooks stay as
+            # they are. `module.compile()` compiles the whole call, hooks included; its code is run by `PlacedModule`
+            # inside of them.
             vars(unit.module).update(forward=partial(self._forward, unit), _compiled_call_impl=None)
 
     @property
@@ -97,6 +107,8 @@ class PipelineRunner:
         """Give the modules that an earlier plan placed their own forwards back."""
         for module in model.modules():
             placed = vars(module).get("forward")
+            # A copy of a placed model, and a model under a new plan, still have the forwards that this class gave
+            # them.
             if isinstance(placed, partial) and isinstance(getattr(placed.func, "__self__", None), PipelineRunner):
                 placed.args[0].give_back()
 
@@ -135,6 +147,8 @@ class PipelineRunner:
             order = self._begin(step)
             last = max((at for at, action in enumerate(order) if action.kind == "B"), default=-1)
             for at, action in enumerate(order):
+                # From here on, gradients of buckets are final as they come, and their reductions may begin within
+                # backward.
                 if at == last:
                     before_last_backward()
                 (step.forward if action.kind == "F" else step.backward)(action.microbatch, action.stage)
@@ -144,6 +158,8 @@ class PipelineRunner:
         finally:
             self.peak_in_flight = max(self.peak_in_flight, step.peak_in_flight)
             self._glue.flow = None
+            # After an error too: parked forwards are threads that would wait forever, and graphs hold all
+            # activations.
             step.close()
             self.post.forget()
         return step.losses
@@ -154,6 +170,8 @@ class PipelineRunner:
         try:
             with self._glue.current(flow):
                 output = self._glue.run(output_of, inputs)
+                # To all ranks, because the caller's next decision depends on it and the same program runs on all of
+                # them.
                 if isinstance(output, StageTensor):
                     output = flow.give_all(output)
             self._end([flow])
@@ -192,6 +210,7 @@ class PipelineRunner:
                 step.forward(0, stage)
             self._observe(step.flows[0])
         assert self.transfers is not None
+        # All three are the same on all ranks, so all choose the same schedule without a message.
         key = (len(step.losses), self.transfers, self._steps_back)
         if key not in self._schedules:
             asked = make_schedule(
@@ -215,6 +234,7 @@ class PipelineRunner:
 
     def _end(self, flows: Sequence[MicrobatchFlow]) -> None:
         """Compare what the ranks' programs did."""
+        # `compare`.
         self.post.settle()
         for flow in flows:
             if flow.purpose == "step":

@@ -1,4 +1,13 @@
-"""The stages of a model as one rank sees them: where every module, parameter and buffer belongs."""
+"""What each stage has: modules, parameters and buffers, and how a rank lets go of those of other stages.
+
+`StageParameters` says of every parameter of the whole model which ranks compute with it and which one owns it; it is
+known before anything is dropped, alike on all ranks. `Stages` is a rank's view of the placed model, for its forwards.
+
+    head.weight is embed.weight; embed on stage 0, head on stage 3, two ranks with stages 0 2 and 1 3
+    stages       (0, 3)        the stages whose modules hold it
+    first_stage  0             by its first name: the rank of stage 0 owns it
+    users        {0: 0, 1: 3}  rank along pp -> the last of its stages that computes with it
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +59,7 @@ class Stages:
                     name = f"{prefix}.{key}" if prefix else key
                     stage = modules.get(module, placement.parameters.get(name))
                     if stage is not None:
+                        # By id: operations between modules are given the object. Its first name is the owner's.
                         parameters.setdefault(id(parameter), (stage, name))
         return cls(
             model=model,
@@ -196,6 +206,7 @@ def drop_foreign(
             else:
                 foreign.append((module, attribute, buffer))
     without_memory: dict[torch.Tensor, torch.Tensor] = {}
+    # A buffer that a local module shares with a module of another stage stays in both, as the one tensor that it is.
     kept = set(local.values())
     for module, attribute, buffer in foreign:
         if buffer in kept:

@@ -1,4 +1,12 @@
-"""Fake tensors: shapes, strides and dtypes without elements, on the device that the real ones have."""
+"""What is infer-only on other ranks: calls of placed modules, and operations between them.
+
+Each can be run, on the rank of its stage, and tried on fake tensors, on all ranks. Fake tensors have shapes, strides
+and dtypes without elements, on the device of the real ones.
+
+    run                 result, records of inner hooks                      the hooks of others are noted, not called
+    try_on_fakes        the same, of fake tensors                           what it writes to the module is taken back
+    tell_hooks          the noted hooks are called, in order, on all ranks  with values of the stage
+"""
 
 import logging
 from collections import OrderedDict
@@ -23,8 +31,10 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+# A write in place to a leaf that requires a gradient is refused by autograd, to a computed tensor it is allowed. So
+# a fake of a computed value has to be computed, and by something that keeps its strides.
 class _Computed(torch.autograd.Function):
-    """A tensor as if it had been computed: `clone` would give a slice or an expanded tensor other strides."""
+    """A fake tensor that autograd takes for a computed one: `clone` would give a slice other strides."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
@@ -88,11 +98,10 @@ class Fakes:
     @contextmanager
     def trying(self) -> Iterator[Trial]:
         """Operations give fake tensors, draw no random numbers that count, compile nothing, and are watched."""
+        # Fake operations draw nothing, but a module may seed the generator itself, and a trial is no call of it.
         state = torch.default_generator.get_state()
-        was_disabled, _LOG.disabled = (
-            _LOG.disabled,
-            True,
-        )  # an operation that has no fake kernel is no news for the user
+        # torch logs each operation without a fake kernel. That is no fault of the program: the owner announces then.
+        was_disabled, _LOG.disabled = _LOG.disabled, True
         try:
             # An activation checkpoint around must not count what is saved here.
             with saved_tensors_hooks(_same, _same), self._mode, Trial() as self._trial:
@@ -155,6 +164,8 @@ class StagedOperation:
         self.function = function
         self.draws = draws
         self.name = getattr(function, "__name__", str(function))
+        # Of a slice or a `view` the numbers decide the shape; of arithmetic they do not. `strip`: `mul_` and
+        # `__mul__` too.
         self.ignores_numbers = self.name.strip("_") in _ARITHMETIC
 
     def key(self) -> Hashable:
@@ -183,6 +194,9 @@ class PlacedModule:
         self.stage = stage
         self.forward = module.forward
         """What the module ran before it was placed."""
+        # Some modules have a forward of their own as an attribute (a wrapper of shardwise or of another library). It
+        # has to come back as an attribute; for all others the attribute has to vanish, so that the class's forward
+        # is found again.
         self._own_attributes = {key: vars(module)[key] for key in ("forward",) if key in vars(module)}
         self.inner = [each for each in module.modules() if each is not module]
         self._compiled: Callable[..., Any] | None = module._compiled_call_impl
@@ -196,6 +210,8 @@ class PlacedModule:
 
     def key(self) -> Hashable:
         """See `StagedCall`. Layers that only differ in their number and their values are alike."""
+        # Hooks come and go between calls. Their number decides which records a call gives, so it is part of the
+        # signature.
         hooked = tuple((at, len(each._forward_hooks)) for at, each in self._hooked())
         return (self._structure, self.module.training, hooked)
 
@@ -212,6 +228,8 @@ class PlacedModule:
         """The module as it was compiled: with its own forward. Its hooks have been called already."""
         attributes = vars(self.module)
         saved = {key: attributes[key] for key in ("forward", "_forward_hooks", "_forward_pre_hooks")}
+        # Compiled code calls the module as it was when it was traced. With our forward in place it would trace our
+        # machinery.
         attributes |= {"forward": self.forward, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
         try:
             yield
@@ -221,6 +239,8 @@ class PlacedModule:
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `StagedCall`. What forward writes into the module itself is taken back."""
         whole = [self.module, *self.inner]
+        # All attributes, not tensors alone: a forward may count its calls or fill a cache, and the trial is no call.
+        # A shallow copy puts back what was rebound; what a module does inside of an object that it keeps stays.
         saved = [dict(vars(each)) for each in whole]
         made: dict[torch.Tensor, torch.Tensor] = {}
         try:
@@ -229,6 +249,8 @@ class PlacedModule:
                     held = getattr(each, kind)
                     fresh = {key: None if old is None else _fake(fakes, old, made) for key, old in held.items()}
                     vars(each)[kind] = type(held)(fresh)
+            # `torch.compile(module)` compiles for real tensors. The module inside is tried in its place: shapes are
+            # the same.
             eager = getattr(self.module, "_orig_mod", None)
             with self._recording() as records:
                 return (self.forward if eager is None else eager)(*args, **kwargs), tuple(records)
@@ -298,11 +320,13 @@ def _foreign_hooks(module: nn.Module) -> bool:
 
 def _is_ours(hook: Any) -> bool:
     """Casts and random streams belong to the module itself and run with it."""
+    # A function has a `__module__` of its own, an object with `__call__` has that of its class.
     origin = getattr(hook, "__module__", None) or type(hook).__module__
     return origin.startswith("shardwise.")
 
 
 def _fake(fakes: Fakes, tensor: torch.Tensor, made: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    # A parameter that several modules share is one fake as well: a write to it shows in all of them.
     if tensor not in made:
         made[tensor] = fakes.leaf(Spec.of(tensor))
     return made[tensor]
@@ -313,6 +337,9 @@ def _structure_of(module: nn.Module, name: str) -> Hashable:
 
     A layer's own number in its list (which many layers of users keep) is not what makes it different.
     """
+    # A layer that keeps its number ("layer_idx") would else be unlike every other layer, and each of 80 layers would
+    # be tried for itself. In torch's own modules an attribute of that value is a size (in_features=3), never a
+    # number.
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     own_number = numbers[-1] if numbers else None
     described = []
@@ -340,4 +367,5 @@ def _attribute(value: Any) -> Hashable:
         return (type(value), tuple((str(key), _attribute(each)) for key, each in value.items()))
     if isinstance(value, float):
         return (float, value)
+    # An object that we cannot look into is alike with itself only: too many trials rather than a wrong shape.
     return token_of(value) if is_plain(value) else id(value)
