@@ -1,4 +1,4 @@
-"""What a run says of itself: before its first update, and of its schedule afterwards."""
+"""What a run prints of itself: lines before its first update, about its schedule, and a few words by the trained model."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +19,7 @@ from shardwise.train.corpus import Corpus
 from shardwise.train.observers import count
 
 _SHOWN_NAMES = 5
+_TEMPERATURE = 0.7
 
 
 def sizes_of(model: nn.Module) -> dict[str, int]:
@@ -29,6 +30,8 @@ def sizes_of(model: nn.Module) -> dict[str, int]:
 def changed_schedule(pipeline: PipelineRunner | None) -> list[str]:
     """A line where the pipeline could not run the schedule that was asked for."""
     schedule = None if pipeline is None else pipeline.schedule
+    # `adapt` appends to the name how it changed a schedule: "1f1b, stages 0 to 2 in step". A schedule written by the
+    # user has a name of its own, and is never changed.
     if schedule is None or schedule.name in SCHEDULES or ", " not in schedule.name:
         return []
     return [
@@ -72,6 +75,7 @@ def abbreviated(names: Iterable[str]) -> str:
     """
     groups: list[tuple[str, str, int, int]] = []
     for name in names:
+        # The last number of a name counts layers; numbers before it, as in "block.0.layer.3", are part of the head.
         found = re.fullmatch(r"(.*?\b)(\d+)((?:\.[^.\d][^.]*)*)", name)
         head, number, tail = (found[1], int(found[2]), found[3]) if found else (name, -1, "")
         if groups and number >= 0 and (head, tail, number - 1) == (*groups[-1][:2], groups[-1][3]):
@@ -154,7 +158,7 @@ class Predictor(Protocol):
 
 
 def continued(
-    engine: Predictor, model: nn.Module, row: Sequence[int], *, num_tokens: int, seed: int, temperature: float = 0.7
+    engine: Predictor, model: nn.Module, row: Sequence[int], *, num_tokens: int, seed: int
 ) -> list[int] | None:
     """`num_tokens` tokens drawn after `row`; None when the model gives no finite logits [1, tokens, vocabulary].
 
@@ -169,7 +173,8 @@ def continued(
         last = engine.predict({"input_ids": seen}, lambda inputs: _next_logits(model, inputs)).float().cpu()
         if not len(last) or not bool(last.isfinite().all()):
             return None
-        chances = torch.softmax(last / temperature, dim=-1)
+        chances = torch.softmax(last / _TEMPERATURE, dim=-1)
+        # On every rank for itself: `predict` gave all of them the same logits, and the generators have one seed.
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     return tokens[len(row) :]
 
@@ -179,6 +184,8 @@ def _next_logits(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     seen = inputs["input_ids"]
     output = model(seen)
     logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    # Decided by shapes alone, which all ranks with stages know; an exception would end the run for the sake of a
+    # sample.
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != seen.shape:
         return torch.empty(0)
     return logits[0, -1]

@@ -1,4 +1,12 @@
-"""Keeping a run: saves every so many updates, of which the newest stay."""
+"""Keeping a run: saves every so many updates, of which the newest stay, and where a run goes on from.
+
+    update    100            200                    300 (checkpoint.every = 100, keep = 2, in the background)
+    save      copy, write..  wait, commit 100;      wait, commit 200;      end: wait, commit 300;
+                             copy, write 200..      copy, write 300..      prune: 200 and 300 stay
+
+A save in the background is known to be committed when the next one begins, or the run ends: only then are older ones
+removed. At the beginning, `find_start` chooses a save before anything is built, and `take_up` loads it afterwards.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +67,7 @@ class RunKeeper:
             if table.every is not None and table.background
             else None
         )
+        # An `AsyncSaver` of several ranks checks this by itself.
         if table.every is not None and (self._background is None or channel.size == 1):
             check_shared_storage(config.saves, channel, timeout_seconds=config.train.timeout_seconds)
 
@@ -101,6 +110,7 @@ class RunKeeper:
     ) -> None:
         if self._background is None:
             return
+        # After an error in training a failed save must not hide it, so its verdict is not asked for.
         if error is None:
             self._committed(self._background.wait())
         self._background.__exit__(kind, error, traceback)
@@ -126,6 +136,7 @@ class RunKeeper:
 
     def _committed(self, report: SaveReport | None) -> None:
         """Remove what is older than the newest saves, now that one more is committed."""
+        # Before the first save there is nothing to commit.
         if report is None:
             return
         with agreed(self._channel, purpose="verdict on removing old saves"):
@@ -163,6 +174,7 @@ def find_start(config: RunConfig, resume: str | None, channel: Channel) -> Start
     resume: None for a fresh start, "auto" for the newest save of the run, if there is one, else a path or address.
     Raises ConfigError for a fresh start where saves are, and for a path without any; CheckpointError for damage.
     """
+    # Rank 0 alone looks: a folder that changes meanwhile would show different saves to different ranks.
     with agreed(channel, purpose="where the run begins", only=0) as agreement:
         if channel.rank == 0:
             agreement.value = json.dumps(asdict(_looked_up(config, resume))).encode()
@@ -190,6 +202,8 @@ def take_up(
     does not fit or is damaged.
     """
     state = RunState.from_extra(start.extra, start.address)
+    # A step number means a place in one order of samples. In another order the run would see some text twice and
+    # some never.
     if differences := state.samples.differences(samples):
         raise ConfigError(
             f"--resume: {start.address} was saved by a run that reads other samples: {'; '.join(differences)}. "
@@ -214,6 +228,7 @@ def _looked_up(config: RunConfig, resume: str | None) -> Start:
     address = config.saves if resume in (None, AUTO) else str(resume)
     listing = _listing(address)
     if resume is None:
+        # Refused, not continued: the saves of a run that is started twice by mistake must not be lost.
         if listing.committed:
             raise ConfigError(
                 f"{address} holds saves of an earlier run, {_named(listing.committed)}: go on with it (--resume auto), "
@@ -288,7 +303,11 @@ def _settle_settings(engine: Engine, then: Settings, fresh: Settings) -> list[st
                 f"optimizer {number}, group {at}: {key} was {old.get(key)} in the saved run and is {value} from here on"
                 for key, value in changed.items()
             ]
+            # What was loaded is the learning rate of the schedule at that step. The schedule multiplies the full
+            # one, so this has to be in the group before a scheduler is made.
             take_over(group, {**changed, _OF_SCHEDULE: new[_OF_SCHEDULE]})
             rate = group[_OF_SCHEDULE]
+            # A rate that is a tensor (`capturable` optimizers) is written in place by schedulers: without a copy the
+            # full rate would fall along with it.
             group["initial_lr"] = rate.clone() if isinstance(rate, torch.Tensor) else rate
     return words

@@ -1,4 +1,11 @@
-"""The tables of a training configuration that the trainer itself reads: [model], [data], [train] and [checkpoint]."""
+"""From a TOML file and `--set` words to a checked configuration, before torch is imported or a process started.
+
+    run.toml  -->  --set changes single keys  -->  tables (pydantic: types, unknown keys)  -->  plan  -->  RunConfig
+                                                        every problem is collected, and all are raised at once
+
+The trainer itself reads [model], [data], [train] and [checkpoint], whose classes are here. The other tables are the
+strategies of a plan, and are read by `plan.specs`.
+"""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -21,6 +28,7 @@ BYTES = "bytes"
 Decay = Literal["cosine", "linear", "constant"]
 
 
+# `strict`: "3" or true for a whole number is a slip, which pydantic would else take for 3 or 1.
 class Table(BaseModel):
     """One table of the file: no key it does not know, no value of another type."""
 
@@ -131,6 +139,7 @@ def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path
             problems.append(
                 f'data.tokenizer: no file {folder / data.tokenizer}; give the JSON of a tokenizer or "{BYTES}"'
             )
+        # A smaller vocabulary would end in an index error of an embedding, on some rank in some batch.
         vocabulary = None if model is None else model.config.get("vocab_size")
         if data.tokenizer == BYTES and isinstance(vocabulary, int) and vocabulary < 256:
             problems.append(f"model.config.vocab_size: {vocabulary} given; bytes need at least 256")
@@ -195,10 +204,12 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     train = _table(TrainTable, "train", tables, problems)
     checkpoint = _table(CheckpointTable, "checkpoint", tables, problems)
     plan = _plan(tables, train, num_processes, problems)
+    # Files are looked for here, so that a wrong path is known before processes start and import torch on every rank.
     problems += file_problems(model, data, path.parent)
     if train is not None and train.warmup_steps > train.steps:
         problems.append(f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}")
     if plan is not None and train is not None:
+        # Only a plan that holds has a schedule to check: its faults would be explained twice otherwise.
         problems += _pipeline_problems(plan, train)
     if problems or model is None or data is None or train is None or checkpoint is None or plan is None:
         raise ConfigError(*problems)
@@ -293,6 +304,7 @@ def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: in
     sharding, precision, pipeline, tensor = (
         _spec(name, tables, problems) for name in ("sharding", "precision", "pipeline", "tensor")
     )
+    # The rest depends on both. What is wrong with them is among the problems already.
     if mesh is None or train is None:
         return None
     microbatches = _microbatches(train, mesh.dp_replicate * mesh.dp_shard, problems)
@@ -309,6 +321,7 @@ def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: in
             clip_grad_norm=train.clip_grad_norm,
         )
     except PlanError as error:
+        # A plan calls it by its own name; in the file the key is in [train].
         problems += [f"train.{each}" if each.startswith("clip_grad_norm") else each for each in error.problems]
         return None
 

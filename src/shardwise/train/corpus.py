@@ -1,4 +1,15 @@
-"""The text of a run as tokens in memory, with a part held out for evaluation."""
+"""The text of a run as tokens in memory, a part of it held out, and which sample reads which tokens.
+
+Which text makes which sample is a pure function of (seed, sample number), whatever the layout: so a run can go on
+under another number of ranks and read what it would have read. Samples are numbered through the whole run. An epoch
+is a permutation of the windows of the training text, computed element by element, so no shuffled list is held or sent.
+
+    sample number   0 ... 999           1000 ... 1999        of 1000 windows: epoch 0, epoch 1
+    position        0 ... 999           0 ... 999            permuted with a key of (seed, epoch)
+    window          417, 3, 880 (say)   52, 998, 6 (say)     start = window * length + phase of the epoch
+
+    update u, global batch 8, 2 data ranks:  samples 8u ... 8u+3 on data rank 0, 8u+4 ... 8u+7 on data rank 1
+"""
 
 import sysconfig
 from collections.abc import Iterator
@@ -58,6 +69,7 @@ class Corpus:
         """The training windows of `samples`: [num_samples, sequence_length]."""
         order = SampleOrder(seed=seed, num_tokens=len(self.training), window=self.sequence_length)
         places = order.starts(samples)[:, None] + np.arange(self.sequence_length)
+        # The phase of an epoch may push the last window over the end of the text.
         return np.asarray(self.training[places % len(self.training)], dtype=np.int64)
 
     def text(self, tokens: list[int]) -> str:
@@ -96,10 +108,13 @@ def split(tokens: Tokens, *, fraction: float, window: int) -> tuple[Tokens, Toke
     Raises `DataError` when there is not one window for each.
     """
     needed = int(len(tokens) * fraction) // window
+    # Documents are in order of their names, so the end of the text alone would be of one kind. From up to 64 places,
+    # some windows at the end of each block are held out: in one piece, because each seam cuts a sentence.
     num_blocks = max(1, min(_MAX_BLOCKS, needed // _WINDOWS_PER_BLOCK))
     borders = [len(tokens) * block // num_blocks for block in range(num_blocks + 1)]
     training, held_out = [], []
     for block, (start, stop) in enumerate(pairwise(borders)):
+        # Differences of rounded totals: blocks differ by one window at most, and all together have exactly `needed`.
         num_windows = needed * (block + 1) // num_blocks - needed * block // num_blocks
         cut = stop - num_windows * window
         training.append(tokens[start:cut])
@@ -165,6 +180,7 @@ def _documents(source: str, folder: Path) -> Iterator[tuple[str, bytes]]:
 
 def _python_docs() -> Iterator[tuple[str, bytes]]:
     """The reference text in `pydoc_data.topics`, then the sources of the standard library without tests and tables."""
+    # Sorted, like files below: the same documents in the same order make the same samples on every machine.
     for name, text in sorted(topics.items()):
         yield f"topic {name}", text.encode()
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -215,6 +231,8 @@ def rank_samples(*, update: int, global_batch: int, data_rank: int, num_data_ran
 
 def _permuted(positions: Words, key: Words, size: int) -> Words:
     """A permutation of range(size), chosen by `key`, applied to `positions`."""
+    # The smallest domain of two halves of equal bits that holds `size`: at most four times as large, so the walk
+    # below takes four turns at most on average.
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     values = _feistel(positions, key, half)
     while (outside := values >= np.uint64(size)).any():
@@ -228,6 +246,8 @@ def _feistel(values: Words, key: Words, half: int) -> Words:
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = values >> shift, values & mask
     for turn in range(_NUM_ROUNDS):
+        # Whatever the round function gives, this can be undone: that makes it a bijection, hence an order without
+        # repeats.
         left, right = right, left ^ (_mixed(right ^ key + np.uint64(turn)) & mask)
     return (left << shift) | right
 

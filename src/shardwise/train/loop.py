@@ -1,4 +1,11 @@
-"""The learning rate over a run."""
+"""The loop: batches in, updates and evaluations, metrics out. It knows nothing of how an update is made.
+
+    for each update    rows of this data rank  ->  engine.step  ->  learning rates  ->  evaluation, when it is time
+                       ->  observers (rank 0 has some)  ->  keeper (saves)  ->  stop, if a rank asked for it
+
+All ranks run it with equal settings, and everything that decides its course (skipped, stop, the position) is equal on
+all: they make the same calls of the engine.
+"""
 
 import math
 import time
@@ -37,11 +44,14 @@ class LearningRateSchedule:
             return (update + 1) / self.warmup_steps
         if self.decay == "constant":
             return 1.0
+        # `steps - 1`: the last update, counted from 0, is to take exactly `final`.
         done = min(1.0, (update - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps))
         left = 1.0 - done if self.decay == "linear" else (1.0 + math.cos(math.pi * done)) / 2
         return self.final + (1.0 - self.final) * left
 
 
+# A bad batch may skip an update or a few. After so many different batches the fault is in the parameters, and skipped
+# updates do not change those.
 PATIENCE_UPDATES = 20
 """So many updates in a row whose gradient is not finite end a run."""
 
@@ -181,9 +191,12 @@ def fit(
     stop: whether this rank asks to stop; once any rank does, all return None after the same update.
     """
     position = begin
+    # A save of the last update was resumed. The run still reports its held-out loss, as it would have at its end.
     if position.step >= train.steps:
         return evaluate(engine, held_out, place, global_batch=train.global_batch)
     schedulers = [
+        # With `last_epoch` -1 a scheduler begins; with more it takes `initial_lr` from the groups, which a resumed
+        # run has.
         LambdaLR(optimizer, LearningRateSchedule.of(train), last_epoch=position.num_taken - 1)
         for optimizer in engine.optimizers
     ]
@@ -199,6 +212,8 @@ def fit(
         )
         learning_rate = float(schedulers[0].get_last_lr()[0])
         batch = as_batch(corpus.rows(samples, seed=train.seed))
+        # The wish to stop travels in the exchange that the step makes anyway, so all ranks know of it after the same
+        # update.
         report = engine.step(batch) if stop is None else engine.step(batch, stop=stop)
         num_skipped = position.num_skipped + 1 if report.skipped else 0
         if num_skipped == PATIENCE_UPDATES:
@@ -206,6 +221,8 @@ def fit(
                 f"the gradient has not been finite since step {update + 2 - num_skipped}: {num_skipped} updates in a "
                 "row were skipped; lower train.learning_rate, lengthen train.warmup_steps, or set train.clip_grad_norm"
             )
+        # A skipped update does not use up a learning rate: else a run whose first updates are skipped would miss its
+        # warm-up.
         if not report.skipped:
             for scheduler in schedulers:
                 scheduler.step()
@@ -247,6 +264,8 @@ def evaluate(engine: Trainee, held_out: npt.NDArray[np.int64], place: DataPlace,
     reports = []
     for start in range(0, len(held_out), global_batch):
         batch = held_out[start : start + global_batch]
+        # Parts may differ by one row, and a rank may have none: `weight` in the reports says how much each loss
+        # counts.
         borders = [len(batch) * rank // place.num_data_ranks for rank in (place.data_rank, place.data_rank + 1)]
         reports.append(engine.evaluate(as_batch(batch[slice(*borders)])))
     return sum(report.loss * report.weight for report in reports) / sum(report.weight for report in reports)

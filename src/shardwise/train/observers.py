@@ -1,4 +1,8 @@
-"""What is known after each update, and the files it is written to."""
+"""The observers of a run: the files of metrics, the loss curve and the line of progress. Rank 0 alone has them.
+
+An observer gets every update (`on_step`) and is closed at the end. `Audience` opens all of them, on rank 0, once it is
+known where the run begins: a run that goes on continues its files, one that is over already leaves them alone.
+"""
 
 import dataclasses
 import importlib.util
@@ -35,6 +39,7 @@ class MetricsFile:
         begun = path.with_name(f"{path.name}.part")
         begun.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         begun.replace(path)
+        # A line is handed to the system as soon as it is written: a killed run keeps the updates that it made.
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def on_step(self, metrics: StepMetrics) -> None:
@@ -83,6 +88,8 @@ def _lines_of(path: Path, last_step: int) -> dict[str, StepMetrics]:
             metrics = StepMetrics(**values | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
         except (json.JSONDecodeError, KeyError, TypeError):
             continue
+        # Updates after the save were made by the earlier run too, but are made again now: their lines would be there
+        # twice.
         if metrics.step <= last_step:
             lines[line] = metrics
     return lines
@@ -146,6 +153,8 @@ def _smoothed(values: Sequence[float]) -> list[float]:
     """Mean over the neighbours on both sides, about a thirtieth of the run; what is not a number does not count."""
     smooth = []
     for at in range(len(values)):
+        # Near the beginning only as wide as there are neighbours on the left: a one-sided mean would hide how fast the
+        # loss falls at first.
         reach = min(len(values) // 60, at)
         near = [value for value in values[at - reach : at + reach + 1] if math.isfinite(value)]
         smooth.append(sum(near) / len(near) if near else math.nan)
@@ -196,6 +205,7 @@ class _Pace:
     def words(self, metrics: StepMetrics) -> list[str]:
         if metrics.held_out_loss is not None:
             self.held_out_loss = metrics.held_out_loss
+        # Of this run alone: an earlier part may have run on another number of ranks.
         pace_s = (metrics.elapsed_s - self.begin.elapsed_s) / (metrics.step - self.begin.step)
         eta_s = pace_s * (self.num_steps - metrics.step)
         return [
@@ -293,6 +303,7 @@ class Audience:
                 f"train.output: the folder {config.output} cannot be written to ({error.strerror}); name another one"
             ) from error
         self.observers += [file, self._curve]
+        # The curve of the whole run, with what an earlier process made of it.
         for metrics in file.kept:
             self._curve.on_step(metrics)
         if tensorboard_installed():
@@ -324,5 +335,6 @@ class Audience:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # Also after an error: a live line must give the cursor back before a message is printed.
         for observer in reversed(self.observers):
             observer.close()

@@ -1,4 +1,8 @@
-"""Callables that a configuration names: "package.module:name" or "file.py:name"."""
+"""From a configuration to the things that train: the callables that it names, the model, the loss, the optimizer.
+
+Callables are named "package.module:name" or "file.py:name". `check_references` imports all of them before processes
+start; ranks then import them again, each for itself.
+"""
 
 import contextlib
 import difflib
@@ -57,6 +61,7 @@ def resolve(reference: str, *, folder: Path, key: str) -> Callable[..., Any]:
 
 def _load_file(path: Path) -> ModuleType:
     """The module in a file, executed once however many of its names are asked for."""
+    # Made of the whole path: two files of one name in different folders are two modules.
     name = f"shardwise_config_file_{path.resolve().as_posix().replace('/', '_').removesuffix('.py')}"
     if name in sys.modules:
         return sys.modules[name]
@@ -68,6 +73,7 @@ def _load_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # Else the second attempt would find a module that was executed halfway.
         del sys.modules[name]
         raise
     return module
@@ -87,6 +93,7 @@ def build_model(config: RunConfig) -> nn.Module:
     if config_class is not None:
         _check_keys(config_class, config.model.config)
     by_module = config.model.initialise == "by module"
+    # Each rank builds the model for itself, so each has to draw the same initial parameters.
     torch.manual_seed(config.train.seed)
     try:
         given = config.model.config
@@ -125,6 +132,7 @@ def optimizer_factory(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], A
     def build(parameters: Iterable[nn.Parameter]) -> Any:
         listed = list(parameters)
         groups = [
+            # The usual split: weight decay is for matrices; biases and scales of norms, of one dim, are left alone.
             {"params": [p for p in listed if p.ndim >= 2], "weight_decay": train.weight_decay},
             {"params": [p for p in listed if p.ndim < 2], "weight_decay": 0.0},
         ]
@@ -138,6 +146,8 @@ def optimizer_factory(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], A
 def _check_keys(config_class: Any, given: Mapping[str, object]) -> None:
     """Refuse keys that the configuration class would take without a word and nobody would read."""
     try:
+        # Configuration classes of transformers take any keyword and keep it as an attribute. A misspelt "num_layer"
+        # would train another model than was asked for.
         default = config_class()
     except Exception:  # it has required arguments: then it checks for itself
         return

@@ -1,4 +1,9 @@
-"""What a save says of a run beside the tensors, as JSON: how far it is, which samples it reads, its random numbers."""
+"""What a save says of a run besides the tensors, as JSON: how far it is, which samples it reads, its random numbers.
+
+Random numbers go on where they were under the same mesh, and are seeded anew under another one. Those that forwards
+draw (dropout) are not among them: the engine derives them from seed, step and microbatch, and saves seed and step
+itself. What is left are those that an optimizer draws.
+"""
 
 import base64
 import hashlib
@@ -30,6 +35,7 @@ _WORDS = {
 }
 
 
+# `forbid`: a save of a later version with a key that decides something must not be taken for one without it.
 class _StatePart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,6 +58,7 @@ class Samples(_StatePart):
             global_batch=config.train.global_batch,
             sequence_length=corpus.sequence_length,
             num_tokens=len(corpus.training),
+            # Of the tokens, not of the files: another tokenizer makes other samples of the same files.
             text=xxhash.xxh3_128_hexdigest(corpus.training.tobytes()),
         )
 
@@ -86,6 +93,8 @@ class RandomStates(BaseModel):
 
         States that are those of this rank now, from which nothing was drawn since the model was built, stay.
         """
+        # The state of a generator belongs to one rank of one mesh. Under another mesh a rank owns other elements,
+        # and an optimizer draws for those: no state of the save is the right one.
         if (mesh, channel.device.type, channel.size) != (self.mesh, self.device, len(self.ranks)):
             now = _states_here(channel)
             if all(states == now for states in self.ranks):
@@ -107,6 +116,7 @@ class RandomStates(BaseModel):
 def derived_seed(seed: int, step: int) -> int:
     """A seed of its own for each step of a run, the same on all ranks: replicas have to draw alike."""
     digest = hashlib.sha256(f"{seed} {step}".encode()).digest()
+    # At most 2**63 - 1, as `train.seed` is.
     return int.from_bytes(digest[:8], "little") >> 1
 
 
@@ -138,6 +148,7 @@ class RunState(_StatePart):
             step=position.step,
             num_taken=position.num_taken,
             num_skipped=position.num_skipped,
+            # JSON has no infinity and no nan.
             held_out_loss=loss if loss is not None and math.isfinite(loss) else None,
             elapsed_s=position.elapsed_s,
             samples=samples,
@@ -158,6 +169,7 @@ class RunState(_StatePart):
 
     def to_extra(self) -> dict[str, Any]:
         """As the `extra` of a save."""
+        # `step` stands alone at the top, where every reader of a save looks for it.
         values = self.model_dump()
         return {"step": values.pop("step"), _KEY: values}
 

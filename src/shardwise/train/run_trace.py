@@ -1,4 +1,13 @@
-"""What every rank of a pipeline does, and when: measured in each update, kept of the last ones."""
+"""What every rank of a pipeline does, and when: measured in each update, kept of the last ones.
+
+Spans are times on the clock of their rank. At the end of the run, the clocks are compared and all spans moved to that
+of rank 0:
+
+    rank 0   enters 10.000 ........... leaves 10.004        an exchange: nobody leaves before all have entered
+    rank 1      enters 73.001 ....... leaves 73.003
+    offset   at least 73.001 - 10.004 = 62.997  (its entry came before rank 0 left)
+             at most  73.003 - 10.000 = 63.003  (it left after rank 0 had entered)
+"""
 
 import importlib.util
 import json
@@ -60,6 +69,7 @@ class Tracer:
         assert engine.pipeline is not None, "configurations that ask for a trace have stages"
         self._engine = engine
         self._runner = engine.pipeline
+        # Some hundred spans per update: those of a whole run would fill the memory.
         self._updates: deque[list[TimeSpan]] = deque(maxlen=_KEPT_UPDATES)
 
     @property
@@ -69,6 +79,7 @@ class Tracer:
 
     def step(self, batch: dict[str, torch.Tensor], *, stop: Callable[[], bool] | None = None) -> StepReport:
         """One update, and a note of what this rank does in it."""
+        # A list switches the recording on. Evaluations are not recorded, for they have no backward to compare with.
         spans = self._runner.spans = []
         try:
             report = self._engine.step(batch, stop=stop)
@@ -93,6 +104,7 @@ class Tracer:
         }
         ranks = [json.loads(each) for each in channel.exchange(json.dumps(mine).encode(), purpose="spans of a trace")]
         schedule, transfers = self._runner.schedule, self._runner.transfers
+        # No update was made. All ranks know that, and leave together, after the exchange.
         if schedule is None or transfers is None:
             return None
         offsets = [clock_offset(each["rounds"], ranks[0]["rounds"]) for each in ranks]

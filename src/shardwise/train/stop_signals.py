@@ -1,8 +1,14 @@
 """Signals that ask a run to end, as schedulers send them before they take the machine away.
 
-before the first update    the run ends at once: nothing is lost
-while it trains            the update under way is finished and saved on all ranks, then the run ends
-a second signal            the run ends at once
+    before the first update    the run ends at once: nothing is lost
+    while it trains            the update under way is finished and saved on all ranks, then the run ends
+    a second signal            the run ends at once
+
+    SIGTERM ->  rank 1: number = 15      rank 1's next step says "stop"  ->  all ranks: same update, save, Stopped
+                rank 0: no signal
+
+A signal may reach one rank only, so no rank acts on its own: the wish to stop goes with the next step.
+torch is not imported here: the command installs these before it checks the configuration.
 """
 
 import contextlib
@@ -51,6 +57,7 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
+        # Python allows handlers in the main thread only; simulated ranks are other threads.
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) == signal.SIG_DFL:
@@ -99,6 +106,7 @@ class StopSignals:
         """End at once: nothing is unwound, because a save under way would be waited for."""
         try:
             if self._channel is not None:
+                # Peers learn of it at once; without it they would wait for this rank until their time limit.
                 self._channel.abort(f"{signal.Signals(number).name} came twice")
         finally:
             os._exit(128 + number)

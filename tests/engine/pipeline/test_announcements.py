@@ -94,11 +94,11 @@ SPEC = Spec(
         torch.return_types.max((SLOT, SLOT)),
         CallOutcome(
             skeleton=(TensorSlot(0),),
-            outputs=(OutcomeTensor(spec=SPEC, same_as=None, view_of=0, beside=None),),
+            outputs=(OutcomeTensor(spec=SPEC, same_as=None, view_of=0, shares_with=None),),
             written=((0, SPEC),),
             writes_kept=False,
             has_known_shapes=False,
-            tells=True,
+            announces=True,
         ),
     ],
     ids=lambda value: type(value).__name__,

@@ -30,7 +30,15 @@ from torch import nn
 
 from shardwise.engine.pipeline.call_inference import CallInference, CallInputs, CallOutcome, Writes, describe
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.nested import filled, is_plain, put_into, tensors_in, told_in, transform, user_site
+from shardwise.engine.pipeline.nested import (
+    filled,
+    is_plain,
+    numbers_and_texts_in,
+    put_into,
+    tensors_in,
+    transform,
+    user_site,
+)
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom
@@ -142,10 +150,10 @@ class Executor:
         signature, entry = self.inference.look_up(call, inputs)
         if not flow.stages.is_local(stage):
             if entry is None:
-                entry = flow.tell(stage, _nothing)
+                entry = flow.announce(stage, _nothing)
                 self.inference.learn(signature, entry)
-            elif entry.tells:
-                entry = entry.telling(flow.tell(stage, _nothing))
+            elif entry.announces:
+                entry = entry.announcing(flow.announce(stage, _nothing))
             return entry, None
         used = _tensors_here(inputs, moved)
         # Autograd's count of writes: it shows a write in place also where the trial saw none.
@@ -156,11 +164,11 @@ class Executor:
             made_known = describe(
                 result, used, inputs.objects, written=written, writes_kept=True, has_known_shapes=False
             )
-            entry = flow.tell(stage, lambda: made_known)
+            entry = flow.announce(stage, lambda: made_known)
             # What is learnt is the first outcome, with its shapes as an example: `has_known_shapes` says so.
             self.inference.learn(signature, made_known)
-        elif entry.tells:
-            flow.tell(stage, lambda: told_in(result))
+        elif entry.announces:
+            flow.announce(stage, lambda: numbers_and_texts_in(result))
         made = tensors_in(result)
         _check(call, entry, made, flow, is_example=not _all_known(entry, moved))
         check_writes(call, entry, used, versions)
@@ -288,8 +296,8 @@ def _wrap(
             continue
         if output.view_of is not None and output.view_of in moved:
             memory = moved[output.view_of].memory
-        elif output.beside is not None and isinstance(beside := wrapped[output.beside], StageTensor):
-            memory = beside.value.memory
+        elif output.shares_with is not None and isinstance(earlier_output := wrapped[output.shares_with], StageTensor):
+            memory = earlier_output.value.memory
         else:
             memory = ViewMemory(plain=None if output.view_of is None else inputs.tensors[output.view_of])
         has_known_shape = known or not output.spec.shape
@@ -331,7 +339,7 @@ def _same(flow: MicrobatchFlow, tensor: torch.Tensor, value: StageValue | None, 
 def _deliver(
     call: StagedCall, inputs: CallInputs, entry: CallOutcome, result: Any, wrapped: Sequence[torch.Tensor]
 ) -> Any:
-    """The result as the program gets it, after hooks inside the module have been told."""
+    """The result as the program gets it, after hooks inside the module have been called."""
     # The owner keeps the containers that its module made; other ranks build equal ones from the entry.
     if result is None:
         answer, records, writes = filled(entry.skeleton, wrapped, inputs.objects)
@@ -343,7 +351,7 @@ def _deliver(
     for number, key, value in writes:
         # Into the program's own containers: the call got fresh ones, in which real tensors stood for values.
         put_into(inputs.containers[number], key, value)
-    if records and isinstance(call, PlacedModule) and (changed := call.tell_hooks(records)):
+    if records and isinstance(call, PlacedModule) and (changed := call.call_noted_hooks(records)):
         raise ModelError(
             f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output; hooks inside "
             "placed modules are called after the whole module, on all ranks, and can only look: put the change into "
@@ -468,8 +476,8 @@ def note_doubts(
         earlier.setdefault(storage, at)
         if output.view_of is not None:
             is_right = storage_of(used[output.view_of]) == storage
-        elif output.beside is not None:
-            is_right = storage_of(made[output.beside]) == storage
+        elif output.shares_with is not None:
+            is_right = storage_of(made[output.shares_with]) == storage
         else:
             is_right = shares == (None, None)
         value = wrapped[at]

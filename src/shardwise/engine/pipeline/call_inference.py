@@ -28,11 +28,11 @@ from shardwise.engine.pipeline.nested import (
     contents_of,
     filled,
     is_plain,
+    numbers_and_texts_in,
     token_of,
-    told_in,
     transform,
     user_site,
-    with_told,
+    with_numbers_and_texts,
 )
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor
 from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, storage_of
@@ -53,7 +53,7 @@ class OutcomeTensor(NamedTuple):
     """The input that it is, as an object."""
     view_of: int | None
     """The input whose memory it shares."""
-    beside: int | None
+    shares_with: int | None
     """The output before it whose memory it shares."""
 
 
@@ -71,12 +71,12 @@ class CallOutcome:
     """It may write to parameters or buffers of its own."""
     has_known_shapes: bool
     """False: the shapes are an example, and may be others the next time."""
-    tells: bool
+    announces: bool
     """There are numbers or texts in it, which may be others the next time."""
 
-    def telling(self, told: Sequence[Any]) -> "CallOutcome":
+    def announcing(self, announced: Sequence[Any]) -> "CallOutcome":
         """The entry with the numbers and texts of one call, which only its owner knows."""
-        return replace(self, skeleton=with_told(self.skeleton, told))
+        return replace(self, skeleton=with_numbers_and_texts(self.skeleton, announced))
 
 
 class Writes:
@@ -310,13 +310,13 @@ def describe(
     def take_apart(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             storage = storage_of(leaf)
-            beside = made.setdefault(storage, len(outputs))
+            earlier_output = made.setdefault(storage, len(outputs))
             outputs.append(
                 OutcomeTensor(
                     spec=Spec.of(leaf),
                     same_as=positions.get(id(leaf)),
                     view_of=places.get(storage),
-                    beside=None if beside == len(outputs) else beside,
+                    shares_with=None if earlier_output == len(outputs) else earlier_output,
                 )
             )
             return TensorSlot(len(outputs) - 1)
@@ -332,7 +332,7 @@ def describe(
         written=tuple((at, Spec.of(tensors[at])) for at in written),
         writes_kept=writes_kept,
         has_known_shapes=has_known_shapes,
-        tells=bool(told_in(result)),
+        announces=bool(numbers_and_texts_in(result)),
     )
 
 

@@ -375,7 +375,7 @@ class MicrobatchFlow:
 
     # What only the owner knows ------------------------------------------------------------------------------------
 
-    def tell(self, stage: int, news: Callable[[], Any]) -> Any:
+    def announce(self, stage: int, news: Callable[[], Any]) -> Any:
         """Let all ranks know what the rank of `stage` knows; `news` is called there.
 
         Where activations are recomputed, the others do not listen: each recomputes for itself.
@@ -388,24 +388,24 @@ class MicrobatchFlow:
                 "backward: an activation checkpoint spans several stages; checkpoint each placed module by itself"
             )
         if not self.stages.is_local(stage):
-            return unpacked(self._announce(stage, None))
-        told = news()
-        self._announce(stage, packed(told))
-        return told
+            return unpacked(self._spread(stage, None))
+        known = news()
+        self._spread(stage, packed(known))
+        return known
 
     def shape_known(self, tensor: StageTensor) -> Spec:
         """The description of a value with its real shape, which its owner tells to all where they cannot know it."""
         value = tensor.value
         if not value.has_known_shape:
-            value.spec = self.tell(value.stage, lambda: Spec.of(value.local))  # type: ignore[arg-type]
+            value.spec = self.announce(value.stage, lambda: Spec.of(value.local))  # type: ignore[arg-type]
             value.has_known_shape = True
         return value.spec
 
     def give_all(self, tensor: StageTensor) -> torch.Tensor:
         """The elements of a value, on every rank."""
-        return self._announce(tensor.value.stage, tensor.value.local)
+        return self._spread(tensor.value.stage, tensor.value.local)
 
-    def _announce(self, stage: int, content: torch.Tensor | None) -> torch.Tensor:
+    def _spread(self, stage: int, content: torch.Tensor | None) -> torch.Tensor:
         """Give all ranks what the rank of `stage` has, and only that one."""
         # The number is counted on all ranks, so that sender and receivers mean the same announcement.
         number, self._num_news = self._num_news, self._num_news + 1

@@ -168,7 +168,7 @@ class Glue(TorchFunctionMode):
         """What the call gives: a plain result, or values of the stage that it is executed on."""
         flow = self.flow
         # Inside a placed module all tensors are real, for its arguments were exchanged for them. A value that is
-        # still found there came in through an object, which nobody could look into.
+        # still found there came in inside an object of an unknown class.
         if flow is None or self.is_inside:
             if _holds_stage_tensor(args) or _holds_stage_tensor(kwargs):
                 self._refuse_inside(func)
@@ -206,7 +206,7 @@ class Glue(TorchFunctionMode):
         local = tensor.value.local
         # The fake kernel laid the value out otherwise than the real one did. The owner would decide by its own
         # strides and the other ranks by the description: two programs. It alone knows, and raises for all.
-        if func in _STRIDES and local is not None and not spec.lies_as(Spec.of(local)):
+        if func in _STRIDES and local is not None and not spec.has_strides_of(Spec.of(local)):
             raise ModelError(
                 f"{user_site()}: this asks for the strides of a value {_provenance(tensor.value)} on stage "
                 f"{tensor.value.stage}; they are {local.stride()}, and other stages take them for {spec.stride}; do it "

@@ -100,14 +100,14 @@ _PLAIN = (
 )
 
 # Bools are among them, as ints. Numbers and texts that a module gives may be others in each call, with equal inputs.
-_TOLD = (int, float, complex, str)
+_NUMBERS_AND_TEXTS = (int, float, complex, str)
 
 
 def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> Any:
     """`value` with `fn` applied to everything that is no container; the same object where nothing changed.
 
     Containers are tuples (named ones too), lists, dicts and other mutable mappings, and dataclasses.
-    fresh: whoever writes to a container of the result does not write to one of `value`.
+    fresh: a write to a container of the result is no write to one of `value`.
     """
     kind = type(value)
     if kind is TensorSlot or kind is ObjectSlot or isinstance(value, torch.Tensor):
@@ -165,12 +165,12 @@ def put_into(container: Any, key: Any, value: Any) -> None:
         object.__setattr__(container, key, value)
 
 
-def told_in(value: Any) -> list[Any]:
+def numbers_and_texts_in(value: Any) -> list[Any]:
     """The numbers and texts of a nested value, in the order of the walk."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:
-        if isinstance(leaf, _TOLD):
+        if isinstance(leaf, _NUMBERS_AND_TEXTS):
             found.append(leaf)
         return leaf
 
@@ -178,10 +178,10 @@ def told_in(value: Any) -> list[Any]:
     return found
 
 
-def with_told(value: Any, told: Iterable[Any]) -> Any:
+def with_numbers_and_texts(value: Any, leaves: Iterable[Any]) -> Any:
     """The nested value with other numbers and texts."""
-    following = iter(told)
-    return transform(value, lambda leaf: next(following) if isinstance(leaf, _TOLD) else leaf)
+    following = iter(leaves)
+    return transform(value, lambda leaf: next(following) if isinstance(leaf, _NUMBERS_AND_TEXTS) else leaf)
 
 
 def filled(value: Any, tensors: Sequence[Any], objects: Sequence[Any], *, fresh: bool = False) -> Any:
@@ -335,7 +335,7 @@ def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    """What an object has beside the items of its base."""
+    """What an object has besides the items of its base class."""
     held = dict(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value):
         held |= {

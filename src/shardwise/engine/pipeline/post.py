@@ -134,13 +134,13 @@ class Post:
 
     def settle(self) -> None:
         """Wait until everything sent has been taken over by the channel."""
-        # What is sent belongs to the channel until then; nobody else refers to the packed headers and flat copies.
+        # What is sent belongs to the channel until then; nothing else refers to the packed headers and flat copies.
         for work in self._sent:
             work.wait()
         self._sent.clear()
 
     def forget(self) -> None:
-        """Drop what nobody asked for."""
+        """Drop messages that were not taken."""
         self._box.clear()
         self._sent.clear()
 

@@ -122,9 +122,9 @@ class StageParameters:
 
     placement: Placement
     stages: Mapping[str, tuple[int, ...]]
-    """Name -> the stages in whose modules it lies, from the first to the last."""
+    """Name -> the stages whose modules hold it, from the first to the last."""
     first_stage: Mapping[str, int]
-    """Name -> the stage where it lies by that name; the rank of that stage owns it."""
+    """Name -> the stage that holds it by that name; the rank of that stage owns it."""
 
     def owner(self, name: str) -> int:
         """The coordinate along `pp` of the rank that updates a parameter."""

@@ -47,7 +47,7 @@ class Spec(NamedTuple):
             *(tensor.is_conj(), tensor.is_neg()),
         )
 
-    def lies_as(self, other: "Spec") -> bool:
+    def has_strides_of(self, other: "Spec") -> bool:
         """Whether two tensors of one shape have one memory layout; dims of one element may have any stride."""
         steps = zip(self.shape, self.stride, other.stride, strict=True)
         return 0 in self.shape or all(one == two for size, one, two in steps if size > 1)

@@ -5,7 +5,7 @@ and dtypes without elements, on the device of the real ones.
 
     run                 result, records of inner hooks                      the hooks of others are noted, not called
     try_on_fakes        the same, of fake tensors                           what it writes to the module is taken back
-    tell_hooks          the noted hooks are called, in order, on all ranks  with values of the stage
+    call_noted_hooks          the noted hooks are called, in order, on all ranks  with values of the stage
 """
 
 import logging
@@ -263,7 +263,7 @@ class PlacedModule:
     def _recording(self) -> Iterator[list[Any]]:
         """Note, instead of calling them, the forward hooks that others have put on modules inside this one.
 
-        They would be called on the rank of the stage alone; `tell_hooks` calls them on all ranks.
+        They would be called on the rank of the stage alone; `call_noted_hooks` calls them on all ranks.
         """
         records: list[Any] = []
         hooked = self._hooked()
@@ -287,7 +287,7 @@ class PlacedModule:
         """The modules inside that have hooks of others, by position; hooks come and go."""
         return [(at, each) for at, each in enumerate(self.inner) if each._forward_hooks and _foreign_hooks(each)]
 
-    def tell_hooks(self, records: Sequence[Any]) -> str:
+    def call_noted_hooks(self, records: Sequence[Any]) -> str:
         """Call the hooks that were noted, in order; the name of a module whose hook changes the output, or nothing."""
         for at, position, args, kwargs, output in records:
             module = self.inner[at]

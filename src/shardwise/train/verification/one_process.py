@@ -6,7 +6,7 @@ apart from what it was given: where a gradient is nearly zero, Adam makes roundi
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -88,12 +88,12 @@ class OneProcess:
         self.shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_hook(_AddTerm(self, name))
+                parameter.register_hook(self._term_hook(name))
         owner_of = {each: name for name, each in self.model.named_parameters()}
         for module in self.model.modules():
             names = [owner_of[each] for each in module._parameters.values() if each in owner_of]
             if names:
-                module.register_forward_hook(_NoteUses(self, names))
+                module.register_forward_hook(self._uses_hook(names))
         for optimizer in self._engine.optimizers:
             optimizer.register_step_pre_hook(self._take_gradients)
 
@@ -167,6 +167,12 @@ class OneProcess:
 
         output.register_hook(note)
 
+    def _term_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: self.add_term(name, gradient)
+
+    def _uses_hook(self, names: Sequence[str]) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        return lambda module, inputs, output: self.note_uses(names, module, inputs, output)
+
     def _take_gradients(self, *_: Any) -> None:
         """Just before an optimizer steps: give it what the layout's was given."""
         if self._theirs is None:
@@ -175,24 +181,6 @@ class OneProcess:
             self._digests.setdefault(piece.name, digest_of_values(gradient))
             if piece.name in self._theirs.tensors and self._theirs.tensors[piece.name].shape == gradient.shape:
                 gradient.copy_(self._theirs.read(piece.name))
-
-
-class _AddTerm:
-    def __init__(self, process: OneProcess, name: str) -> None:
-        self._process = process
-        self._name = name
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._process.add_term(self._name, gradient)
-
-
-class _NoteUses:
-    def __init__(self, process: OneProcess, names: Sequence[str]) -> None:
-        self._process = process
-        self._names = names
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self._process.note_uses(self._names, module, inputs, output)
 
 
 def _mean_square(tensor: torch.Tensor) -> float:

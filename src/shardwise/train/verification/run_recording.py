@@ -4,7 +4,7 @@ Of a tensor with many elements a sample is kept, at places that depend on their 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -137,12 +137,14 @@ class Recorder:
         self._is_on = False
         self._microbatch = -1
         self._clear()
-        self._handles = [model.register_forward_pre_hook(_Beginning(self), prepend=True)]
+        # Closures, not `functools.partial`: the pipeline knows hooks of this package by `__module__` and runs them with
+        # their module, on its stage. Hooks of others it calls on all ranks, after the module, with values of stages.
+        self._handles = [model.register_forward_pre_hook(lambda *_: self.enter_model(), prepend=True)]
         self._handles += [
-            module.register_forward_hook(_RecordedOutput(self, name)) for name, module in model.named_modules()
+            module.register_forward_hook(self._output_hook(name)) for name, module in model.named_modules()
         ]
         self._handles += [
-            parameter.register_hook(_Gradient(self, name))
+            parameter.register_hook(self._gradient_hook(name))
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
@@ -206,6 +208,12 @@ class Recorder:
             noted = noted._replace(sample=before.sample + noted.sample, digest="")
         self._gradients[key] = noted
 
+    def _output_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, _, output: self.note_output(name, module, output)
+
+    def _gradient_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: self.note_gradient(name, gradient)
+
     def _number(self) -> int:
         if self._runner is not None and (flow := self._runner.flow) is not None:
             return flow.number
@@ -232,34 +240,6 @@ class NotedLoss:
         if self.recorder is not None:
             self.recorder.note_output(LOSS, None, value)
         return value
-
-
-class _Beginning:
-    """A hook. Objects of this room's classes run with their module and are told to no other rank."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def __call__(self, *_: Any) -> None:
-        self._recorder.enter_model()
-
-
-class _RecordedOutput:
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder = recorder
-        self._name = name
-
-    def __call__(self, module: nn.Module, _: Any, output: Any) -> None:
-        self._recorder.note_output(self._name, module, output)
-
-
-class _Gradient:
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder = recorder
-        self._name = name
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._recorder.note_gradient(self._name, gradient)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
