@@ -1,4 +1,4 @@
-"""What a run prints of itself: lines before its first update, about its schedule, and a few words by the trained model."""
+"""What a run prints of itself: lines before its first update, on its schedule, and a few words by the trained model."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -238,6 +238,7 @@ def _looked_up(config: RunConfig, resume: str | None) -> Start:
     if resume == AUTO and not listing.committed:
         return Start(words=f"--resume auto: {address} holds no save yet{listing.torn_note()}; the run begins at step 0")
     older = _older(address, listing)
+    # The address of one save, not of their folder: a newer one may be committed between this and the load.
     chosen = _save_in(address, listing.committed[-1]) if any(listing.committed) else address
     try:
         catalogue = look_into(chosen)
@@ -264,6 +265,7 @@ def _listing(address: str) -> Listing:
 
 def _older(address: str, listing: Listing) -> str:
     """The newest save before the last one whose manifest can be read, and its step."""
+    # Its manifest is read, so that the advice does not lead to a second damaged save.
     for number in reversed(listing.committed[:-1]):
         try:
             step = read_head(store_of(address), number).step

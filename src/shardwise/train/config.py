@@ -236,6 +236,8 @@ def _with_overrides(tables: dict[str, Any], overrides: Sequence[str], problems: 
             continue
         table = tables
         for depth, parent in enumerate(parents):
+            # An override may open a table that the file does not have: a configuration needs no empty [mesh] for
+            # `mesh.tp=2`.
             inner = table.setdefault(parent, {})
             if not isinstance(inner, dict):
                 problems.append(f"--set {override}: {'.'.join(parents[: depth + 1])} is {inner!r}, not a table")
@@ -276,6 +278,7 @@ def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
     if detail["type"] == "missing":
         wanted = kind.model_fields[str(detail["loc"][0])].description or ""
         return f"{key}: missing; {' '.join(wanted.split())}"
+    # Pydantic speaks of "input" and of types of its own; the message is to say what the key takes.
     needed = (
         detail["msg"]
         .removeprefix("Input should be ")
@@ -295,6 +298,7 @@ def _spec(name: str, tables: Mapping[str, Any], problems: list[str]) -> Any:
 
 def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: int, problems: list[str]) -> Plan | None:
     """The plan, or None when some part of it, already among `problems`, does not hold."""
+    # Ranks without a word on their use share the parameters: the least memory per rank, and the same results.
     mesh = _spec("mesh", tables, problems) if "mesh" in tables else Mesh(dp_shard=num_processes)
     if mesh is not None:
         try:
@@ -340,6 +344,7 @@ def _pipeline_problems(plan: Plan, train: TrainTable) -> list[str]:
         )
     except PlanError as error:
         return [f"pipeline.{each}" for each in error.problems]
+    # Without transfers: what crosses between stages is seen in the first forward, and checked again then.
     return [f"pipeline.schedule: {each}" for each in check(schedule, ())]
 
 

@@ -88,6 +88,7 @@ class Stepped(Protocol):
         """Some rank has asked to stop."""
 
 
+# A protocol, so that the loop is tested with an engine of ten lines, and `Tracer` can stand in the engine's place.
 class Trainee(Protocol):
     """What the loop needs of an engine."""
 
@@ -201,6 +202,7 @@ def fit(
         for optimizer in engine.optimizers
     ]
     tokens_per_update = train.global_batch * corpus.sequence_length
+    # As if the run had begun so long ago: the time between two parts of it does not count.
     began_s = now_s() - position.elapsed_s
     for update in range(position.step, train.steps):
         update_began_s = now_s()
@@ -267,6 +269,7 @@ def evaluate(engine: Trainee, held_out: npt.NDArray[np.int64], place: DataPlace,
         # Parts may differ by one row, and a rank may have none: `weight` in the reports says how much each loss
         # counts.
         borders = [len(batch) * rank // place.num_data_ranks for rank in (place.data_rank, place.data_rank + 1)]
+        # All ranks make the call, those without rows too: it exchanges sums.
         reports.append(engine.evaluate(as_batch(batch[slice(*borders)])))
     return sum(report.loss * report.weight for report in reports) / sum(report.weight for report in reports)
 

@@ -119,6 +119,7 @@ class LossCurve:
 
     def draw(self) -> None:
         """Write the picture, a PNG."""
+        # Not pyplot, which keeps every figure in a list of the process and may look for a screen.
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 5), dpi=144, layout="constrained")
@@ -259,6 +260,7 @@ class PlainLines:
     def on_step(self, metrics: StepMetrics) -> None:
         """Print, when it is time."""
         words = self._pace.words(metrics)
+        # The first line comes at once, so that a slow run is seen to run.
         due = metrics.step % self._every == 0 or metrics.step in (self._first_step, self._pace.num_steps)
         if due or metrics.skipped or metrics.held_out_loss is not None:
             self._console.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)

@@ -52,6 +52,7 @@ def run(
     """
     signals = signals if signals is not None else StopSignals()
     start = find_start(config, resume, channel)
+    # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
     with agreed(channel, purpose="building the run"):
         model, corpus, held_out = _built(config)
     sizes = sizes_of(model)
@@ -65,6 +66,8 @@ def run(
     baseline = frequency_loss(corpus.training, held_out, corpus.vocabulary_size)
     title = f"{config.name}: {count(sum(sizes.values()))} parameters, {channel.size} ranks"
     tracer = Tracer(engine) if config.train.trace else None
+    # The order of these contexts is that of their ends: the keeper waits for its save first, then signals end the
+    # process at once again, then files are closed.
     with Audience() as audience, signals.noted(channel) as stop:
         with RunKeeper(
             config, engine, channel, samples=samples, settings=settings, on_commit=audience.on_commit
@@ -121,6 +124,7 @@ def _place(config: RunConfig, rank: int) -> DataPlace:
 
 
 def _parallelized(model: nn.Module, config: RunConfig, corpus: Corpus, place: DataPlace, channel: Channel) -> Engine:
+    # Rows of update 0, also in a run that goes on: a placement does not depend on where the run was stopped.
     first = rank_samples(
         update=0,
         global_batch=config.train.global_batch,

@@ -85,6 +85,7 @@ class RandomStates(BaseModel):
     @classmethod
     def gathered(cls, channel: Channel, mesh: str) -> "RandomStates":
         """Those of all ranks, which call this together."""
+        # All states in one JSON: a save has one `extra`, which rank 0 writes.
         texts = channel.exchange(json.dumps(_states_here(channel)).encode(), purpose="random states of a save")
         return cls(mesh=mesh, device=channel.device.type, ranks=[json.loads(text) for text in texts])
 

@@ -152,6 +152,7 @@ def stage_times(timeline: Timeline) -> dict[tuple[str, int], float]:
     runs: dict[tuple[str, int], set[tuple[int, int]]] = defaultdict(set)
     for span in timeline.busy_spans():
         spent[span.kind, span.stage] += span.stop_s - span.start_s
+        # By microbatch, not by span: a forward that waits in the middle has several spans of work.
         runs[span.kind, span.stage].add((span.rank, span.microbatch))
     return {key: seconds / len(runs[key]) for key, seconds in spent.items()}
 
@@ -168,6 +169,7 @@ def clock_offset(rounds: Rounds, reference: Rounds) -> float:
 
 
 def _clock_rounds(channel: Channel) -> Rounds:
+    # Several rounds: each bounds the offset, and the luckiest exchange bounds it most.
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         before_s = time.perf_counter()

@@ -60,6 +60,7 @@ class StopSignals:
         # Python allows handlers in the main thread only; simulated ranks are other threads.
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
+                # A handler that was installed before (by a launcher, a notebook) stays.
                 if signal.getsignal(number) == signal.SIG_DFL:
                     self._previous[number] = signal.signal(number, self._came)
         return self

@@ -1,9 +1,15 @@
-"""The run under the layout: every rank leaves what it computed in a folder.
+"""The run under the layout: every rank leaves what it computed in a folder, and one process reads it together.
 
     state-0/  gradients-0/  rank-000000-0.pt ..  state-1/  gradients-1/  rank-000000-1.pt ..  state-2/
 
 `state-N` is the engine before update N, `gradients-N` what the optimizer was given in it, both as checkpoints;
-`rank-R-N.pt` has the notes of rank R.
+`rank-R-N.pt` has the notes of rank R (`RankNotes`). `LayoutNotes` joins the notes of all ranks of one update, numbered
+and added up as one process would have them:
+
+    2 data ranks x 2 microbatches     rank 0: 0, 1     rank 1: 0, 1     ->  microbatches 0, 1, 2, 3
+    a parameter on stages 0 and 3     gradients of both ranks are added
+    a parameter that is whole on tp   equal on all: one is taken; not equal: each has a part, they are added
+    a parameter that is cut on tp     each part is compared for itself (`part`)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +63,7 @@ class RankNotes:
     @classmethod
     def read(cls, path: Path) -> "RankNotes":
         """What `write` left."""
+        # Only tensors and plain containers are read: a file of notes can call nothing.
         held: dict[str, Any] = torch.load(path, weights_only=True)
         return cls(
             notes=Notes.unpacked(held["notes"]),
@@ -111,6 +118,8 @@ def run_layout(program: Program, channel: Channel, folder: Path) -> None:
             recorder.begin()
             report = engine.step(share)
             notes = recorder.take()
+            # Before the schedulers and the next step: the engine's gradients are views that the next update
+            # overwrites.
             gradients = engine.gradients()
             if not report.skipped:
                 for scheduler in schedulers:
@@ -125,6 +134,7 @@ def run_layout(program: Program, channel: Channel, folder: Path) -> None:
                 digests=_digests(engine),
                 num_threads=torch.get_num_threads(),
             ).write(notes_file(folder, step, channel.rank))
+        # Rank 0 goes on to read what all have written: no rank may be writing still.
         channel.exchange(b"", purpose="the end of the run under the layout")
     finally:
         recorder.remove()
@@ -139,6 +149,8 @@ def _chained(engine: Engine, num_microbatches: int) -> dict[str, int]:
     runner = engine.pipeline
     if runner is None or runner.stages.num_chunks > 1 or num_microbatches != 1:
         return {}
+    # In a chain each rank's gradient contains those of later stages: only the last link, the owner, has the whole
+    # sum. To add them would count the uses twice.
     return {chain.name: chain.stages[-1] % runner.stages.num_ranks for chain in runner.chains}
 
 
@@ -146,6 +158,7 @@ def _digests(engine: Engine) -> dict[str, str]:
     """Pieces that several ranks hold are equal on all of them."""
     gradients = {f"the gradient of {piece}": tensor for piece, tensor in engine.gradients().items()}
     state = {str(piece): tensor for piece, tensor in engine.state().items()}
+    # Digests, not values: replicas of a large model would be written by every rank only to be compared.
     return {text: digest_of_values(tensor) for text, tensor in (gradients | state).items()}
 
 
@@ -209,6 +222,7 @@ class LayoutNotes:
         parts: dict[GradientKey, dict[int, list[MicrobatchGradient]]] = {}
         counted: set[int] = set()
         for rank, told in enumerate(ranks):
+            # `counted`: a rank leaves out microbatches of weight 0, and numbers those that it computed from 0 on.
             numbers = [data_rank_of(program.plan, rank) * per_rank + at for at in told.counted]
             counted |= set(numbers)
             for key, noted in told.notes.outputs.items():
@@ -241,6 +255,8 @@ def _together(
         if any(each.noted.shape != shapes.get(key.parameter) for each in wholes):
             yield from ((key._replace(part=at), each) for at, each in zip(by_tp, wholes, strict=True))
             continue
+        # Whether ranks along tp have the same gradient or parts of it is not declared anywhere that this may rely
+        # on: the rules of tensor parallelism are what is verified.
         alike = all(torch.equal(each.noted.sample, wholes[0].noted.sample) for each in wholes)
         yield key, wholes[0] if alike else MicrobatchGradient.of(wholes)
 

@@ -20,6 +20,7 @@ def read_layout(text: str) -> tuple[Mesh, list[str]]:
     replaced as a whole. Raises PlanError with every problem.
     """
     words = split_words(text)
+    # Settings have a table before a dot, axes of the mesh have none.
     axes = [word for word in words if "." not in word.partition("=")[0]]
     settings = [word for word in words if word not in axes]
     problems = [] if words else [f"layout {text!r} says nothing; write, for example, pp=2,tp=2"]
@@ -47,7 +48,9 @@ def layout_overrides(path: Path, text: str, overrides: Sequence[str]) -> tuple[M
     """
     mesh, settings = read_layout(text)
     sizes = zip(("pp", "dp_replicate", "dp_shard", "tp"), mesh.shape, strict=True)
+    # The layout comes last: it wins over `--set`, which is for settings of both sides.
     everything = [*overrides, *(f"mesh.{axis}={size}" for axis, size in sizes), *settings]
+    # A mesh with tp alone does not say which parameters are cut, and a plan without rules cuts none of them.
     if mesh.tp > 1 and not any(each.startswith("tensor.rules") for each in everything) and not _has_rules(path):
         everything.append("tensor.rules=auto")
     return mesh, everything

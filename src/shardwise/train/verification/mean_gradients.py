@@ -1,4 +1,14 @@
-"""What the mean gradients of an update have to be, and how far off they may be."""
+"""What the mean gradients of an update have to be, how far off they may be, and what a wrong one looks like.
+
+known equal per microbatch     each element within (2n + 4) u of the mean of its terms' sizes
+else, twice                    against the layout's own microbatches: only adding rounds; each element
+                               against one process: root mean square within the bound of the path
+all parameters together        a factor that they share (`SharedFactor`), for which the bounds above are too wide
+
+too far off?   FaultWords:     "It is 2 times that of one process"
+                               "It is as if microbatches 0 to 2 counted once, 3 counted not at all"
+                               "It is as if its uses, along pp, on rank 0 counted once, on rank 1 counted 2 times"
+"""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -48,11 +58,14 @@ class MeanGradients:
         limit, theirs = program.plan.clip_grad_norm, layout.report.grad_norm
         # Clipped by the layout's norm, which is compared on its own: a wrong one must not make all gradients wrong.
         self._clip = 1.0 if limit is None else min(1.0, limit / (theirs + 1e-6))
+        # The factor is computed in float32 by the engine: a few roundings of the norm, the division and the product.
         self._slack = 0.0 if self._clip == 1.0 else 4 * UNIT_ROUNDOFF["float32"]
         self.words = FaultWords(own, layout, factor=self._factor)
 
     def names(self) -> Iterator[str]:
         """Parameters with a gradient, those first whose gradients came first in the last backward."""
+        # In the order of backward: what comes first depends on the fewest operations, so a fault is named where it
+        # begins.
         last = [key.parameter for key in self._own.notes.gradients if key.microbatch == self._num_terms - 1]
         yield from dict.fromkeys([*last, *reversed(list(self._own.terms))])
 
@@ -65,9 +78,12 @@ class MeanGradients:
             sizes = terms.sizes.reshape(-1).cpu() * self._factor
             allowed = self._model.of_sum(self._num_terms) * sizes + self._slack * expected.abs()
             return by_element(expected, flat, allowed)
+        # The bound on a path is wide. That on adding alone is narrow, and finds a microbatch that counts twice.
         added = self._as_added_up(name, flat)
         if added is not None and added.is_far:
             return added
+        # What the gradient would be had its terms not cancelled: that is what rounds. Without it a gradient near
+        # zero would have a bound near zero.
         least = math.sqrt(terms.square) * self._factor
         found = by_size(expected, flat, self._rounding() + self._slack, least_size=least)
         self._common.note(name, expected, flat, least, theirs.shape)
@@ -102,6 +118,7 @@ class MeanGradients:
         added = torch.stack([part.noted.sample for part in known]).sum(0) * self._factor
         sizes = torch.stack([part.sizes for part in known]).sum(0) * self._factor
         relative = self._model.of_sum(sum(len(part.parts) for part in known))
+        # Microbatches of the layout are known by their samples only, so the sum is compared at these places.
         kept = theirs[places(theirs.numel())]
         found = by_element(added, kept, relative * sizes + self._slack * added.abs())
         return replace(found, at=int(places(theirs.numel())[found.at]))
@@ -157,6 +174,7 @@ class SharedFactor:
         total = sum(each.square for each in self._factors)
         if not total:
             return None
+        # The least-squares factor over all parameters as one long vector.
         factor = sum(each.product for each in self._factors) / total
         variance = sum((each.square / total * each.excess) ** 2 / each.num_independent for each in self._factors)
         allowed = (rounding + slack) * math.sqrt(variance) + slack
@@ -196,8 +214,11 @@ class FaultWords:
         inside = _in_piece_of(at, kept, tuple(theirs.shape), pieces)
         target = flat[kept[inside]]
         expected = (self._own.terms[name].total.reshape(-1).cpu() * self._factor)[kept[inside]]
+        # The simplest explanation first: a fit with many weights explains a mere factor too.
         if words := _as_factor(expected, target):
             return words, None
+        # As a sum of the microbatches' own gradients: weights that are not one name the microbatches that count
+        # wrongly.
         weights = _fitted(self._of_microbatches(name, inside), target)
         wrong = [at for at, weight in enumerate(weights) if abs(weight - 1) > _UNLIKE_ONE]
         if wrong:
@@ -233,11 +254,13 @@ class FaultWords:
 
 def _fitted(columns: Sequence[torch.Tensor], target: torch.Tensor) -> list[float]:
     """With which weights the columns add up to `target`; nothing where no weights do."""
+    # With fewer elements than that, some weights always fit.
     if not columns or len(columns) > _MAX_FITTED or 2 * len(columns) > len(target):
         return []
     matrix = torch.stack([column.to(target.dtype) for column in columns], dim=1)
     if not bool(torch.isfinite(matrix.abs()).all() & torch.isfinite(target.abs()).all()):
         return []
+    # gelsd takes columns that depend on each other (equal microbatches), with the smallest weights.
     weights = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
     left_over = float((matrix @ weights - target).abs().square().sum().sqrt())
     if left_over > _LEFT_OVER * float(target.abs().square().sum().sqrt()):

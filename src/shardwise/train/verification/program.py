@@ -1,4 +1,9 @@
-"""What is verified: a program of one process, and the plan under which it is to give the same numbers."""
+"""What is verified: a program of one process, and the plan under which it is to give the same numbers.
+
+plan               one_process_plan          the batch of an update, 8 rows
+2 data ranks,      one rank,                 rank 0: rows 0-3 as microbatches 0-1, 2-3;  rank 1: 4-5, 6-7
+2 microbatches     4 microbatches            one process: 0-1, 2-3, 4-5, 6-7
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +61,8 @@ class Program:
             mesh=Mesh(),
             sharding=Sharding(stage=0),
             merge=Merge(microbatches=self.num_microbatches, average=self.plan.merge.average),
+            # Precision and clipping are arithmetic, and equal on both sides. Sharding, stages and tensor parallelism
+            # are the layout: the one process has none of them.
             precision=self.plan.precision,
             clip_grad_norm=self.plan.clip_grad_norm,
         )
@@ -65,6 +72,7 @@ class Program:
 
         BatchError, ModelError, PlanError or OptimizerError.
         """
+        # A module is callable too, and calling it would run its forward.
         if isinstance(self.make_model, nn.Module) or not callable(self.make_model):
             raise ModelError(
                 f"make_model is a {type(self.make_model).__name__}; give a function that builds the model anew "
@@ -81,6 +89,7 @@ class Program:
         if not self.batches:
             raise BatchError("there is no batch to verify with; give one for each update")
         for step, batch in enumerate(self.batches):
+            # Unequal microbatches would be cut at other rows in one process than on the data ranks.
             if (num_rows := count_rows(batch)) % self.num_microbatches or not num_rows:
                 raise BatchError(
                     f"batch {step} has {num_rows} rows, which cannot be cut into {self.num_microbatches} equal "

@@ -126,6 +126,7 @@ class VerificationReport:
         held = json.loads(packed)
         divergence = held["divergence"]
         if divergence is not None and divergence["index"] is not None:
+            # JSON has no tuples: without this a report would not equal the one that was packed.
             divergence["index"] = tuple(divergence["index"])
         return cls(
             verdict=held["verdict"],

@@ -1,6 +1,10 @@
 """What a model computes in an update, noted by hooks: outputs of modules, losses, gradients of each microbatch.
 
-Of a tensor with many elements a sample is kept, at places that depend on their number alone, and a digest of all.
+Of a tensor with many elements a sample is kept, at places that depend on their number alone, and a digest of all. The
+digest says whether two tensors are equal to the bit, the sample how far apart they are where they are not.
+
+    begin -> forward of microbatch 0: OutputKey(0, "layers.3", call 0, "") ...  backward: GradientKey(0, "layers.3.w")
+          -> forward of microbatch 1: ...                                       -> take: the notes of one update
 """
 
 import math
@@ -104,6 +108,8 @@ def places(num_elements: int) -> torch.Tensor:
     """The row-major elements that are kept of so many: all, or as many as can be kept, spread at random."""
     if num_elements <= SAMPLED_ELEMENTS:
         return torch.arange(num_elements)
+    # Seeded by the number of elements: ranks and the one process choose the same places without a word between them.
+    # At random, because regular places would hit the same columns of a matrix in each row.
     generator = torch.Generator().manual_seed(num_elements)
     drawn: torch.Tensor = torch.randint(num_elements, (SAMPLED_ELEMENTS,), generator=generator).unique()
     return drawn
@@ -177,6 +183,7 @@ class Recorder:
         if not self._is_on or in_backward():  # what is computed again in backward was noted
             return
         found = list(_tensors(output))
+        # A pipeline tries a call on fake tensors on every rank, and runs hooks of this package in the trial too.
         if any(isinstance(each, FakeTensor) for _, each in found):  # only its shape is asked for
             return
         number = self._number()
@@ -184,10 +191,13 @@ class Recorder:
         self._calls[number, name] = call + 1
         held = [] if module is None else [each for each in module._parameters.values() if each is not None]
         sizes = [size for each in (*held, *(tensor for _, tensor in found)) for size in each.shape]
+        # Calls in a row are taken for a chain: a bound that is too wide for a branch, never too narrow.
         before = self._paths.get(number, Path.beginning())
         path = before.after(length=max(sizes, default=1), dtypes=[dtype_name(tensor.dtype) for _, tensor in found])
         self._paths[number] = path
         for place, tensor in found:
+            # The path goes on for outputs of other ranks too: their descriptions are known here, and calls count
+            # alike.
             if (local := local_of(tensor)) is not None:
                 key = OutputKey(number, name, call, place)
                 self._outputs[key] = noted_of(local, path)
@@ -200,11 +210,14 @@ class Recorder:
         dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
         path = self._paths.get(key.microbatch, Path.beginning())
         noted = noted_of(dense, path)
+        # The one process has the whole gradient: it is noted part by part as well, to be compared with what each
+        # rank has.
         for rank, portions in enumerate(self._portions):
             if name in portions:
                 part = portion_of(dense.detach(), portions[name])
                 self._gradients[key._replace(part=rank)] = noted_of(part, path)
         if (before := self._gradients.get(key)) is not None:  # of another stage on this rank
+            # No digest of the sum exists: the two parts have been seen at different times.
             noted = noted._replace(sample=before.sample + noted.sample, digest="")
         self._gradients[key] = noted
 
@@ -215,6 +228,8 @@ class Recorder:
         return lambda gradient: self.note_gradient(name, gradient)
 
     def _number(self) -> int:
+        # A pipeline works on microbatches in the order of its schedule, several at a time: the model's calls cannot
+        # be counted.
         if self._runner is not None and (flow := self._runner.flow) is not None:
             return flow.number
         return self._microbatch
@@ -251,6 +266,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def noted_of(tensor: torch.Tensor, path: Path) -> Noted:
     """What is kept of a tensor."""
     dense = tensor.detach()
+    # On the device of the tensor: only the sample is copied to the CPU.
     kept = dense.reshape(-1)[places(dense.numel()).to(dense.device)]
     return Noted(
         shape=tuple(dense.shape),
