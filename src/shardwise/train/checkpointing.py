@@ -116,7 +116,7 @@ class RunKeeper:
         self._background.__exit__(kind, error, traceback)
 
     def _extra(self, position: Position) -> dict[str, Any]:
-        """What is saved beside the engine, the same on all ranks."""
+        """What is saved besides the state of the engine, the same on all ranks."""
         elapsed_s = self._channel.exchange(repr(position.elapsed_s).encode(), purpose="time of a save")[0]
         random = RandomStates.gathered(self._channel, self._mesh)
         at = replace(position, elapsed_s=float(elapsed_s))  # of all that is saved, clocks alone differ between ranks
@@ -156,7 +156,7 @@ class Start:
     address: str = ""
     """The save to go on from; empty for a fresh start."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What that save has beside the tensors."""
+    """What that save has besides the tensors."""
     older: str = ""
     """The save before it, for the case that it is damaged."""
     words: str = ""
@@ -257,7 +257,7 @@ def _looked_up(config: RunConfig, resume: str | None) -> Start:
 def _listing(address: str) -> Listing:
     try:
         return list_saves(store_of(address))
-    except NotADirectoryError:  # what is there will be refused by whoever needs it
+    except NotADirectoryError:  # whatever is there is refused when it is needed
         return Listing(location=address, committed=(), torn=(), files={})
     except OSError as error:
         raise CheckpointError(f"{address} cannot be listed: {error.strerror or error}") from error

@@ -208,7 +208,7 @@ class SampleOrder:
     def starts(self, samples: Indices) -> Indices:
         """The first token of each sample; a window may run over the end of the text and on at its beginning.
 
-        Every epoch visits each window once. Windows lie at another phase in each epoch, so that a text which is read
+        Every epoch visits each window once. Windows begin at another phase in each epoch, so that a text which is read
         several times is not always cut at the same places.
         """
         epochs, positions = np.divmod(samples.astype(np.uint64), np.uint64(self.num_windows))

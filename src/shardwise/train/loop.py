@@ -100,7 +100,7 @@ class Trainee(Protocol):
         """One update from this data rank's rows. stop: whether this rank asks to stop; the report says it of all."""
 
     def evaluate(self, batch: dict[str, torch.Tensor]) -> Evaluated:
-        """The loss over the rows of all data ranks, of which this one may have none."""
+        """The loss over the rows of all data ranks; this one may have none of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class StepMetrics:
 
 
 class Observer(Protocol):
-    """Something that is told about every update, on rank 0."""
+    """Something that gets the metrics of every update, on rank 0."""
 
     def on_step(self, metrics: StepMetrics) -> None:
         """One update is complete."""

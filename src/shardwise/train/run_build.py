@@ -40,7 +40,7 @@ def check_references(config: RunConfig) -> None:
 
 
 def resolve(reference: str, *, folder: Path, key: str) -> Callable[..., Any]:
-    """The callable that `reference`, the value of `key`, names; files lie in `folder`. Raises `ConfigError`."""
+    """The callable that `reference`, the value of `key`, names; files are below `folder`. Raises `ConfigError`."""
     source, colon, name = reference.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(f'{key}: {reference!r} is not of the form "package.module:name" or "file.py:name"')
@@ -110,7 +110,7 @@ def build_model(config: RunConfig) -> nn.Module:
 
 
 def _leave_to_modules(model: nn.Module, seed: int) -> None:
-    """Refuse what nobody initialises; the values come where `parallelize` makes room for them."""
+    """Refuse parameters that no module initialises; the values come where `parallelize` makes room for them."""
     try:
         forget_initialised(model)
         Initialisation(model, seed)
@@ -144,7 +144,7 @@ def optimizer_factory(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], A
 
 
 def _check_keys(config_class: Any, given: Mapping[str, object]) -> None:
-    """Refuse keys that the configuration class would take without a word and nobody would read."""
+    """Refuse keys that the configuration class would take silently and never read."""
     try:
         # Configuration classes of transformers take any keyword and keep it as an attribute. A misspelt "num_layer"
         # would train another model than was asked for.

@@ -3,7 +3,7 @@
 Spans are times on the clock of their rank. At the end of the run, the clocks are compared and all spans moved to that
 of rank 0:
 
-    rank 0   enters 10.000 ........... leaves 10.004        an exchange: nobody leaves before all have entered
+    rank 0   enters 10.000 ........... leaves 10.004        an exchange: no rank leaves before all have entered
     rank 1      enters 73.001 ....... leaves 73.003
     offset   at least 73.001 - 10.004 = 62.997  (its entry came before rank 0 left)
              at most  73.003 - 10.000 = 63.003  (it left after rank 0 had entered)

@@ -52,7 +52,7 @@ class StopSignals:
         """Of the signal that has come; 0 while there was none."""
         self._came_s = 0.0
         self._channel: Channel | None = None
-        """Where the run trains: whom to tell of a sudden end. None: the first signal ends the run."""
+        """Of the ranks that train together, which learn of a sudden end. None: the first signal ends the run."""
         self._pid = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
 

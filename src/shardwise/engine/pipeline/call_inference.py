@@ -214,7 +214,7 @@ class CallInference:
         """Signatures that were tried on fake tensors."""
         self.num_lookups = 0
         self.alike: dict[int, CallOutcome] = {}
-        """Entries, by id, of which this rank saw that results share their memory as they say."""
+        """Entries, by id, for which this rank saw that results share memory as the entry says."""
         self._entries: dict[Hashable, CallOutcome | None] = {}
         self._fakes = Fakes(device)
         self._random = random

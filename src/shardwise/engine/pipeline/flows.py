@@ -117,7 +117,7 @@ class MicrobatchFlow:
         """Copies that a recomputation may ask for again, by (lineage, stage)."""
         self._num_news = 0
         self.opaque: dict[int, Any] = {}
-        """Objects that placed modules gave on this rank, and of which other ranks have only that they are there."""
+        """Objects that placed modules gave on this rank; other ranks only know that they exist."""
         # By id, and with the tensor itself: while it is kept alive, no other tensor can get its id.
         self._held: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         """Parameters and plain tensors that stand for values of a stage in this forward, by id."""

@@ -261,7 +261,7 @@ def packed(value: Any) -> torch.Tensor:
 
 
 def unpacked(content: torch.Tensor) -> Any:
-    """The nested value of which these are the bytes. Raises MismatchError for any other bytes."""
+    """The nested value that was written as these bytes. Raises MismatchError for any other bytes."""
     try:
         return _read(json.loads(content.numpy().tobytes()))
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:

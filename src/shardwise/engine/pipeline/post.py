@@ -289,7 +289,7 @@ def _flags(tensor: torch.Tensor) -> int:
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as they lie in memory."""
+    """The elements as they are in memory."""
     if not _flags(tensor):
         return tensor
     bare = tensor.detach()
@@ -319,7 +319,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie without holes and overlaps, in some order."""
+    """Whether the elements fill their memory without holes and overlaps, in some order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

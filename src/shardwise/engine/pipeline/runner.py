@@ -234,7 +234,6 @@ class PipelineRunner:
 
     def _end(self, flows: Sequence[MicrobatchFlow]) -> None:
         """Compare what the ranks' programs did."""
-        # `compare`.
         self.post.settle()
         for flow in flows:
             if flow.purpose == "step":

@@ -3,9 +3,9 @@
 Each can be run, on the rank of its stage, and tried on fake tensors, on all ranks. Fake tensors have shapes, strides
 and dtypes without elements, on the device of the real ones.
 
-    run                 result, records of inner hooks                      the hooks of others are noted, not called
+    run                 result, records of inner hooks                      hooks of others are noted, not called
     try_on_fakes        the same, of fake tensors                           what it writes to the module is taken back
-    call_noted_hooks          the noted hooks are called, in order, on all ranks  with values of the stage
+    call_noted_hooks    the noted hooks are called in order, on all ranks   with values of the stage
 """
 
 import logging

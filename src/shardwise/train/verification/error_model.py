@@ -44,7 +44,7 @@ UPDATE_ROUNDINGS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """What lies between a microbatch's inputs and one of its values."""
+    """The operations between a microbatch's inputs and one of its values."""
 
     num_calls: int
     """Calls of modules so far: each rounds what it gives to its dtype."""

@@ -14,7 +14,7 @@ _OPENING, _CLOSING = "[{(", "]})"
 
 
 def read_layout(text: str) -> tuple[Mesh, list[str]]:
-    """The mesh, and the settings beside it in the form of `--set`.
+    """The mesh, and the other settings, in the form of `--set`.
 
     Words are parted by commas or spaces; those without a dot in their key are axes of the mesh ("pp=2"), which is
     replaced as a whole. Raises PlanError with every problem.

@@ -38,7 +38,7 @@ class MeanGradients:
     def __init__(
         self, program: Program, model: ErrorModel, own: OwnStep, layout: LayoutNotes, rounded: Collection[str]
     ) -> None:
-        """rounded: parameters of which not all gradients per microbatch are known to be equal in both."""
+        """rounded: parameters whose gradients per microbatch are not all known to be equal in both."""
         self._model = model
         self._own = own
         self._layout = layout
@@ -126,7 +126,7 @@ class MeanGradients:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Factor:
-    """How the gradient of one parameter lies along that of one process."""
+    """The gradient of one parameter, projected on that of one process."""
 
     name: str
     square: float
@@ -144,7 +144,7 @@ class _Factor:
 
 
 class SharedFactor:
-    """What is known of parameters so far: how their gradients lie along those of one process."""
+    """The parameters so far: their gradients, projected on those of one process."""
 
     def __init__(self) -> None:
         self._factors: list[_Factor] = []
@@ -269,7 +269,7 @@ def _fitted(columns: Sequence[torch.Tensor], target: torch.Tensor) -> list[float
 
 
 def _in_piece_of(at: int, kept: torch.Tensor, shape: tuple[int, ...], pieces: Sequence[Piece]) -> torch.Tensor:
-    """Which of the kept elements lie in the piece that has the element `at`."""
+    """Which of the kept elements are in the piece that has the element `at`."""
     everywhere = torch.arange(len(kept))
     for piece in pieces:
         for_at, for_kept = _inside(torch.tensor([at]), shape, piece), _inside(kept, shape, piece)

@@ -76,7 +76,7 @@ class Noted(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """What lies before the tensor in its forward."""
+        """What was computed before the tensor in its forward."""
         return Path(num_calls=self.num_calls, length=self.length, roundoff=self.roundoff)
 
 

@@ -52,7 +52,7 @@ def verify(
     batches: the rows of all data ranks together; each is cut into `plan.merge.microbatches` per data rank.
     optimizer: a function of the list of the model's parameters; also `loss`, `loss_weight`: as for `parallelize`.
     scheduler: a function from an optimizer to its learning-rate scheduler.
-    channel: the ranks that train, all of which make this call and get the report; None: simulated ranks. Rank 0
+    channel: the ranks that train; all of them make this call and get the report; None: simulated ranks. Rank 0
         compares, while others wait for it as long as the channel lets them for each update.
     folder: where ranks leave what they compute until it is compared, in a new folder inside, which is removed; all of
         them see it. None: among temporary files, for ranks of one host.
