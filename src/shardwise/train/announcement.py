@@ -1,4 +1,4 @@
-"""What a run prints of itself: lines before its first update, on its schedule, and a few words by the trained model."""
+"""The lines that a run prints: before its first update, on its schedule, and a few words by the trained model."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ _TEMPERATURE = 0.7
 
 
 def sizes_of(model: nn.Module) -> dict[str, int]:
-    """The elements of every parameter; to be asked before `parallelize`, which drops what belongs to other ranks."""
+    """The elements of every parameter; to call before `parallelize`, which drops the parameters of other ranks."""
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
@@ -149,12 +149,12 @@ def _ranks_of(mesh: Mesh, coordinate: int) -> str:
 
 
 class Predictor(Protocol):
-    """What an engine offers to look at a model's output."""
+    """The part of an engine that looks at a model's output."""
 
     def predict(
         self, inputs: Mapping[str, Any], output_of: Callable[[Mapping[str, Any]], torch.Tensor]
     ) -> torch.Tensor:
-        """What `output_of` makes of the inputs by calling the model, in evaluation mode; the same on all ranks."""
+        """The output of `output_of`, which calls the model in evaluation mode; the same on all ranks."""
 
 
 def continued(

@@ -84,7 +84,7 @@ class RunKeeper:
             self._save(position)
 
     def words(self) -> str:
-        """Where the run is, and what is kept of it."""
+        """How far the run is, and whether that is saved."""
         words = f"after step {self._step} of {self._config.train.steps}"
         if self._config.checkpoint.every is None:
             return f"{words}; nothing was saved, because checkpoint.every is not set"
@@ -116,7 +116,7 @@ class RunKeeper:
         self._background.__exit__(kind, error, traceback)
 
     def _extra(self, position: Position) -> dict[str, Any]:
-        """What is saved besides the state of the engine, the same on all ranks."""
+        """The `extra` of a save, the same on all ranks."""
         elapsed_s = self._channel.exchange(repr(position.elapsed_s).encode(), purpose="time of a save")[0]
         random = RandomStates.gathered(self._channel, self._mesh)
         at = replace(position, elapsed_s=float(elapsed_s))  # of all that is saved, clocks alone differ between ranks
@@ -135,7 +135,7 @@ class RunKeeper:
                     raise CheckpointError(f"{self._config.saves}/{_TOKENIZER} cannot be written: {why}") from error
 
     def _committed(self, report: SaveReport | None) -> None:
-        """Remove what is older than the newest saves, now that one more is committed."""
+        """Remove older saves, now that one more is committed."""
         # Before the first save there is nothing to commit.
         if report is None:
             return
@@ -151,16 +151,16 @@ _OF_SCHEDULE = "lr"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What is known of a run's beginning before anything is loaded; the same on all ranks."""
+    """The beginning of a run, before anything is loaded; the same on all ranks."""
 
     address: str = ""
     """The save to go on from; empty for a fresh start."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What that save has besides the tensors."""
+    """The `extra` of that save."""
     older: str = ""
     """The save before it, for the case that it is damaged."""
     words: str = ""
-    """What to say about it."""
+    """The line to print about it."""
 
     @property
     def is_fresh(self) -> bool:
@@ -195,7 +195,7 @@ def take_up(
     samples: Samples,
     fresh: Settings,
 ) -> tuple[Position, list[str]]:
-    """Make the engine and the random numbers what they were at the save; returns the position, and words about it.
+    """Restore the engine and the random numbers of the save; returns the position, and lines to print.
 
     fresh: the settings of the optimizers as the configuration made them: where they are others than those of the run
     that was saved, they win. Raises ConfigError for a run that reads other samples, CheckpointError for a save that
@@ -285,7 +285,7 @@ def _named(numbers: Sequence[int]) -> str:
 
 
 def _with_way_out(error: CheckpointError, older: str) -> CheckpointError:
-    """The error, with what to do about it where there is a save before the one that it is about."""
+    """The error, with the advice to take the save before, where there is one."""
     return CheckpointError(f"{error}\nto take the save before it: --resume {older}" if older else str(error))
 
 

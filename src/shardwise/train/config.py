@@ -130,7 +130,7 @@ class CheckpointTable(Table):
 
 
 def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path) -> list[str]:
-    """What the tables name and the disk does not hold."""
+    """Problems of files that the tables name and the disk does not have."""
     problems: list[str] = []
     if data is not None:
         if data.source != PYTHON_DOCS and "*" not in data.source and not (folder / data.source).exists():
@@ -331,7 +331,7 @@ def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: in
 
 
 def _pipeline_problems(plan: Plan, train: TrainTable) -> list[str]:
-    """What is wrong with the schedule, as far as it does not depend on what the model moves between stages."""
+    """Problems of the schedule that do not depend on the values that cross between stages."""
     if plan.mesh.pp * plan.pipeline.num_chunks == 1:
         wanted = "train.trace: true given, but the model is not cut into stages to measure; give mesh.pp ranks"
         return [wanted] if train.trace else []

@@ -73,14 +73,14 @@ class Corpus:
         return np.asarray(self.training[places % len(self.training)], dtype=np.int64)
 
     def text(self, tokens: list[int]) -> str:
-        """What the tokens spell; bytes that are not UTF-8 become replacement marks."""
+        """The text of the tokens; bytes that are not UTF-8 become replacement marks."""
         if self.tokenizer is None:
             return bytes(tokens).decode("utf-8", errors="replace")
         return str(self.tokenizer.decode(tokens))
 
 
 def read_corpus(data: DataTable, folder: Path) -> Corpus:
-    """Read, tokenize and split what [data] names. Raises `DataError`: nothing there, not text, or too little of it."""
+    """Read, tokenize and split the text of [data]. Raises `DataError`: nothing there, not text, or too little."""
     tokenizer = None if data.tokenizer == BYTES else _tokenizer(folder / data.tokenizer)
     parts: list[Tokens] = []
     for name, raw in _documents(data.source, folder):

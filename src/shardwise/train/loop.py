@@ -39,7 +39,7 @@ class LearningRateSchedule:
         return cls(steps=train.steps, warmup_steps=train.warmup_steps, decay=train.decay, final=train.min_learning_rate)
 
     def __call__(self, update: int) -> float:
-        """The fraction at `update`, counted from 0; updates after the last one take what the last one took."""
+        """The fraction at `update`, counted from 0; updates after the last one take the fraction of the last one."""
         if update < self.warmup_steps:
             return (update + 1) / self.warmup_steps
         if self.decay == "constant":
@@ -57,7 +57,7 @@ PATIENCE_UPDATES = 20
 
 
 class Evaluated(Protocol):
-    """What an evaluation reports."""
+    """The report of an evaluation."""
 
     @property
     def loss(self) -> float:
@@ -65,11 +65,11 @@ class Evaluated(Protocol):
 
     @property
     def weight(self) -> float:
-        """What the rows of all data ranks count together."""
+        """The weights of the rows of all data ranks, summed."""
 
 
 class Stepped(Protocol):
-    """What an update reports."""
+    """The report of an update."""
 
     @property
     def loss(self) -> float:
@@ -90,7 +90,7 @@ class Stepped(Protocol):
 
 # A protocol, so that the loop is tested with an engine of ten lines, and `Tracer` can stand in the engine's place.
 class Trainee(Protocol):
-    """What the loop needs of an engine."""
+    """The part of an engine that the loop needs."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -149,11 +149,11 @@ class Position:
     step: int = 0
     """Updates that were tried."""
     num_taken: int = 0
-    """Updates that were taken, which is what the schedule counts: a skipped one does not use up its learning rate."""
+    """Updates that were taken. The schedule counts these: a skipped one does not use up its learning rate."""
     num_skipped: int = 0
     """Updates that were skipped in a row, up to now."""
     held_out_loss: float | None = None
-    """What the last evaluation gave."""
+    """The result of the last evaluation."""
     elapsed_s: float = 0.0
     """Since training began."""
 

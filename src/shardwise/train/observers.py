@@ -70,7 +70,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, values[name], metrics.step)
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered points."""
         self._writer.close()
 
 
@@ -151,7 +151,7 @@ class LossCurve:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Mean over the neighbours on both sides, about a thirtieth of the run; what is not a number does not count."""
+    """Mean over the neighbours on both sides, about a thirtieth of the run; values that are not finite do not count."""
     smooth = []
     for at in range(len(values)):
         # Near the beginning only as wide as there are neighbours on the left: a one-sided mean would hide how fast the

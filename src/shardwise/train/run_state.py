@@ -1,4 +1,4 @@
-"""What a save says of a run besides the tensors, as JSON: how far it is, which samples it reads, its random numbers.
+"""The state of a run in a save, besides the tensors, as JSON: its position, its samples, its random numbers.
 
 Random numbers go on where they were under the same mesh, and are seeded anew under another one. Those that forwards
 draw (dropout) are not among them: the engine derives them from seed, step and microbatch, and saves seed and step
@@ -41,7 +41,7 @@ class _StatePart(BaseModel):
 
 
 class Samples(_StatePart):
-    """What decides which text makes which sample of a run."""
+    """The settings that decide which text makes which sample of a run."""
 
     seed: int
     global_batch: int

@@ -1,4 +1,4 @@
-"""What every rank of a pipeline does, and when: measured in each update, kept of the last ones.
+"""The forwards and backwards of every rank of a pipeline in time: measured in each update, kept of the last ones.
 
 Spans are times on the clock of their rank. At the end of the run, the clocks are compared and all spans moved to that
 of rank 0:
@@ -42,7 +42,7 @@ class RunTrace:
     updates: tuple[Timeline, ...]
     """One for each; their ranks are those of the world."""
     schedule: Schedule
-    """What the last one ran."""
+    """The schedule of the last one."""
     transfers: tuple[tuple[int, int], ...]
 
     def simulated(self) -> Timeline | None:
@@ -78,7 +78,7 @@ class Tracer:
         return self._engine.optimizers
 
     def step(self, batch: dict[str, torch.Tensor], *, stop: Callable[[], bool] | None = None) -> StepReport:
-        """One update, and a note of what this rank does in it."""
+        """One update, recorded on this rank."""
         # A list switches the recording on. Evaluations are not recorded, for they have no backward to compare with.
         spans = self._runner.spans = []
         try:
@@ -93,7 +93,7 @@ class Tracer:
         return self._engine.evaluate(batch)
 
     def gathered(self, channel: Channel) -> RunTrace | None:
-        """What all ranks, which call this together, did in the last updates; None when none was made."""
+        """The last updates on all ranks, which call this together; None when none was made."""
         # Clocks drift: they are compared now, since the last updates are what is kept.
         mine = {
             "rounds": _clock_rounds(channel),

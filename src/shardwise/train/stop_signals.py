@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.comm import Channel
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""SIGTERM is what schedulers send; SIGUSR1 is what `--signal=USR1@...` of SLURM asks for, which else kills."""
+"""Schedulers send SIGTERM; SLURM sends SIGUSR1 for `--signal=USR1@...`. Both kill a process without a handler."""
 
 _ONE_REQUEST_SECONDS = 1.0
 """Signals that follow each other so closely are one request: a scheduler sends it to all processes of a job, and the
@@ -45,7 +45,7 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """The stop signals of this process, while its context lasts; what others have asked to handle is left to them."""
+    """The stop signals of this process, while its context lasts; signals with a handler of others are left alone."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -54,7 +54,7 @@ _OF_ANOTHER_STAGE = (
 # One class for each name of a call: a class is made once, and modules are called in every microbatch.
 @functools.cache
 def _refusing_class(call: str) -> type:
-    """The class of another stage's parameters while `call` is executed: they say what they are, and refuse the rest.
+    """The class of another stage's parameters while `call` is executed: they have a description only.
 
     A torch function mode would see reads as well, but modules take other paths where one is active: torch's own
     transformer layer leaves its fused kernel, which rounds differently.
@@ -96,12 +96,12 @@ class _Here(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Executor:
-    """Executes calls on their stages, and infers elsewhere what they give."""
+    """Executes calls on their stages, and infers their outcome elsewhere."""
 
     inference: CallInference
     random: KeyedRandom
     aside: Callable[[], AbstractContextManager[None]]
-    """Nothing stands between torch and what runs inside."""
+    """The context in which a placed module runs: the glue sees none of its operations."""
 
     def execute(
         self,
@@ -146,7 +146,7 @@ class Executor:
     def _outcome(
         self, flow: MicrobatchFlow, call: StagedCall, stage: int, inputs: CallInputs, moved: Mapping[int, StageValue]
     ) -> tuple[CallOutcome, _Here | None]:
-        """What a call gives, and more where it is executed."""
+        """The outcome of a call, and its tensors where it is executed."""
         signature, entry = self.inference.look_up(call, inputs)
         if not flow.stages.is_local(stage):
             if entry is None:
@@ -201,7 +201,7 @@ class Executor:
             raise
 
     def _draw_alike(self, flow: MicrobatchFlow, call: StagedCall, inputs: CallInputs, *, is_local: bool) -> None:
-        """Draw what the owner draws: what comes next in the program goes on from the same numbers on all ranks."""
+        """Draw as many random numbers as the owner: the program goes on with the same stream on all ranks."""
         if self.random.stream_ends_with_call():
             return
         specs = [flow.shape_known(each) if isinstance(each, StageTensor) else None for each in inputs.tensors]
@@ -218,7 +218,7 @@ class Executor:
 
 
 def _note_opaque(flow: MicrobatchFlow, inputs: CallInputs, result: Any) -> None:
-    """Remember objects that were made here: other ranks have nothing that stands for what is in them."""
+    """Remember objects that were made here: on other ranks an `Opaque` without contents stands for them."""
     known = {id(each) for each in inputs.objects}
 
     def note(leaf: Any) -> Any:
@@ -249,7 +249,7 @@ def _all_known(entry: CallOutcome, moved: Mapping[int, StageValue]) -> bool:
 def _check(
     call: StagedCall, entry: CallOutcome, made: Sequence[torch.Tensor], flow: MicrobatchFlow, *, is_example: bool
 ) -> None:
-    """What came out is what all other ranks take it for."""
+    """Check that the outputs are as all other ranks assume."""
     if any(each.is_meta for each in made):
         raise ModelError(_OF_ANOTHER_STAGE.format(name=call.name, site=user_site()))
     fits = len(entry.outputs) == len(made) and all(
@@ -376,7 +376,7 @@ def _refuse_custom_function(tensor: StageTensor) -> None:
 def account_for_writes(
     flow: MicrobatchFlow, call: StagedCall, inputs: CallInputs, entry: CallOutcome, moved: dict[int, StageValue]
 ) -> None:
-    """Account for inputs that were written to in place, and for what a module keeps."""
+    """Account for writes in place to inputs, and to the parameters and buffers of a module."""
     if entry.writes_kept and isinstance(call, PlacedModule):
         flow.touch(f"{call.name}.")
     for at, spec in entry.written:
@@ -444,7 +444,7 @@ def _write_to_plain(
 
 
 def check_writes(call: StagedCall, entry: CallOutcome, used: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """What was written to is what all other ranks take it for; a write that is left out does no harm."""
+    """Check that no other tensors were written to than all ranks assume; a write that is left out does no harm."""
     written = [each for each, before in zip(used, versions, strict=True) if each._version != before]
     if written and not {storage_of(each) for each in written} <= {storage_of(used[at]) for at, _ in entry.written}:
         raise ModelError(
@@ -461,10 +461,10 @@ def note_doubts(
     moved: Mapping[int, StageValue],
     wrapped: Sequence[torch.Tensor],
 ) -> bool:
-    """Where a result shares memory with something that all ranks take for apart from it, or the other way round.
+    """Note where a result shares memory otherwise than all ranks assume.
 
     Strides, which decide it, depend on kernels that fake tensors may not know, and on shapes that only the owner knows.
-    Reading is right all the same; only a write in place would be seen elsewhere than in one process. Gives whether
+    Reading is right all the same; only a write in place would be seen elsewhere than in one process. Returns whether
     there is no such place.
     """
     places = {storage_of(each): at for at, each in reversed(list(enumerate(used)))}

@@ -1,4 +1,4 @@
-"""What a call gives, without executing it: tried once on fake tensors for every signature, and remembered.
+"""The outcome of a call, without executing it: tried once on fake tensors for every signature, and remembered.
 
 Every rank tries for itself and all come to the same verdict, for they see the same program. Where trying fails (no
 kernel for fake tensors, shapes that depend on values) all know that the owner announces the shape of the outputs.
@@ -59,14 +59,14 @@ class OutcomeTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallOutcome:
-    """What a call gives for one signature."""
+    """The outcome of the calls of one signature."""
 
     skeleton: Any
     """The result, the records of inner hooks and the writes to containers, with slots in the place of tensors and
     objects."""
     outputs: tuple[OutcomeTensor, ...]
     written: tuple[tuple[int, Spec], ...]
-    """Inputs that the call writes to in place, and what they are afterwards."""
+    """Inputs that the call writes to in place, and their descriptions afterwards."""
     writes_kept: bool
     """It may write to parameters or buffers of its own."""
     has_known_shapes: bool
@@ -80,7 +80,7 @@ class CallOutcome:
 
 
 class Writes:
-    """What a call writes to containers that it was given: lists that it appends to, dicts that it fills."""
+    """Writes of a call to containers that it was given: items appended to lists, entries of dicts."""
 
     def __init__(self, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any], objects: Sequence[Any]) -> None:
         self._call = call
@@ -91,7 +91,7 @@ class Writes:
         self._objects = [(each, _tensors_of(each)) for each in objects if call.is_user_code]
 
     def found(self) -> tuple[tuple[int, Any, Any], ...]:
-        """(number of the container, position or key, value) of everything new. Raises ModelError for what is gone."""
+        """(number of the container, position or key, value) of new items. Raises ModelError for items that are gone."""
         found = []
         for number, (container, before) in enumerate(zip(self._containers, self._before, strict=True)):
             after = contents_of(container)
@@ -183,7 +183,7 @@ class CallInputs:
 
     @contextmanager
     def lending(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Modules of other stages have what came along of them."""
+        """Modules of other stages have the tensors that came along with them."""
         saved = [held[key] for held, key, _ in self._lent]
         for held, key, at in self._lent:
             held[key] = tensors[at]
@@ -236,7 +236,7 @@ class CallInference:
         return signature, entry
 
     def learn(self, signature: Hashable, entry: CallOutcome) -> None:
-        """Remember what the owner announced."""
+        """Remember the entry that the owner announced."""
         self._entries[signature] = entry
 
     def _try(self, call: StagedCall, inputs: CallInputs) -> CallOutcome | None:

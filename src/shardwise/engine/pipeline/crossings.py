@@ -50,7 +50,7 @@ class GradientLink:
 
 @dataclass(slots=True)
 class StageGraph:
-    """What the backward of one microbatch on one stage starts from and ends in."""
+    """The roots and ends of the backward of one microbatch on one stage."""
 
     roots: list[torch.Tensor] = field(default_factory=list)
     """One empty tensor for every departure."""
@@ -133,12 +133,12 @@ _CODES: tuple[Gradient | None, ...] = (None, "complete", "own", "both", "hidden"
 
 
 def code_of(gradient: Gradient | None) -> int:
-    """How a message writes down what a gradient is."""
+    """The number that stands in a message for a kind of gradient."""
     return _CODES.index(gradient)
 
 
 def gradient_of(code: int) -> Gradient | None:
-    """What a message says of its gradient."""
+    """The kind of gradient that a number in a message stands for."""
     return _CODES[code]
 
 
@@ -155,10 +155,10 @@ class BackwardTrace:
                 roots.append((graph.loss.grad_fn, "complete"))
         self.traced = Traced(roots)
         self.came: dict[int, Gradient | None] = {}
-        """What came back so far, by the number of the crossing."""
+        """The kinds of the gradients that came back so far, by the number of the crossing."""
 
     def going_back(self, crossing: Crossing) -> Gradient | None:
-        """What goes back for a value that arrived: all that reaches it has come before."""
+        """The kind of the gradient of a value that arrived: the gradients that reach it have come before."""
         sources = frozenset() if crossing.anchor is None else self.traced.leaves.get(crossing.anchor, frozenset())
         return resolve(sources, self.came)
 
@@ -174,7 +174,7 @@ class GradientKinds:
         self._is_settled = False
 
     def trace(self, graphs: Sequence[StageGraph]) -> BackwardTrace | None:
-        """Look at the graphs before their backward; None where all ranks know what there is to know."""
+        """Look at the graphs before their backward; None once all kinds are known on all ranks."""
         return None if self._is_settled else BackwardTrace(graphs)
 
     def learn(self, trace: BackwardTrace) -> None:

@@ -40,13 +40,13 @@ class SpanRecorder:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.spans: list[TimeSpan] | None = None
-        """What was recorded; None: nothing is recorded."""
+        """The recorded spans; None: nothing is recorded."""
         self._rank = rank
         self._device = device
 
     @contextmanager
     def noting(self, kind: str, microbatch: int, stage: int) -> Iterator[None]:
-        """Record what the body takes."""
+        """Record when the body begins and ends."""
         if self.spans is None:
             yield
             return
@@ -69,7 +69,7 @@ Purpose = Literal["step", "evaluation", "prediction"]
 
 
 class MicrobatchFlow:
-    """The forward of one microbatch, and what its backward needs."""
+    """The forward of one microbatch, and the graphs for its backward."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class MicrobatchFlow:
         self.steps_back = False
         """Whether some rank worked on one of its stages after a later one: then its actions are not apart."""
         self.has_news = False
-        """Whether ranks waited in this forward for what only the owner of a stage knew."""
+        """Whether ranks waited in this forward for an announcement by the owner of a stage."""
         self.trace: BackwardTrace | None = None
         """Of the graphs whose backward runs; None where the kinds of gradients along `tp` are known."""
         self._post = post
@@ -157,7 +157,7 @@ class MicrobatchFlow:
         return self.graphs.setdefault(stage, StageGraph())
 
     def take_graphs(self, stage: int) -> list[StageGraph]:
-        """What the backward of a stage covers: its graph, or all, where they are connected on this rank."""
+        """The graphs that the backward of a stage covers: its own, or all where they need each other on this rank."""
         self.is_forward = False
         # Where a rank worked on an earlier stage again after a later one, the backward of each may need gradients that
         # the other gives halfway. One call of autograd with the roots of both runs nodes in reverse order of creation.
@@ -212,7 +212,7 @@ class MicrobatchFlow:
         return leaf
 
     def touch(self, prefix: str) -> None:
-        """A module wrote to what it keeps: copies on other stages are not what it has now."""
+        """A module wrote to its parameters or buffers: copies of them on other stages are out of date."""
         for _, made in self._held.values():
             if made.value.is_kept and made.value.maker.startswith(prefix):
                 made.value.memory.num_writes += 1
@@ -224,7 +224,7 @@ class MicrobatchFlow:
         return self._place_of(leaf) is not None or self._is_shaded(leaf)
 
     def shade(self, tensor: torch.Tensor) -> None:
-        """Values of a stage were written to a plain tensor: views of its memory have what it was on other ranks."""
+        """Values of a stage were written to a plain tensor: on other ranks, views of its memory have old elements."""
         self._shaded.add(tensor.untyped_storage()._cdata)
 
     def _is_shaded(self, leaf: torch.Tensor) -> bool:
@@ -309,7 +309,7 @@ class MicrobatchFlow:
                 self.graph(target).links.append(GradientLink(name=chain.name, crossing=crossing))
 
     def lineage_of(self, name: str, inputs: Sequence[int]) -> int:
-        """What a value is made of: equal when it is made again by a recomputation."""
+        """A checksum of how a value is made: equal when a recomputation makes it again."""
         lineage = zlib.crc32(f"{name} {inputs}".encode())
         if self.is_forward:
             self._num_alike[lineage] += 1
@@ -376,7 +376,7 @@ class MicrobatchFlow:
     # What only the owner knows ------------------------------------------------------------------------------------
 
     def announce(self, stage: int, news: Callable[[], Any]) -> Any:
-        """Let all ranks know what the rank of `stage` knows; `news` is called there.
+        """Let all ranks have the news of the rank of `stage`; `news` is called there.
 
         Where activations are recomputed, the others do not listen: each recomputes for itself.
         """
@@ -394,7 +394,7 @@ class MicrobatchFlow:
         return known
 
     def shape_known(self, tensor: StageTensor) -> Spec:
-        """The description of a value with its real shape, which its owner tells to all where they cannot know it."""
+        """The description of a value with its real shape, which its owner announces where the others cannot know it."""
         value = tensor.value
         if not value.has_known_shape:
             value.spec = self.announce(value.stage, lambda: Spec.of(value.local))  # type: ignore[arg-type]
@@ -406,7 +406,7 @@ class MicrobatchFlow:
         return self._spread(tensor.value.stage, tensor.value.local)
 
     def _spread(self, stage: int, content: torch.Tensor | None) -> torch.Tensor:
-        """Give all ranks what the rank of `stage` has, and only that one."""
+        """Give all ranks the content that only the rank of `stage` has."""
         # The number is counted on all ranks, so that sender and receivers mean the same announcement.
         number, self._num_news = self._num_news, self._num_news + 1
         self.has_news = True

@@ -90,7 +90,7 @@ _WORDS = {
     "__array__": "numpy",
     **{f"__{name}__": f"{name}()" for name in ("int", "float", "index", "complex", "deepcopy", "dlpack")},
 }
-"""What a program has written where torch sees these."""
+"""The words of a program that call these methods."""
 
 
 # A mode, and not only `StageTensor.__torch_function__`: parameters of placed modules and plain tensors that took
@@ -118,7 +118,7 @@ class Glue(TorchFunctionMode):
             self.flow = outer
 
     def run(self, compute: LossOf, part: Batch) -> torch.Tensor:
-        """What the user's program computes of a microbatch, the model's forward in it."""
+        """The result of the user's program for a microbatch; it calls the model's forward."""
         with self:
             result = compute(part)
         self._refuse_kept_values()
@@ -142,7 +142,7 @@ class Glue(TorchFunctionMode):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """What shardwise itself does with tensors does not go through here."""
+        """Operations of shardwise itself do not go through here."""
         # Modes are a stack, and a mode of the user's may stand above this one, which then cannot be taken out.
         # Operations still come here in that case, and `is_inside` lets them pass.
         is_on_top = torch.overrides._get_current_function_mode() is self
@@ -165,7 +165,7 @@ class Glue(TorchFunctionMode):
             self.is_inside = was_inside
 
     def on_call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call gives: a plain result, or values of the stage that it is executed on."""
+        """The result of the call: plain, or values of the stage that it is executed on."""
         flow = self.flow
         # Inside a placed module all tensors are real, for its arguments were exchanged for them. A value that is
         # still found there came in inside an object of an unknown class.
@@ -192,7 +192,7 @@ class Glue(TorchFunctionMode):
     def _describe(
         self, func: Callable[..., Any], tensor: StageTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What is known of a value on all ranks."""
+        """The answer to a question about a value that all ranks can give."""
         flow = tensor.flow
         spec = flow.shape_known(tensor) if func in _SHAPES else tensor.value.spec
         if func == _REQUIRES_GRAD:
@@ -249,7 +249,7 @@ class Glue(TorchFunctionMode):
         )
 
     def _advice_on_reads(self) -> str:
-        """What to do instead, where the innermost code that is the user's stands."""
+        """Advice for the place in the user's code that reads a value."""
         if advice := advice_on_loops(self._stages.model):
             return advice
         if self.flow is not None and self.flow.purpose == "prediction" and not outermost_method(self._stages.model):
@@ -273,7 +273,7 @@ class Glue(TorchFunctionMode):
 
 
 def advice_on_loops(model: nn.Module) -> str:
-    """What to do where a method of the model that is not its forward is running (generate, say); else nothing."""
+    """Advice where another method of the model than its forward is running (generate, say); else empty."""
     method = outermost_method(model)
     if method in ("", "forward", "_wrapped_call_impl", "_call_impl", "__call__"):
         return ""

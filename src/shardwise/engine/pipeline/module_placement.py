@@ -1,4 +1,4 @@
-"""Where the modules of a model go: what a placement has to know of them, and the placement that all ranks agree on.
+"""Where the modules of a model go: their tree, their work, and the placement that all ranks agree on.
 
 `outline_of` gives the tree of modules, `count_work` the work of each and the order of their first calls. The placement
 itself is a pure function of these (`plan.stages.place`).
@@ -81,12 +81,12 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
 
 
 def _is_closed(module: nn.Module) -> bool:
-    """Whether what is inside the module is not called as modules: it is compiled into one."""
+    """Whether the modules inside are not called as modules, because they are compiled into one."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules  # module.compile, torch.compile
 
 
 class _Flops(TorchDispatchMode):
-    """Counts the floating-point operations of this thread; what is compiled runs uncompiled meanwhile."""
+    """Counts the floating-point operations of this thread; compiled modules run uncompiled meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,7 +191,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward changes: modes, buffers and the state of random generators."""
+    """Undo the changes of a forward: modes, buffers and the state of random generators."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, key, buffer, None if buffer is None else buffer.clone())

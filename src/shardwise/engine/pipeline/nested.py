@@ -1,4 +1,4 @@
-"""Values inside tuples, lists, dicts and dataclasses: what modules and operations take and give.
+"""Values inside tuples, lists, dicts and dataclasses: the arguments and results of modules and operations.
 
 Three things are done with them. `transform` walks them: tensors and objects are taken out and put into numbered slots.
 `packed` and `unpacked` write them as bytes, for what only the owner of a stage can announce: JSON, in which nothing can
@@ -62,7 +62,7 @@ class TensorSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectSlot:
-    """Stands for the object with this number: what is no tensor, no container and no plain value (a cache, say)."""
+    """Stands for the object with this number: no tensor, no container and no plain value (a cache, say)."""
 
     number: int
 
@@ -147,7 +147,7 @@ def containers_in(values: Iterable[Any]) -> list[Any]:
 
 
 def contents_of(container: Any) -> dict[Any, Any]:
-    """What a container holds, by position, key or field."""
+    """The contents of a container, by position, key or field."""
     if isinstance(container, list):
         return dict(enumerate(container))
     if isinstance(container, MutableMapping):
@@ -156,7 +156,7 @@ def contents_of(container: Any) -> dict[Any, Any]:
 
 
 def put_into(container: Any, key: Any, value: Any) -> None:
-    """Write what `contents_of` gives under `key`, or add it."""
+    """Write the item that `contents_of` gives under `key`, or add it."""
     if isinstance(container, list):
         container[key : key + 1] = [value]
     elif isinstance(container, MutableMapping):
@@ -214,7 +214,7 @@ def is_plain(leaf: Any) -> bool:
 
 
 def token_of(leaf: Any) -> Hashable:
-    """What a leaf that is no tensor means to the shapes that come out of a call."""
+    """A value for a leaf that is no tensor: equal for leaves that lead to equal shapes of outputs."""
     if isinstance(leaf, slice):
         return (slice, token_of(leaf.start), token_of(leaf.stop), token_of(leaf.step))
     if is_plain(leaf):
@@ -249,7 +249,7 @@ _LARGEST_NUMBER = 1 << 63
 _OF_TORCH: Mapping[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 _FACTORIES = (list, dict, set, tuple, int, float, str, bool)
-"""What a defaultdict may have for missing keys: nothing else is called."""
+"""The factories that a defaultdict may have for missing keys: nothing else is called."""
 
 
 def packed(value: Any) -> torch.Tensor:
@@ -335,7 +335,7 @@ def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    """What an object has besides the items of its base class."""
+    """The attributes of an object, besides the items of its base class."""
     held = dict(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value):
         held |= {

@@ -34,13 +34,13 @@ _ALIGNMENT_BYTES = 64
 """At multiples of this torch allocates, on every device."""
 
 SAME_FORWARD = "every rank has to run the same forward (no branch on the rank, the time or unseeded random numbers)"
-"""What to do where ranks ran different ones."""
+"""The advice where ranks ran different ones."""
 
 _PURPOSES = ("values", "gradients", "announcements")
 
 
 class MessageKind(IntEnum):
-    """What a message carries."""
+    """The kinds of messages."""
 
     VALUE = 0
     GRADIENT = 1
@@ -64,12 +64,12 @@ class ReceivedMessage:
     source_stage: int
     target_stage: int
     progress: int
-    """A checksum over what the sender's forward had done so far."""
+    """A checksum over the calls of the sender's forward so far."""
     maker: str
     content: torch.Tensor | None
     """None: a value that has no gradient."""
     note: int = 0
-    """Of a gradient: what it is along `tp` (see `crossings.py`)."""
+    """Of a gradient: its kind along `tp` (see `crossings.py`)."""
 
 
 class Post:
@@ -193,7 +193,7 @@ class Post:
 def _room(
     shape: Sequence[int], stride: Sequence[int], lead: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of this shape and these strides, and flat memory for what `_flat` gives of it: its own where it fits.
+    """A tensor of this shape and these strides, and flat memory for the result of `_flat`: its own where that fits.
 
     It begins `lead` elements behind an aligned address, as the one that was sent.
     """
@@ -346,7 +346,7 @@ def _is_one_piece(compact: torch.Tensor) -> bool:
 
 
 def _flat(compact: torch.Tensor) -> torch.Tensor:
-    """What is sent of a tensor: its memory as a view, or a copy of its elements without the holes between them."""
+    """The elements of a tensor as they are sent: its memory as a view, or a copy without the holes."""
     if _is_one_piece(compact):
         return compact.as_strided((_extent(compact.shape, compact.stride()),), (1,))
     return compact.contiguous().view(-1)

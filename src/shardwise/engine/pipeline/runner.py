@@ -95,7 +95,7 @@ class PipelineRunner:
 
     @property
     def spans(self) -> list[TimeSpan] | None:
-        """What this rank did and when, while it is a list."""
+        """The recorded spans of this rank, while it is a list."""
         return self._recorder.spans
 
     @spans.setter
@@ -165,7 +165,7 @@ class PipelineRunner:
         return step.losses
 
     def predict(self, inputs: Batch, output_of: LossOf, *, stream: Stream | None) -> torch.Tensor:
-        """What `output_of` makes of the inputs (a tensor, without a graph), given to every rank of the pipeline."""
+        """The output of `output_of` for the inputs (a tensor, without a graph), on every rank of the pipeline."""
         flow = self._begin_flow("prediction", 0, stream)
         try:
             with self._glue.current(flow):
@@ -202,7 +202,7 @@ class PipelineRunner:
         return losses
 
     def _begin(self, step: TrainingStep) -> list[Action]:
-        """What is left to do, once it is known which values cross: the first forward of all shows it."""
+        """The actions that are left, once it is known which values cross: the first forward of all shows it."""
         rank, num_ranks = self.stages.rank, self.stages.num_ranks
         is_first = self.transfers is None
         if is_first:
@@ -233,7 +233,7 @@ class PipelineRunner:
         self._steps_back = flow.steps_back or self._has_news
 
     def _end(self, flows: Sequence[MicrobatchFlow]) -> None:
-        """Compare what the ranks' programs did."""
+        """Compare the programs of the ranks."""
         self.post.settle()
         for flow in flows:
             if flow.purpose == "step":

@@ -1,4 +1,4 @@
-"""What each stage has: modules, parameters and buffers, and how a rank lets go of those of other stages.
+"""The modules, parameters and buffers of each stage, and how a rank drops those of other stages.
 
 `StageParameters` says of every parameter of the whole model which ranks compute with it and which one owns it; it is
 known before anything is dropped, alike on all ranks. `Stages` is a rank's view of the placed model, for its forwards.
@@ -135,15 +135,15 @@ class StageParameters:
         return {self.placement.rank_of(stage): stage for stage in self.stages[name]}
 
     def owned_by(self, coordinate: int) -> list[str]:
-        """What the rank at `coordinate` updates, in the order of the model."""
+        """The parameters that the rank at `coordinate` updates, in the order of the model."""
         return [name for name in self.stages if self.owner(name) == coordinate]
 
     def held_by(self, coordinate: int) -> set[str]:
-        """What the rank at `coordinate` computes with."""
+        """The parameters that the rank at `coordinate` computes with."""
         return {name for name in self.stages if coordinate in self.users(name)}
 
     def of_several_stages(self) -> set[str]:
-        """What gets its gradient in parts, from the backwards of several stages."""
+        """The parameters that get gradients from the backwards of several stages."""
         return {name for name, stages in self.stages.items() if len(stages) > 1}
 
 
@@ -217,14 +217,14 @@ def drop_foreign(
 
 
 def move_to(model: nn.Module, device: torch.device) -> None:
-    """`model.to(device)`, but for what has no memory."""
+    """`model.to(device)`, without the tensors that have no memory."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def _without_memory(parameter: nn.Parameter, spec: Parameter) -> nn.Parameter:
-    """A parameter as the ranks that compute with it have it, with what the user noted on it."""
+    """A parameter as the ranks that compute with it have it, with the attributes that the user set on it."""
     dtype = torch_dtype(spec.working)
     if spec.fused or spec.portion is not None:
         return with_values(parameter, torch.empty(spec.shape, device="meta", dtype=dtype))

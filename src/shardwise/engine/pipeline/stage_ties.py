@@ -91,7 +91,7 @@ class StageTies:
         counters: Counters,
         waiting: Collection[str] = (),
     ) -> None:
-        """`inventory`: of what this rank computes with; replicas move to memory of their own.
+        """`inventory`: of the parameters that this rank computes with; replicas move to memory of their own.
 
         waiting: parameters whose values come later, by `write` or by a load.
         """
@@ -111,7 +111,7 @@ class StageTies:
         # reduced here. `over` is called by members only, so ranks without replicas may skip it.
         alone = pipeline.over([pipeline.rank]) if self._replicas else pipeline
         self._gradients: dict[int, GradPerUpdate] = {}
-        """By owner: what this rank has for parameters of that rank."""
+        """By owner: the gradients that this rank has for parameters of that rank."""
         self._handed_down: set[str] = set()
         self._layouts: dict[int, Ownership] = {}
         for owner in sorted({bundle.owner for bundle in self._replicas if bundle.trainable}):
@@ -245,7 +245,7 @@ class StageTies:
         return works
 
     def _take(self, user: int, own: GradReduce) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive what the rank `user` has for this rank's parameters."""
+        """Receive the gradients that the rank `user` has for this rank's parameters."""
         held = [spec for bundle in self._owned if bundle.user == user and bundle.trainable for spec in bundle.specs]
         flags = torch.empty(len(held), dtype=torch.uint8, device=self._channel.device)
         self._receive(flags, user, "which")

@@ -29,7 +29,7 @@ import torch
 # changes; and kernels for matrices round differently by them. `is_leaf` decides whether autograd allows a write in
 # place.
 class Spec(NamedTuple):
-    """What is known of a tensor without its elements."""
+    """The description of a tensor, without its elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -69,7 +69,7 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
 
 
 class ViewMemory:
-    """What a tensor and its views have in common."""
+    """The memory that a tensor and its views share."""
 
     __slots__ = ("doubt", "num_writes", "origin", "origin_version", "plain", "stale")
 
@@ -79,7 +79,7 @@ class ViewMemory:
         self.plain = plain
         """The tensor of all ranks whose memory it is, where there is one."""
         self.origin = origin
-        """Of a copy on another stage: what it was copied from, which is one with it in the program."""
+        """Of a copy on another stage: the memory that it was copied from; in the program both are one."""
         self.origin_version = 0 if origin is None else origin.version
         self.stale = ""
         """Why these elements may not be read any more; empty: they may."""
@@ -95,11 +95,11 @@ class ViewMemory:
 
     @property
     def root(self) -> "ViewMemory":
-        """What it was copied from in the end."""
+        """The memory that the first copy was made from."""
         return self if self.origin is None else self.origin.root
 
     def refusal(self, maker: str) -> str:
-        """Why what `maker` gave may not be read; empty: it may."""
+        """Why an output of `maker` may not be read; empty: it may."""
         if self.stale or not self.is_behind:
             return self.stale
         return (
@@ -109,7 +109,7 @@ class ViewMemory:
 
     @property
     def is_behind(self) -> bool:
-        """Whether what it was copied from was written to since."""
+        """Whether its origin was written to since it was copied."""
         origin = self.origin
         return origin is not None and (origin.version != self.origin_version or origin.is_behind)
 
@@ -178,7 +178,7 @@ class ValueForward(Protocol):
 
     device: torch.device
     on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-    """Gives what a torch function makes of values."""
+    """Gives the result of a torch function of values."""
 
     def refuse_compiled_code(self, function: Any) -> Any:
         """Raise ModelError."""

@@ -1,4 +1,4 @@
-"""What is infer-only on other ranks: calls of placed modules, and operations between them.
+"""Calls that are infer-only on other ranks: of placed modules, and of operations between them.
 
 Each can be run, on the rank of its stage, and tried on fake tensors, on all ranks. Fake tensors have shapes, strides
 and dtypes without elements, on the device of the real ones.
@@ -59,14 +59,14 @@ _UNLIKE_THEIR_FAKES = frozenset({"aten::_native_multi_head_attention"})
 
 
 class Trial(TorchDispatchMode):
-    """Sees what operations write to; versions of tensors do not show writes through `.data`, and of batch norm."""
+    """Sees writes of operations; versions of tensors do not show writes through `.data`, and of batch norm."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         """Memories."""
         self._alive: list[torch.Tensor] = []
-        """What was written to: another memory must not get the number of one that was given back."""
+        """The tensors written to, kept alive: another memory must not get the number of one that was freed."""
         self.kept: set[int] = set()
         """Memories of parameters and buffers."""
 
@@ -88,7 +88,7 @@ class Trial(TorchDispatchMode):
 
 
 class Fakes:
-    """Makes fake tensors, and runs what takes them."""
+    """Makes fake tensors, and runs trials with them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -143,7 +143,7 @@ class StagedCall(Protocol):
     is_user_code: bool
     """Whether it is code of the user's, which may fill lists and dicts that it is given, and give any numbers."""
     ignores_numbers: bool
-    """Whether Python numbers among the inputs do not change what comes out but for its values."""
+    """Whether Python numbers among the inputs change nothing but the elements of the outputs."""
 
     def key(self) -> Hashable:
         """Equal for calls that give outputs of equal shapes for inputs of equal shapes."""
@@ -193,14 +193,14 @@ class PlacedModule:
         self.module = module
         self.stage = stage
         self.forward = module.forward
-        """What the module ran before it was placed."""
+        """The module's forward before it was placed."""
         # Some modules have a forward of their own as an attribute (a wrapper of shardwise or of another library). It
         # has to come back as an attribute; for all others the attribute has to vanish, so that the class's forward
         # is found again.
         self._own_attributes = {key: vars(module)[key] for key in ("forward",) if key in vars(module)}
         self.inner = [each for each in module.modules() if each is not module]
         self._compiled: Callable[..., Any] | None = module._compiled_call_impl
-        """What `module.compile()` made of the whole call; hooks stay outside of it from now on."""
+        """The compiled whole call, after `module.compile()`; hooks stay outside of it from now on."""
         self._structure = structures.setdefault(_structure_of(module, name), len(structures))
 
     def give_back(self) -> None:
@@ -237,7 +237,7 @@ class PlacedModule:
             attributes |= saved
 
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `StagedCall`. What forward writes into the module itself is taken back."""
+        """See `StagedCall`. Writes of forward into the module itself are taken back."""
         whole = [self.module, *self.inner]
         # All attributes, not tensors alone: a forward may count its calls or fill a cache, and the trial is no call.
         # A shallow copy puts back what was rebound; what a module does inside of an object that it keeps stays.
@@ -333,7 +333,7 @@ def _fake(fakes: Fakes, tensor: torch.Tensor, made: dict[torch.Tensor, torch.Ten
 
 
 def _structure_of(module: nn.Module, name: str) -> Hashable:
-    """What decides shapes: classes, shapes of parameters and buffers, plain attributes.
+    """Everything that decides shapes: classes, shapes of parameters and buffers, plain attributes.
 
     A layer's own number in its list (which many layers of users keep) is not what makes it different.
     """

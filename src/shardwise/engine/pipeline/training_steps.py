@@ -1,4 +1,4 @@
-"""One training step of one rank: its forwards and backwards, in whatever order they are asked for.
+"""One training step of one rank: its forwards and backwards, in any order that a schedule asks for.
 
 2 stages on 2 ranks, 3 microbatches, `1f1b`; v0 is the value that crosses in microbatch 0, g0 its gradient:
 
@@ -67,7 +67,7 @@ class Turn:
         self._thread.start()
 
     def advance(self) -> None:
-        """Let the forward run until it parks or ends; raises what it raised."""
+        """Let the forward run until it parks or ends; raises its error again."""
         if self._has_ended:
             return
         self._go.release()
@@ -105,7 +105,7 @@ class Turn:
 
 
 class _ThreadState:
-    """What torch keeps for a thread, and forwards depend on."""
+    """The state of a thread in torch that forwards depend on."""
 
     def __init__(self, device: torch.device) -> None:
         self._num_threads = torch.get_num_threads()
@@ -140,7 +140,7 @@ class _ThreadState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Equipment:
-    """What all steps of a rank work with."""
+    """The objects that all steps of a rank work with."""
 
     stages: Stages
     glue: Glue

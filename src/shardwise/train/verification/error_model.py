@@ -47,7 +47,7 @@ class Path:
     """The operations between a microbatch's inputs and one of its values."""
 
     num_calls: int
-    """Calls of modules so far: each rounds what it gives to its dtype."""
+    """Calls of modules so far: each rounds its output to its dtype."""
     length: int
     """Their reduction lengths added up; that of a call is the largest size of a dim of its parameters and output."""
     roundoff: float
@@ -79,7 +79,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorModel:
-    """What the arithmetic of a layout has in common with that of one process."""
+    """How the arithmetic of a layout differs from that of one process."""
 
     same_forward: bool
     """Every microbatch is computed by the same operations on the same numbers, on one rank."""
@@ -91,7 +91,7 @@ class ErrorModel:
     wire_roundoff: float
     """Of the dtype in which they travel between data ranks; 0 where they do not."""
     words: str
-    """Of what the layout does to the arithmetic."""
+    """The effect of the layout on the arithmetic, in words."""
 
     @classmethod
     def of(cls, plan: Plan) -> "ErrorModel":
@@ -149,13 +149,13 @@ def _words(plan: Plan) -> str:
 
 
 def precision_words(plan: Plan) -> str:
-    """The roundoff of what travels between data ranks."""
+    """The roundoff of gradients that travel between data ranks."""
     return f"2^{round(math.log2(UNIT_ROUNDOFF[plan.precision.reduce]))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closeness:
-    """How far two tensors of one shape are from each other, as a fraction of what is allowed; above 1 is too far."""
+    """How far two tensors of one shape are from each other, as a fraction of the bound; above 1 is too far."""
 
     ratio: float
     """Infinite where a difference is not finite; never nan."""
@@ -231,7 +231,7 @@ def _differences(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def _root_mean_square(sizes: torch.Tensor) -> float:
-    """Of what is not negative; without squares that leave the range of the dtype."""
+    """Of values that are not negative; without squares that leave the range of the dtype."""
     largest = float(sizes.max())
     if not 0 < largest < math.inf:
         return largest

@@ -1,4 +1,4 @@
-"""The run under the layout: every rank leaves what it computed in a folder, and one process reads it together.
+"""The run under the layout: every rank leaves its notes in a folder, and one process joins them.
 
     state-0/  gradients-0/  rank-000000-0.pt ..  state-1/  gradients-1/  rank-000000-1.pt ..  state-2/
 
@@ -34,14 +34,14 @@ from shardwise.train.verification.run_recording import GradientKey, Noted, Noted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNotes:
-    """What one rank tells of one update."""
+    """The notes of one rank about one update."""
 
     notes: Notes
     report: StepReport
     counted: tuple[int, ...]
     """Numbers of the microbatches that the rank computed: those with a weight of 0 are left out."""
     chained: dict[str, int]
-    """Parameters of several stages whose gradients went down from stage to stage within the backward -> who has all."""
+    """Parameters whose gradients went down from stage to stage within the backward -> the owner, which has the sum."""
     digests: dict[str, str]
     """Of every piece that the rank owns after the update, and of its gradient."""
     num_threads: int
@@ -62,7 +62,7 @@ class RankNotes:
 
     @classmethod
     def read(cls, path: Path) -> "RankNotes":
-        """What `write` left."""
+        """The notes that `write` left."""
         # Only tensors and plain containers are read: a file of notes can call nothing.
         held: dict[str, Any] = torch.load(path, weights_only=True)
         return cls(
@@ -169,13 +169,13 @@ class MicrobatchGradient:
     noted: Noted
     """Their sum."""
     sizes: torch.Tensor
-    """The sum of the sizes of what each has, for the elements that are kept."""
+    """The sum of the sizes of all parts, for the elements that are kept."""
     parts: tuple[tuple[int, torch.Tensor], ...]
-    """What each has: (its place along pp, the elements that are kept)."""
+    """The part of each rank: (its place along pp, the elements that are kept)."""
 
     @classmethod
     def on_one_rank(cls, noted: Noted, stage: int) -> "MicrobatchGradient":
-        """What one rank has."""
+        """The part of one rank."""
         return cls(noted=noted, sizes=noted.sample.abs(), parts=((stage, noted.sample),))
 
     @classmethod
@@ -197,9 +197,9 @@ class LayoutNotes:
 
     report: StepReport
     outputs: Mapping[OutputKey, Sequence[tuple[int, Noted]]]
-    """What ranks have of each output: (rank, what)."""
+    """The values of each output on ranks: (rank, value)."""
     gradients: Mapping[GradientKey, MicrobatchGradient]
-    """Of parameters that are whole on the ranks that compute with them: what these have together, summed."""
+    """Of parameters that are whole on the ranks that compute with them: the sum over these ranks."""
     counted: Sequence[int]
     """The microbatches that were computed, in order."""
     unequal_pieces: Sequence[tuple[str, int, int]]
@@ -215,7 +215,7 @@ class LayoutNotes:
 
     @classmethod
     def read(cls, program: Program, folder: Path, step: int, shapes: Mapping[str, tuple[int, ...]]) -> "LayoutNotes":
-        """From what the ranks left. shapes: of the whole parameters."""
+        """From the notes of the ranks. shapes: of the whole parameters."""
         ranks = [RankNotes.read(notes_file(folder, step, rank)) for rank in range(program.plan.mesh.size)]
         per_rank = program.plan.merge.microbatches
         outputs: dict[OutputKey, list[tuple[int, Noted]]] = {}

@@ -57,7 +57,7 @@ def layout_overrides(path: Path, text: str, overrides: Sequence[str]) -> tuple[M
 
 
 def split_words(text: str) -> list[str]:
-    """Words between commas and spaces, which do not part what stands in quotes or brackets."""
+    """Words between commas and spaces; those inside quotes or brackets do not separate words."""
     words, depth, quote = [""], 0, ""
     for character in text:
         if quote:

@@ -1,4 +1,4 @@
-"""What the mean gradients of an update have to be, how far off they may be, and what a wrong one looks like.
+"""The mean gradients of an update: their right values, how far off they may be, and words for wrong ones.
 
 known equal per microbatch     each element within (2n + 4) u of the mean of its terms' sizes
 else, twice                    against the layout's own microbatches: only adding rounds; each element
@@ -53,7 +53,7 @@ class MeanGradients:
             allowed += self._allowed_norm(name) ** 2
         self.norm = math.sqrt(squares) if math.isfinite(squares) else math.nan
         self.allowed_of_norm = math.sqrt(allowed) + 4 * UNIT_ROUNDOFF["float32"] * self.norm
-        """By how much the norm may be off: at most by the norm of what all elements may be off."""
+        """By how much the norm may be off: the norm of the bounds of all elements."""
         self._common = SharedFactor()
         limit, theirs = program.plan.clip_grad_norm, layout.report.grad_norm
         # Clipped by the layout's norm, which is compared on its own: a wrong one must not make all gradients wrong.
@@ -70,7 +70,7 @@ class MeanGradients:
         yield from dict.fromkeys([*last, *reversed(list(self._own.terms))])
 
     def closeness(self, name: str, theirs: torch.Tensor) -> Closeness:
-        """Of what the layout's optimizer was given."""
+        """Of the gradient that the layout's optimizer was given."""
         flat = wide(theirs).reshape(-1).cpu()
         terms = self._own.terms[name]
         expected = terms.total.reshape(-1).cpu() * self._factor
@@ -90,7 +90,7 @@ class MeanGradients:
         return found if added is None or added.ratio <= found.ratio else added
 
     def common_factor(self) -> tuple[str, Closeness] | None:
-        """See `SharedFactor.found`; of what `closeness` was asked for."""
+        """See `SharedFactor.found`; over the gradients that `closeness` was asked for."""
         return self._common.found(rounding=self._rounding(), slack=self._slack)
 
     @property
@@ -139,7 +139,7 @@ class _Factor:
 
     @property
     def factor(self) -> float:
-        """By what one process's is to be multiplied."""
+        """The number by which one process's gradient is multiplied."""
         return self.product / self.square
 
 
@@ -197,13 +197,13 @@ class FaultWords:
     """The words for one update."""
 
     def __init__(self, own: OwnStep, layout: LayoutNotes, *, factor: float) -> None:
-        """factor: what the sum over microbatches is multiplied by, to be the mean, and clipped."""
+        """factor: turns the sum over microbatches into the mean, clipped."""
         self._own = own
         self._layout = layout
         self._factor = factor
 
     def explain(self, name: str, theirs: torch.Tensor, at: int, pieces: Sequence[Piece]) -> tuple[str, int | None]:
-        """What a gradient that is too far off looks like, and the first microbatch that counts wrongly.
+        """Words for a gradient that is too far off, and the first microbatch that counts wrongly.
 
         pieces: as the layout holds it. Every owner has a sum of its own: only the piece with element `at` is fitted.
         """
@@ -243,7 +243,7 @@ class FaultWords:
         return [zeros if noted is None else noted.sample[inside] * self._factor for noted in found]
 
     def _of_stages(self, name: str, inside: torch.Tensor) -> dict[int, torch.Tensor]:
-        """What ranks along pp give to the gradient of a parameter that they share."""
+        """The parts of ranks along pp in the gradient of a parameter that they share."""
         stages: dict[int, torch.Tensor] = {}
         for number in self._layout.counted:
             contribution = self._layout.gradients.get(GradientKey(number, name))

@@ -34,7 +34,7 @@ from shardwise.train.verification.run_recording import NotedLoss, Notes, Recorde
 
 @dataclass(kw_only=True)
 class Terms:
-    """What the gradient of one parameter is added up from, over all microbatches."""
+    """The terms of the gradient of one parameter, over all microbatches."""
 
     total: torch.Tensor
     """The sum."""
@@ -46,7 +46,7 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnStep:
-    """What one process made of one update."""
+    """One update in one process."""
 
     notes: Notes
     report: StepReport
@@ -57,7 +57,7 @@ class OwnStep:
     state: dict[str, torch.Tensor]
     """After the update with the layout's gradients; views that hold until the next one."""
     gradient_digests: dict[str, str]
-    """Of the mean gradients as an engine in one process adds them up: what is equal to these is equal to the bit."""
+    """Of the mean gradients as an engine in one process adds them up, to find gradients that are equal to the bit."""
     written_buffers: frozenset[str]
     """The names of buffers that the forwards of this update have changed."""
 
@@ -108,7 +108,7 @@ class OneProcess:
         return {piece.name: tensor for piece, tensor in self._engine.state().items()}
 
     def step(self, batch: Any, state: FilePath, gradients: Catalogue) -> OwnStep:
-        """One update from a state of the layout. `gradients`: what the layout's optimizer was given."""
+        """One update from a state of the layout. `gradients`: those that the layout's optimizer was given."""
         # A checkpoint of any layout loads into one process: masters, buffers and what the optimizer keeps.
         load(str(state), self._engine, channel=self._channel)
         buffers = self._digests_of_buffers()
@@ -186,7 +186,7 @@ class OneProcess:
         return lambda module, inputs, output: self.note_uses(names, module, inputs, output)
 
     def _take_gradients(self, *_: Any) -> None:
-        """Just before an optimizer steps: give it what the layout's was given."""
+        """Just before an optimizer steps: give it the gradients of the layout."""
         if self._theirs is None:
             return
         for piece, gradient in self._engine.gradients().items():

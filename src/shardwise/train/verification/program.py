@@ -1,4 +1,4 @@
-"""What is verified: a program of one process, and the plan under which it is to give the same numbers.
+"""The subject of a verification: a program of one process, and a plan that has to give the same numbers.
 
 plan               one_process_plan          the batch of an update, 8 rows
 2 data ranks,      one rank,                 rank 0: rows 0-3 as microbatches 0-1, 2-3;  rank 1: 4-5, 6-7
@@ -110,7 +110,7 @@ class Program:
 
 
 def rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """Some rows of a batch; what has no rows goes along."""
+    """Some rows of a batch; entries without rows go along."""
     return {
         name: value[start:stop] if isinstance(value, torch.Tensor) and value.ndim else value
         for name, value in batch.items()

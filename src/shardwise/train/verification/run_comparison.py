@@ -83,7 +83,7 @@ class StepComparer:
         return next(self._divergences(), None)
 
     def summary(self) -> StepComparison:
-        """What was compared."""
+        """The tallies of the tensors that were compared."""
         return StepComparison(
             step=self._step,
             loss=self._layout.report.loss,
@@ -97,7 +97,7 @@ class StepComparer:
         )
 
     def remarks(self) -> list[str]:
-        """What was not compared, known when `first_divergence` has looked at all of it."""
+        """The tensors that were not compared, known once `first_divergence` has looked at all."""
         kinds = [f"{number} {kind}" for kind, number in self._not_compared.items()]
         if not kinds:
             return self._remarks
@@ -307,7 +307,7 @@ class StepComparer:
     # Words ----------------------------------------------------------------------------------------------------------
 
     def _is_far(self, kind: str, found: Closeness, *, is_equal: bool | None = None) -> bool:
-        """Count it; whether rounding does not explain it. `is_equal`: where that is not what has been compared."""
+        """Count it; whether rounding does not explain it. `is_equal`: to the bit, where `found` compares in float64."""
         count = self._counts.setdefault(kind, _Count())
         count.compared += 1
         equal = found.ratio == 0 if is_equal is None else is_equal
@@ -399,7 +399,7 @@ def _shown(value: object) -> str:
 
 
 def _module_of(name: str) -> str:
-    """The module that holds a parameter or buffer, or what an optimizer keeps for one."""
+    """The module that holds a parameter or buffer, or the parameter that a state of the optimizer belongs to."""
     # "optimizer/layers.0.weight/exp_avg" belongs to the module of layers.0.weight.
     plain = name.removeprefix("optimizer/").rpartition("/")[0] if is_state_name(name) else name
     return plain.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What a model computes in an update, noted by hooks: outputs of modules, losses, gradients of each microbatch.
+"""The values of a model in an update, noted by hooks: outputs of modules, losses, gradients of each microbatch.
 
 Of a tensor with many elements a sample is kept, at places that depend on their number alone, and a digest of all. The
 digest says whether two tensors are equal to the bit, the sample how far apart they are where they are not.
@@ -76,13 +76,13 @@ class Noted(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """What was computed before the tensor in its forward."""
+        """The calls before the tensor in its forward."""
         return Path(num_calls=self.num_calls, length=self.length, roundoff=self.roundoff)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notes:
-    """What one rank computed in one update, in its order; microbatches are counted as the rank computes them."""
+    """The tensors of one rank in one update, in its order; microbatches are counted as the rank computes them."""
 
     outputs: dict[OutputKey, Noted]
     gradients: dict[GradientKey, Noted]
@@ -96,7 +96,7 @@ class Notes:
 
     @classmethod
     def unpacked(cls, packed: Mapping[str, Any]) -> "Notes":
-        """From what `packed` gave."""
+        """From the result of `packed`."""
         return cls(
             outputs={OutputKey(*key): Noted(*noted) for key, noted in packed["outputs"]},
             gradients={GradientKey(*key): Noted(*noted) for key, noted in packed["gradients"]},
@@ -126,7 +126,7 @@ def is_number(dtype: str) -> bool:
 
 
 class Recorder:
-    """Notes what goes through one model, from `begin` to `take`."""
+    """Notes the outputs and gradients of one model, from `begin` to `take`."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Recorder:
         self._is_on = True
 
     def take(self) -> Notes:
-        """What was noted in the update, which has ended."""
+        """The notes of the update, which has ended."""
         self._is_on = False
         notes = Notes(outputs=self._outputs, gradients=self._gradients)
         self._clear()
@@ -247,7 +247,7 @@ class NotedLoss:
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
         self.recorder: Recorder | None = None
-        """Who notes, once it is there."""
+        """Set once the model has its hooks."""
 
     def __call__(self, output: Any, batch: Batch) -> torch.Tensor:
         """The loss of a microbatch."""
@@ -264,7 +264,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def noted_of(tensor: torch.Tensor, path: Path) -> Noted:
-    """What is kept of a tensor."""
+    """A tensor as it is kept: a digest and a sample."""
     dense = tensor.detach()
     # On the device of the tensor: only the sample is copied to the CPU.
     kept = dense.reshape(-1)[places(dense.numel()).to(dense.device)]

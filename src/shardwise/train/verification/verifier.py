@@ -121,7 +121,7 @@ def _verify_on(channel: Channel, program: Program, folder: Path | str | None) ->
 
 @contextmanager
 def _fresh_folder(channel: Channel, inside: Path | str | None) -> Iterator[str]:
-    """A folder that nothing is in, so that what an earlier verification left is never read; removed at the end."""
+    """An empty folder, so that notes of an earlier verification are never read; removed at the end."""
     try:
         if inside is not None:
             Path(inside).mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def compare_with_one_process(
     title: str = "",
     after_step: Callable[[], object] = lambda: None,
 ) -> VerificationReport:
-    """Repeat in one process what the ranks left in `folder`, up to the first update that diverges."""
+    """Repeat in one process the updates that ranks left in `folder`, up to the first that diverges."""
     own = OneProcess(program, device)
     # A model that is built differently on the ranks would make every later comparison fail in a less clear place.
     divergence = initial_divergence(own.state(), open_checkpoint(str(state_folder(folder, 0))))
