@@ -20,7 +20,7 @@ from shardwise.cli import main
 from shardwise.plan import Merge, Pipeline, Precision, Sharding, Tensor
 from shardwise.plan.specs import toml_text
 from shardwise.space import Mesh
-from shardwise.train import tables
+from shardwise.train import config as tables
 from shardwise.words import GLOSSARY
 
 ROOT = Path(__file__).parents[1]

@@ -44,7 +44,9 @@ def no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     find = shardwise.comm.host_checks.find_spec
-    monkeypatch.setattr(shardwise.comm.host_checks, "find_spec", lambda name: None if name == "tokenizers" else find(name))
+    monkeypatch.setattr(
+        shardwise.comm.host_checks, "find_spec", lambda name: None if name == "tokenizers" else find(name)
+    )
 
 
 def no_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import click
 
 from shardwise.cli.ckpt import ckpt
+from shardwise.cli.convert import convert
 from shardwise.cli.doctor import doctor
 from shardwise.cli.draw import draw
 from shardwise.cli.schedule import schedule
@@ -18,6 +19,7 @@ def main() -> None:
 
 main.add_command(train)
 main.add_command(verify)
+ckpt.add_command(convert)
 main.add_command(ckpt)
 main.add_command(schedule)
 main.add_command(draw)
