@@ -121,7 +121,7 @@ def convert(
             click.echo(table)
             click.echo("nothing was written")
             return
-        # --like alone says where the inverse leads. Only a certificate reads its values, which is as dear as SRC itself.
+        # --like alone says where the inverse leads. Only a certificate reads its values, which costs a read of SRC.
         begun = time.perf_counter()
         with byte_progress("converting") as progress:
             report = checkpoint.convert(

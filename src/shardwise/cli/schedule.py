@@ -50,7 +50,7 @@ def schedule(
 
         asked = _schedule(schedule, ranks, chunks, microbatches)
         moved = chain(asked.num_stages) if transfers is None else _transfers(transfers)
-        # A named schedule is changed as training would change it, a written one never: then what cannot run is an error.
+        # A named schedule is changed as training would change it, a written one never: what cannot run is refused.
         run = adapt(asked, moved)
         timeline = simulate_schedule(
             run,

@@ -48,7 +48,7 @@ def train(
         rank, size = place or (None, nproc or 1)
         with errors_in_words(debug=debug, rank=rank, verdicts=verdicts):
             run_config = _checked(config, overrides, size)
-            # Checked here as well, though each rank checks again: N processes would say the same N times, seconds later.
+            # Checked here as well, though ranks check again: N processes would say it N times, seconds later.
             if nproc is not None and nproc > 1:
                 arguments = ["train", str(config), *(["--resume", resume] if resume is not None else [])]
                 sys.exit(launched(arguments, num_processes=nproc, overrides=overrides, debug=debug))
