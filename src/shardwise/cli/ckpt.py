@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.exit_verdicts import FAILED, INTERRUPTED, ExitVerdict, tell, told
+from shardwise.cli.exit_verdicts import FAILED, INTERRUPTED, ExitVerdict, errors_in_words, print_verdict
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
 
     PATH is a folder or an address: of saves, of one save, of safetensors files, or of torch.distributed.checkpoint.
     """
-    with told(debug=debug):
+    with errors_in_words(debug=debug):
         from shardwise import checkpoint
         from shardwise.checkpoint.saves import list_saves, read_head
         from shardwise.checkpoint.stores import OneFile
@@ -47,6 +47,7 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
             try:
                 heads[number] = read_head(store, number)
             except CheckpointError as error:
+                # A saver that keeps the newest only may have pruned it since the listing: that is no damage.
                 if number in list_saves(store).committed:  # else it was removed meanwhile
                     heads[number] = error
         if heads and not as_json:
@@ -204,8 +205,8 @@ def diff(a: str, b: str, step_a: int | None, step_b: int | None, model_only: boo
         click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        tell(ExitVerdict.of(error, rank=None, debug=debug))
-        sys.exit(TROUBLE)
+        print_verdict(ExitVerdict.of(error, rank=None, debug=debug))
+        sys.exit(TROUBLE)  # not 1, which says that both were read and differ: scripts tell these apart
     sys.exit(SAME if found.equal else DIFFERENT)
 
 
@@ -221,10 +222,11 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
     """
     if verifies_all and step is not None:
         raise click.UsageError("--all verifies the saves of all steps; leave out --step")
-    with told(debug=debug):
+    with errors_in_words(debug=debug):
         from shardwise import checkpoint
 
         with byte_progress("verifying") as show:
+            # Known from metadata, so that the bar has an end. Damaged metadata makes it short: it grows as bytes come.
             total = _total_bytes(path, step, verifies_all=verifies_all)
             verified = 0
 
@@ -240,14 +242,15 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
         for note in (note for report in reports for note in report.notes):
             click.echo(f"note: {note}", err=True)
         for report in reports:
-            _tell(report)
+            _print_report(report)
         if not all(report.good for report in reports):
             sys.exit(FAILED)
+        # Said last and on stderr: who pipes the verdict into a script gets the verdict only.
         if step is None and not verifies_all and (others := _num_others(path)):
             click.echo(f"note: {plural(others, 'other save')} at {path} not read; --all reads them too", err=True)
 
 
-def _tell(report: "VerifyReport") -> None:
+def _print_report(report: "VerifyReport") -> None:
     from shardwise.train.observers import size
 
     if report.good:
