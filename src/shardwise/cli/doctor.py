@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.exit_verdicts import told
+from shardwise.cli.exit_verdicts import errors_in_words
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "wrong": ("WRONG", "red")}
 
@@ -23,7 +23,7 @@ def doctor(folder: Path | None, no_trial: bool, as_json: bool, debug: bool) -> N
 
     Exit codes: 0 nothing is wrong, 1 something is, 2 wrong usage, 130 stopped by Ctrl-C.
     """
-    with told(debug=debug):
+    with errors_in_words(debug=debug):
         from shardwise.comm.host_checks import examine
 
         num_wrong = 0

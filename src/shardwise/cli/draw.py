@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.exit_verdicts import told
+from shardwise.cli.exit_verdicts import errors_in_words
 
 
 @click.command("draw")
@@ -37,7 +37,7 @@ def draw(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
-    with told(debug=debug):
+    with errors_in_words(debug=debug):
         from shardwise.train.drawing import draw as svg_of
 
         pairs = dict(pair.partition("=")[::2] for pair in parameters)
