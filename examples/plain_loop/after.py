@@ -50,4 +50,4 @@ if __name__ == "__main__":
     if channel.rank == 0:
         for step, loss in enumerate(losses):
             print(f"step {step}: loss {loss:.5f}")
-        print(f"an engine on {channel.size} data ranks trained this; before.py prints the same losses")
+        print(f"an engine trained this (data ranks: {channel.size}); before.py prints the same losses")
