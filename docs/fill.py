@@ -142,19 +142,18 @@ def include(file: str) -> str:
 
 def diff(before: str, after: str) -> str:
     """What changes from one file to another, as a block of code."""
-    lines = [(ROOT / file).read_text(encoding="utf-8").splitlines() for file in (before, after)]
-    return "\n".join(["```diff", *difflib.unified_diff(*lines, before, after, n=1, lineterm=""), "```"])
+    old, new = ((ROOT / file).read_text(encoding="utf-8").splitlines() for file in (before, after))
+    return "\n".join(["```diff", *difflib.unified_diff(old, new, before, after, n=1, lineterm=""), "```"])
 
 
 def about(program: str) -> str:
-    """What the docstring of a program says first, in a line."""
+    """The first paragraph of a program's docstring, in a line."""
     text = ast.get_docstring(ast.parse((ROOT / program).read_text(encoding="utf-8"))) or ""
-    return " ".join(text.partition("\n\n    ")[0].split())
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 MACROS: dict[str, Callable[..., str]] = {
-    macro.__name__: macro
-    for macro in (settings, glossary, commands, measured, results, drawing, include, diff, about)
+    macro.__name__: macro for macro in (settings, glossary, commands, measured, results, drawing, include, diff, about)
 }
 
 

@@ -91,6 +91,7 @@ def finetune(channel: sw.Channel) -> list[str]:
     sw.save(folder / "saves", engine, step=NUM_STEPS)
     question = {"input_ids": batch_of(NUM_STEPS)["input_ids"]}
     logits = engine.predict(question, lambda inputs: model(**inputs).logits)
+    assert losses[-1] < losses[0] / 2
     if channel.rank > 0:
         return []
     sw.checkpoint.export_hf(folder / "saves", folder / "files", dtype="float32")  # the masters

@@ -7,6 +7,7 @@ One learns: a save holds the model, not its layout; schedulers go along in `extr
 """
 
 import tempfile
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -24,7 +25,8 @@ class Block(nn.Module):
         self.down = nn.Linear(64, 16)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return states + self.down(F.gelu(self.up(states)))
+        change: torch.Tensor = self.down(F.gelu(self.up(states)))
+        return states + change
 
 
 def build() -> nn.Module:
@@ -37,7 +39,7 @@ def words_of(step: int) -> torch.Tensor:
     return (torch.arange(8).view(8, 1) * 4 + torch.arange(12) * 3 + step) % 32
 
 
-def entropy(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def entropy(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["words"][:, 1:].flatten())
 
 

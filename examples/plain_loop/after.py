@@ -1,7 +1,7 @@
 """The loop of `before.py` under a plan: alone, or on as many data ranks as torchrun starts.
 
-    python examples/plain_loop/after.py
-    torchrun --nproc-per-node 2 examples/plain_loop/after.py
+python examples/plain_loop/after.py
+torchrun --nproc-per-node 2 examples/plain_loop/after.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A plain PyTorch training loop. `after.py` is the same program under a plan, and prints the same losses.
 
-    python examples/plain_loop/before.py
+python examples/plain_loop/before.py
 """
 
 import torch
