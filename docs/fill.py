@@ -6,6 +6,7 @@ A page says `{{ settings("train") }}`, and gets what the function of that name i
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import itertools
 import json
@@ -131,8 +132,28 @@ def drawing(source: str, *words: str, processes: int = 1) -> str:
     return f"<figure markdown='0'>{svg.replace(chr(10), '')}</figure>"
 
 
+LANGUAGES = {".py": "python", ".toml": "toml"}
+
+
+def include(file: str) -> str:
+    """A file of this repository, as a block of code."""
+    return f"```{LANGUAGES[Path(file).suffix]}\n{(ROOT / file).read_text(encoding='utf-8')}```"
+
+
+def diff(before: str, after: str) -> str:
+    """What changes from one file to another, as a block of code."""
+    old, new = ((ROOT / file).read_text(encoding="utf-8").splitlines() for file in (before, after))
+    return "\n".join(["```diff", *difflib.unified_diff(old, new, before, after, n=1, lineterm=""), "```"])
+
+
+def about(program: str) -> str:
+    """The first paragraph of a program's docstring, in a line."""
+    text = ast.get_docstring(ast.parse((ROOT / program).read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
 MACROS: dict[str, Callable[..., str]] = {
-    macro.__name__: macro for macro in (settings, glossary, commands, measured, results, drawing)
+    macro.__name__: macro for macro in (settings, glossary, commands, measured, results, drawing, include, diff, about)
 }
 
 

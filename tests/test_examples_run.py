@@ -1,0 +1,116 @@
+"""Every program of `examples` runs, and says what it showed; the pages show the programs as they are."""
+
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.fill import diff, filled, include
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+LAST_LINES = {
+    "plain_loop/before.py": "PyTorch alone trained this; after.py prints the same losses",
+    "plain_loop/after.py": "an engine trained this (data ranks: 1); before.py prints the same losses",
+    "finetune_hf.py": "from_pretrained loads it, and its logits are those of the engine to the bit",
+    "two_optimizers.py": "two ranks, each with whole matrices, have them but for rounding",
+    "odd_pipeline.py": "losses and parameters are those of one process to the bit",
+    "resume_elsewhere.py": "saved under one layout and resumed under another, the losses are those of one process",
+    "convert_and_export.py": "21 tensors were fused, saved, and taken apart again; every bit came back",
+}
+
+
+@pytest.fixture(autouse=True)
+def _scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What examples leave in temporary folders goes with the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run a program as `python examples/NAME` does; its names at the end."""
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name)])
+    return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", LAST_LINES)
+def test_the_program_runs_and_says_what_it_showed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(name, monkeypatch)
+    assert capsys.readouterr().out.splitlines()[-1] == LAST_LINES[name]
+
+
+def test_both_plain_loops_have_the_same_losses_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = run("plain_loop/before.py", monkeypatch)["train"]()
+    after = run("plain_loop/after.py", monkeypatch)["losses"]
+    assert before == after
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert told[: len(before)] == told[len(before) :]
+
+
+def test_from_a_plain_loop_few_lines_change() -> None:
+    lines = diff("examples/plain_loop/before.py", "examples/plain_loop/after.py").splitlines()
+    removed = [line for line in lines if line.startswith("-") and not line.startswith("---")]
+    added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
+    assert len(removed) <= 15
+    assert len(added) <= 25
+
+
+@pytest.mark.processes
+def test_the_plain_loop_under_torchrun_prints_the_losses_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = run("plain_loop/before.py", monkeypatch)["train"]()
+    capsys.readouterr()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*command, str(EXAMPLES / "plain_loop" / "after.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert result.returncode == 0, result.stderr
+    *steps, last = result.stdout.splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in steps]
+    assert all(math.isclose(a, b, abs_tol=2e-5) for a, b in zip(losses, alone, strict=True))
+    assert last.startswith("an engine trained this (data ranks: 2)")
+
+
+def test_the_notebook_runs_and_has_no_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))
+    cells = [each for each in notebook["cells"] if each["cell_type"] == "code"]
+    assert all(not each["outputs"] and each["execution_count"] is None for each in cells)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    pictures = []
+    for each in cells:
+        exec(compile("".join(each["source"]), "tour.ipynb", "exec"), names)
+        if "picture" in names:
+            pictures.append(names.pop("picture")._repr_svg_())
+    assert len(pictures) == 3
+    assert all("<svg" in each for each in pictures)
+    assert "resumed under pp=2,tp=2" in capsys.readouterr().out
+
+
+def test_the_page_of_examples_names_every_file() -> None:
+    page = filled((ROOT / "docs" / "examples.md").read_text(encoding="utf-8"))
+    files = [path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.*") if path.suffix != ".pyc"]
+    assert [name for name in files if f"`{name}`" not in page] == []
+
+
+def test_the_page_of_loops_shows_the_files() -> None:
+    page = filled((ROOT / "docs" / "guides" / "loops.md").read_text(encoding="utf-8"))
+    for name in ("before", "after"):
+        assert include(f"examples/plain_loop/{name}.py") in page
+        assert (EXAMPLES / "plain_loop" / f"{name}.py").read_text(encoding="utf-8") in page
