@@ -13,13 +13,11 @@ from shardwise.engine.pipeline.stage_parameters import StageParameters
 from shardwise.engine.wrapping import wrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
-from shardwise.engine.zero.grad_per_update import GradPerUpdate
-from shardwise.engine.zero.grad_reduce import GradReduce
-from shardwise.engine.zero.outside_reads import OutsideReads
+from shardwise.engine.zero.grad_reduce import GradPerUpdate, GradReduce
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import Unshard
-from shardwise.engine.zero.unshard_hooks import UnshardHook
+from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
 from shardwise.plan import Ownership, Placement, Plan, plan_ownership
 from shardwise.plan.units import Units, plan_units
 

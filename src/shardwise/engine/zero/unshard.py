@@ -25,10 +25,9 @@ from shardwise.comm import Channel
 from shardwise.engine.counters import Counters
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
-from shardwise.engine.zero.sharded_params import sharded_class
+from shardwise.engine.zero.sharded_params import Copy, sharded_class
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import Backward, GatheredUnit, Residence, Saved, UnitCall, unpack
-from shardwise.engine.zero.view_copies import Copy
 from shardwise.errors import CallMismatchError, ModelError
 from shardwise.plan.gathers import Use, count_gathers, one_by_one
 from shardwise.plan.units import Unit
