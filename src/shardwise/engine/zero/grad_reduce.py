@@ -1,4 +1,19 @@
-"""From backward to the owner's part of the mean gradient: per update (stages 0 and 1) or per microbatch (2 and 3)."""
+"""From backward to the owner's part of the gradient: what all stages share, and the reduction once per update.
+
+The life of a gradient at stages 0 and 1 (`GradPerUpdate`; `grad_per_microbatch` has that of stages 2 and 3):
+
+    backward -> p.grad --[1]--> arena (whole bucket) --[2]--> arena (owned part, master dtype) -> optimizer
+
+[1] as soon as autograd has finished a parameter, its gradient is copied (first microbatch) or added (later ones) into
+    its view of the bucket, and `p.grad` is dropped
+[2] one reduce-scatter per bucket and update, started while backward runs where transfers progress alone
+
+The order of the sums, where g01 is the gradient of rank 0 in microbatch 1. Float addition is not associative, so that
+with several microbatches the last bits of the two ways differ; each is the same on all ranks and in every run.
+
+    stages 0 and 1   (g00 + g01) + (g10 + g11)     microbatches on each rank, then ranks in their order
+    stages 2 and 3   (g00 + g10) + (g01 + g11)     ranks for each microbatch, then microbatches
+"""
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -15,6 +30,45 @@ from shardwise.engine.given_dtensors import take_gradient, values_of
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Ownership, Precision, plan_arena
 from shardwise.plan.memory import wire_dtype
+
+
+class Collectors:
+    """A hook on each parameter, which gives its gradient to whoever collects them.
+
+    A model that is put under another plan keeps the hooks: they do nothing once the one who collects is gone, and do
+    not keep him alive.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], collect: Callable[[str, torch.Tensor], None]) -> None:
+        """`collect`: a method, called with the name of a parameter and the parameter."""
+        # A bound method as a hook would keep the collector, and with it all gradients, for as long as the model lives.
+        reference = weakref.WeakMethod(collect)
+        self._parameters = parameters
+        self._hooks = {name: _hook(reference, name) for name in parameters}
+        self._handles = {name: self._put_on(name) for name in parameters}
+
+    def stay_last(self) -> None:
+        """Let hooks that a model has put on its parameters since, in its first forward, see the gradient first."""
+        # Such a hook may sum the gradient over ranks, say. Ours drops `p.grad`, and a hook behind it would find None.
+        for name, handle in self._handles.items():
+            if next(reversed(self._parameters[name]._post_accumulate_grad_hooks)) != handle.id:
+                handle.remove()
+                self._handles[name] = self._put_on(name)
+
+    def _put_on(self, name: str) -> RemovableHandle:
+        handle: RemovableHandle = self._parameters[name].register_post_accumulate_grad_hook(self._hooks[name])
+        return handle
+
+
+# A function and not a lambda in the loop of `__init__`: each hook needs a `name` of its own.
+def _hook(
+    reference: "weakref.WeakMethod[Callable[[str, torch.Tensor], None]]", name: str
+) -> Callable[[torch.Tensor], None]:
+    def give(parameter: torch.Tensor) -> None:
+        if (collect := reference()) is not None:
+            collect(name, parameter)
+
+    return give
 
 
 class GradReduce(Protocol):
@@ -49,40 +103,12 @@ class GradReduce(Protocol):
         """The owned part of the bucket of a parameter, valid after `reduce`."""
 
 
-class Collectors:
-    """A hook on each parameter, which gives its gradient to whoever collects them.
-
-    A model that is put under another plan keeps the hooks: they do nothing once the one who collects is gone, and do
-    not keep him alive.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], collect: Callable[[str, torch.Tensor], None]) -> None:
-        """`collect`: a method, called with the name of a parameter and the parameter."""
-        reference = weakref.WeakMethod(collect)
-        self._parameters = parameters
-        self._hooks = {name: _hook(reference, name) for name in parameters}
-        self._handles = {name: self._put_on(name) for name in parameters}
-
-    def stay_last(self) -> None:
-        """Let hooks that a model has put on its parameters since, in its first forward, see the gradient first."""
-        for name, handle in self._handles.items():
-            if next(reversed(self._parameters[name]._post_accumulate_grad_hooks)) != handle.id:
-                handle.remove()
-                self._handles[name] = self._put_on(name)
-
-    def _put_on(self, name: str) -> RemovableHandle:
-        handle: RemovableHandle = self._parameters[name].register_post_accumulate_grad_hook(self._hooks[name])
-        return handle
-
-
-def _hook(
-    reference: "weakref.WeakMethod[Callable[[str, torch.Tensor], None]]", name: str
-) -> Callable[[torch.Tensor], None]:
-    def give(parameter: torch.Tensor) -> None:
-        if (collect := reference()) is not None:
-            collect(name, parameter)
-
-    return give
+def twice_in_one_backward(name: str) -> str:
+    """What to say of a gradient that comes after the reduction of its bucket has begun."""
+    return (
+        f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
+        "non-reentrant activation checkpointing (use_reentrant=False)"
+    )
 
 
 class GradPerUpdate:
@@ -104,6 +130,7 @@ class GradPerUpdate:
         self._ownership = ownership
         self._precision = precision
         self._owners = owners
+        # The arena is read by peers: it is allocated by the channel that moves it (at stage 0 owners are one rank).
         self._memory = owners if owners.size > 1 else replicas
         self._replicas = replicas
         self._counters = counters
@@ -142,6 +169,7 @@ class GradPerUpdate:
     def place(self, name: str, gradient: torch.Tensor) -> None:
         """Take a sum made elsewhere for that of a parameter: before `reduce`, after the last backward."""
         view = self._views[name]
+        # The sum may have been made in the view itself (`StageTies.collect`).
         if gradient is not view:
             view.copy_(gradient)
         self._touched.add(name)
@@ -171,6 +199,8 @@ class GradPerUpdate:
     def reduce(self) -> None:
         """Sum the gradients over all data ranks and leave the owned parts in `reduced`."""
         self.stop()
+        # All are started before the first is waited for, so that the wire never rests. Where a transfer progresses only
+        # while somebody waits for it, that gains nothing, and the results of one would overwrite the input of another.
         if self._owners.progresses_alone:
             while len(self._works) < len(self._buckets):
                 self._launch()
@@ -188,17 +218,19 @@ class GradPerUpdate:
         if not self._is_collecting or (gradient := take_gradient(parameter)) is None:
             return
         index = self._bucket_of[name]
+        # A reentrant checkpoint runs a backward of its own inside, and completes a shared parameter twice. The first
+        # part has left already; to add the second one to the buffer would change what a transfer reads.
         if index < len(self._works):
-            raise ModelError(
-                f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
-                "non-reentrant activation checkpointing (use_reentrant=False)"
-            )
+            raise ModelError(twice_in_one_backward(name))
         with torch.no_grad():
             if name in self._touched:
                 self._views[name].add_(gradient)
             else:
+                # Copied, not added to zeros: that would cost a pass over the arena per update, and -0.0 its sign.
                 self._views[name].copy_(gradient)
                 self._touched.add(name)
+        # A `late` parameter gets parts of its gradient from other stages after this backward: it stays pending here,
+        # and its bucket waits for `reduce`.
         if self._is_last and self._owners.progresses_alone and name not in self._late:
             self._pending[index].discard(name)
             while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
@@ -208,10 +240,13 @@ class GradPerUpdate:
     def _lay_out(self, layout: Arena, num_microbatches: int) -> None:
         self._layout = layout
         self._views, self._buffers, self.reduced = {}, [], []
-        self._arena = torch.empty(0, dtype=torch.uint8, device=self._owners.device)  # free before taking the new one
+        # Freed before the new one is taken. Both together would make the peak of a run at its first change of k.
+        self._arena = torch.empty(0, dtype=torch.uint8, device=self._owners.device)
         self._arena = self._memory.allocate(layout.num_bytes)
         for bucket, region in zip(self._buckets, layout.regions, strict=True):
             dtype = torch_dtype(region.gradient_dtype)
+            # `reduced` may lie in the memory of other buckets: the arena is packed while it is reduced (see the figure
+            # of `plan.memory.Arena`), so buckets are reduced in their order, whatever backward completes first.
             buffer = self._typed(region.gradient_start_bytes, bucket.num_elements, dtype)
             self._buffers.append(buffer)
             for slot in bucket.slots:
@@ -253,6 +288,7 @@ class GradPerUpdate:
 
     def _complete(self, index: int) -> None:
         """Wait for the buckets up to this one, in order, and finish what their owners do."""
+        # In order because `_finish` holds collectives over replicas, which all ranks call in one order.
         for at in range(self._num_complete, index + 1):
             if (work := self._works[at]) is not None:
                 work.wait()
@@ -278,6 +314,8 @@ def sum_over_replicas(
     """Leave in `reduced`, on every replica, the sum of what all of them have in `source`."""
     if replicas.size == 1:
         return
+    # Two halves of an all-reduce: each element is summed on one rank, so that all replicas get the same bits. Parts are
+    # padded to a multiple of the replicas (`plan.buckets`).
     share = reduced.numel() // replicas.size
     mine = reduced[replicas.rank * share : (replicas.rank + 1) * share]
     counters.reduce_scatters += 1

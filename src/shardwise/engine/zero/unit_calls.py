@@ -1,4 +1,13 @@
-"""Units that are gathered, and the calls whose backward needs them again (stage 3)."""
+"""Units that are gathered, and the calls whose backward needs them again (stage 3).
+
+A unit may be called several times before the first backward, and each call has a backward of its own:
+
+    forward    call 1 of U   call 2 of U                              num_uses 1, 0, 1, 0
+    backward                               call 2 of U   call 1 of U  num_uses 1, 0, 1, 0; reduced after call 1
+
+    Residence of a unit    SHARDED --fill--> ARRIVING --wait--> GATHERED --free, when another unit needs room--> SHARDED
+    Backward of a call     TO_COME --begin--> RUNNING --end--> DONE --resume, for a saved tensor--> RUNNING
+"""
 
 import enum
 from collections.abc import Sequence

@@ -1,4 +1,13 @@
-"""What goes around a forward that needs units, of a module or of one operation: gather, watch the backward, let go."""
+"""What goes around a forward that needs units, of a module or of one operation: gather, watch the backward, let go.
+
+`UnshardHook` stands around a module. `OutsideReads` stands around one operation that takes a parameter outside of its
+unit: a tied head, a table of positions, a penalty in the loss. Each such operation is a call of its own:
+
+    forward    gather embed  run embed | ...  | gather embed  linear(x, embed.weight) | loss
+    backward                                    gather embed  its gradients           | ...  reduce embed
+
+All data ranks run one program, and so gather in one order. What an operation gives as a view of a parameter is a copy.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
