@@ -17,7 +17,7 @@ import torch
 from shardwise.errors import ModelError
 
 _MEMORY = frozenset({"data", "_base", "__cuda_array_interface__"})
-# Attributes that look like metadata and are views: `weight.T` needs values. `__dict__` is no attribute of torch's.
+# Attributes that look like metadata and are views: `weight.T` needs values.
 _VALUES = _MEMORY | {"T", "mT", "H", "mH", "real", "imag", "__dict__"}
 
 # A list of what is allowed, and not of what is refused: an operation that torch gains later is then treated as one that
@@ -84,7 +84,6 @@ def sharded_class(kind: type) -> type:
         "__module__": kind.__module__,
         "_is_resting": True,
     }
-    # By the metaclass of Parameter, so that isinstance(p, nn.Parameter) holds and modules go on to list it.
     return type(kind)(f"Resting{kind.__name__}", (kind,), body)
 
 

@@ -41,8 +41,10 @@ class UnshardHook:
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Wrapper`."""
+        # Shapes are inferred by running modules with other tensors in the place of their parameters. Those have no
+        # values, and not all data ranks need run the module then: nothing may be gathered.
         if self._holder._parameters.get(self._attribute) is not self._parameter:
-            return forward(*args, **kwargs)  # it is tried on tensors without values
+            return forward(*args, **kwargs)
         self.gathering.check_in_pass(self._units)
         return run_gathered(self.gathering, self._units, forward, args, kwargs)
 
@@ -57,15 +59,16 @@ def run_gathered(
     """Run a forward that needs the units, and see to its backward.
 
     The backward of a call begins when the gradient of the first of its outputs is complete, or when it asks for a
-    parameter that was saved for it (values may leave a module by other ways than its output). Autograd runs what was
-    made last first: the backward has ended when the gradient of an input is complete, or when that of an earlier call
-    begins, at the latest with the whole backward. The inputs stay what they are, for a view of one would
-    change the order in which autograd adds its gradients. Raises ModelError inside of torch.vmap.
+    parameter that was saved for it. It has ended when the gradient of an input is complete, or when the backward of an
+    earlier call begins, at the latest with the whole backward. Raises ModelError inside of torch.vmap.
     """
+    # Hooks on tensors and no autograd function around the call: that would give views of the inputs, and a tensor that
+    # several modules use would have its gradients added in another order than in one process.
     given = tensors_in([*args, *kwargs.values()])
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, given)):
         raise _refusal_of_transformed(units)
     recomputes = _is_recomputed()
+    # No call: without gradients no backward follows, and that of a recomputed forward belongs to its first run.
     if recomputes or not torch.is_grad_enabled():
         with gathering.using(units, RECOMPUTATION if recomputes else FORWARD):
             return _without_memory_of_units(gathering, units, forward(*args, **kwargs))
@@ -75,12 +78,15 @@ def run_gathered(
             if each.grad_fn is None:  # its gradient may be complete before those of parameters
                 call.starts_graph = True
             else:
+                # Autograd runs what was made last first: all nodes of the call come before the one that made its input.
                 each.register_hook(call.end)
     with gathering.using(units, FORWARD, call), gathering.saving(call):
         output = _without_memory_of_units(gathering, units, forward(*args, **kwargs))
     outputs = [each for each in tensors_in(output) if each.requires_grad and each.grad_fn is not None]
     for each in outputs:
         each.register_hook(call.begin)
+    # A call whose outputs are all without a graph (its unit is frozen, or they are numbers) has no backward, and a
+    # reduction that waited for it would come only with the end of the microbatch.
     if outputs:
         gathering.expect_backward(call)
     return output
@@ -135,6 +141,7 @@ class OutsideReads:
         if not self._gathering.is_in_pass:
             return NotImplemented
         found = {self._unit_of[id(each)].number: self._unit_of[id(each)] for each in taken}
+        # By number, so that all ranks gather them in one order, whatever the order of the arguments.
         units: list[GatheredUnit] = [found[number] for number in sorted(found)]
         if in_backward() and not torch.is_grad_enabled() and all(unit.num_uses for unit in units):
             with self._gathering.using(units, RECOMPUTATION):  # the backward of a function that saved the parameter
@@ -148,6 +155,7 @@ class OutsideReads:
             for each, version in zip(taken, versions, strict=True):
                 if each._version != version:
                     raise refusal_of_write(each._rests_in[0])  # type: ignore[attr-defined]
+            # An iterator over a parameter would go on to read after the operation; all its views are taken here.
             return list(output) if isinstance(output, Iterator) else output
 
         output = run_gathered(self._gathering, units, forward, args, kwargs)
