@@ -100,7 +100,7 @@ class ShardedBucket(WholeBucket):
         self._sources = sources
         self._targets = working.split(list(plan.counts))
         # The address of the C++ storage object: it stays while the memory comes and goes. `data_ptr` changes with each
-        # `fill`, and is 0 in between.
+        # `fill`, and means nothing in between.
         self.storage: int = working.untyped_storage()._cdata
         """What tells the memory of the working copy from that of other tensors, gathered or not."""
 

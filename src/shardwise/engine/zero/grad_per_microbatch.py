@@ -51,7 +51,7 @@ class GradBuffer:
 
 
 class GradBuffers:
-    """The buffers of one rank. Buckets are told by their number among the trainable ones of the ownership."""
+    """The buffers of one rank. A bucket has its number among the trainable ones of the ownership."""
 
     def __init__(self, ownership: Ownership, precision: Precision, owners: Channel, *, by_unit: bool) -> None:
         """`by_unit`: the gradients of a unit come together."""
