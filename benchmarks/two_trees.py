@@ -51,7 +51,8 @@ def state(rank, size, rows=True):
 CELLS = {
     "import shardwise": "import time\nstart = time.perf_counter()\nimport shardwise\nprint(time.perf_counter() - start)",
     "shardwise --help": (
-        "import contextlib, io, time\nstart = time.perf_counter()\nfrom shardwise.cli import main\n"
+        "import contextlib, io, time\nstart = time.perf_counter()\n"
+        "from shardwise.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n    main(['--help'])\n"
         "print(time.perf_counter() - start)"
     ),
