@@ -1,10 +1,12 @@
 """The channels of an engine: along which axes of the mesh its ranks talk."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
 from shardwise.comm import Channel
+from shardwise.errors import CallMismatchError, PeerError
 from shardwise.plan import Plan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -72,3 +74,18 @@ class RankGroups:
 def data_rank_of(plan: Plan, rank: int) -> int:
     """The place of a rank among those that have the same stage and see other samples."""
     return plan.mesh.peers(rank, DATA_AXES).index(rank)
+
+
+@contextmanager
+def stopping_peers(world: Channel, doing: str, *, advice: str = "") -> Iterator[None]:
+    """Tell the other ranks when this one stops. advice: what to do where ranks make calls that do not fit."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except BaseException as error:
+        if world.size > 1:
+            world.abort(f"{type(error).__name__} in {doing}: {error}")
+        if advice and isinstance(error, CallMismatchError):
+            raise CallMismatchError(f"{error}\n{advice}") from error
+        raise

@@ -13,6 +13,7 @@ One update on one rank (numbers as in docs/life-of-a-parameter.md):
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +21,10 @@ from torch import nn
 
 from shardwise.comm.agreement import agreed
 from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
-from shardwise.engine.channels import EngineChannels, RankGroups
+from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
-from shardwise.engine.counters import Counters
-from shardwise.engine.forward_writes import ForwardWrites
-from shardwise.engine.hand_over import HandOver, ModelNames
+from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
 from shardwise.engine.inventory import Inventory, places_in, refuse_added, refuse_moved, refuse_replaced
-from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.norm import (
     clip,
     divide_and_square,
@@ -36,26 +34,101 @@ from shardwise.engine.norm import (
     norm_of_norms,
     norms_of,
 )
-from shardwise.engine.optimizer_state import KnownOptimizer
-from shardwise.engine.peer_stopping import stopping_peers
+from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
-from shardwise.engine.reports import EvaluationReport, StepReport
-from shardwise.engine.restore import EngineRestoration
-from shardwise.engine.sizes import PlanSizes
-from shardwise.engine.state import placed, state_of
-from shardwise.engine.step_exchange import StepExchange, exchange_loss, exchange_step
+from shardwise.engine.reports import Counters, EvaluationReport, StepReport
+from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, placed, state_of
+from shardwise.engine.step_exchange import (
+    StepExchange,
+    Weighting,
+    check_writes,
+    describe_batch,
+    exchange_loss,
+    exchange_step,
+    merge_weights,
+    pack_weights,
+    weigh,
+)
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
 from shardwise.engine.tensor.tensor_decision import TensorDecision
-from shardwise.engine.weights import Weighting, check_writes, describe_batch, merge_weights, pack_weights, weigh
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.engine.zero.grad_reduce import GradReduce
+from shardwise.engine.zero.install import OwnedLayout
+from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError, OptimizerError
-from shardwise.plan import Footprint, Plan, Traffic
+from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
+from shardwise.plan.memory import sharded_footprint, sharded_traffic
 from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
+
+
+class PlanSizes:
+    """The formulas of `plan.memory` for what this rank has."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: OwnedLayout,
+        *,
+        owner: int,
+        ties: StageTies,
+        passes: Passes,
+        runner: PipelineRunner | None,
+    ) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._owner = owner
+        self._ties = ties
+        self._passes = passes
+        self._runner = runner
+
+    def footprint(self, num_microbatches: int) -> Footprint:
+        """Bytes that the buffers take."""
+        layout, precision, k = self._layout, self._plan.precision, num_microbatches
+        if layout.stage < 2:
+            owned = footprint(layout.ownership, self._owner, precision, num_microbatches=k)
+        else:
+            units = [unit.name for unit in layout.units.units]
+            owned = sharded_footprint(
+                layout.ownership,
+                self._owner,
+                precision,
+                num_microbatches=k,
+                units=units,
+                keeps=self._plan.sharding.keep_gathered,
+                late=layout.late,
+            )
+        return replace(
+            owned,
+            working_bytes=owned.working_bytes + self._ties.replica_bytes(),
+            gradient_bytes=owned.gradient_bytes + self._ties.gradient_bytes(k),
+        )
+
+    def traffic(self, num_microbatches: int) -> Traffic:
+        """Bytes of gradients and parameters that are sent per update.
+
+        How often units are gathered follows from the order in which the last step used them; before there was one,
+        from their order in the model.
+        """
+        layout, precision, k = self._layout, self._plan.precision, num_microbatches
+        if layout.stage < 2:
+            owned = traffic(layout.ownership, self._owner, precision, num_microbatches=k)
+        else:
+            schedule = None if self._runner is None else self._runner.schedule
+            actions = None
+            if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
+                actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.stages.rank]]
+            gathers = self._passes.gathers_in(k, actions)
+            owned = sharded_traffic(
+                layout.ownership, self._owner, precision, num_microbatches=k, gathers=gathers, late=layout.late
+            )
+        return Traffic(
+            reduce_bytes=owned.reduce_bytes + self._ties.sent_gradient_bytes(k),
+            gather_bytes=owned.gather_bytes + self._ties.sent_value_bytes(),
+        )
 
 
 class Engine:

@@ -1,14 +1,16 @@
 """Parameters that forwards write to: an embedding with `max_norm`, weights that are clamped, a momentum encoder."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
+from shardwise.engine.reports import Counters
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter
 from shardwise.space import Mesh
@@ -89,3 +91,99 @@ def _refusal(name: str, reason: str) -> str:
         f"parameter {name!r} was written to in a forward: {reason}; keep what forwards write in buffers, and leave out "
         "options that write to parameters (max_norm)"
     )
+
+
+class ModelBuffers:
+    """The buffers of a model and the values that all ranks had last in common."""
+
+    def __init__(self, model: nn.Module) -> None:
+        at: dict[int, int] = {}
+        self._places: list[list[tuple[nn.Module, str]]] = []
+        """For each buffer every place that holds it."""
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if at.setdefault(id(buffer), len(self._places)) == len(self._places):
+                    self._places.append([])
+                self._places[at[id(buffer)]].append((module, name))
+        self._known: list[_Known] = []
+        self._is_held: list[bool] = []
+        self._is_shared: list[bool] = []
+
+    def settle(self, pipeline: Channel) -> None:
+        """Take the present values for those of all ranks, and find out which buffers several stages have."""
+        self._known = [_Known.of(self._buffer(at)) for at in range(len(self._places))]
+        self._is_held = [known.buffer is not None and not known.buffer.is_meta for known in self._known]
+        answers = [bytes(self._is_held)]
+        if pipeline.size > 1:
+            answers = pipeline.exchange(answers[0], purpose="buffers of stages")
+        self._is_shared = [sum(held) > 1 for held in zip(*answers, strict=True)]
+
+    def changed(self) -> list[bool]:
+        """For each buffer: whether it was written to, or replaced, since the ranks last agreed."""
+        return [not known.holds_for(self._buffer(at)) for at, known in enumerate(self._known)]
+
+    def agreed_unless(self, pending: Sequence[bool]) -> None:
+        """Take the present values for those of all ranks, but for buffers that were `pending` (changed) before."""
+        for at, was_pending in enumerate(pending):
+            if not was_pending:
+                self._known[at] = _Known.of(self._buffer(at))
+
+    def synchronise(self, everyone: Channel, pipeline: Channel, changed: Mapping[int, int], counters: Counters) -> None:
+        """Give every rank the values that hold for all.
+
+        changed: buffers that forwards wrote to -> the first rank along the pipeline where one did.
+        """
+        self._spread(everyone, {at: 0 for at in changed if self._is_held[at]}, counters)
+        self._spread(pipeline, {at: rank for at, rank in changed.items() if self._is_shared[at]}, counters)
+
+    @torch.no_grad()
+    def _spread(self, channel: Channel, sources: Mapping[int, int], counters: Counters) -> None:
+        """Give every rank of `channel` the values that one of them has: {buffer: the rank that has them}."""
+        if channel.size > 1 and sources:
+            order = sorted(sources, key=lambda at: (sources[at], at))
+            buffers = [(sources[at], buffer) for at in order if (buffer := self._buffer(at)) is not None]
+            counts = [0] * channel.size
+            for source, buffer in buffers:
+                counts[source] += buffer.numel() * buffer.element_size()
+            mine = [
+                buffer.detach().reshape(-1).view(torch.uint8) for source, buffer in buffers if source == channel.rank
+            ]
+            nothing = torch.empty(0, dtype=torch.uint8, device=channel.device)  # for cat, where no buffer is left
+            flat = torch.empty(sum(counts), dtype=torch.uint8, device=channel.device)
+            counters.all_gathers += 1
+            channel.all_gather(flat, torch.cat([nothing, *mine]), counts=counts, purpose="buffers of the model").wait()
+            parts = flat.split([buffer.numel() * buffer.element_size() for _, buffer in buffers])
+            for (source, buffer), part in zip(buffers, parts, strict=True):
+                if source != channel.rank and not buffer.is_meta:
+                    buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+        for at in sources:
+            self._known[at] = _Known.of(self._buffer(at))
+
+    def _buffer(self, at: int) -> torch.Tensor | None:
+        """None where forward has taken a buffer away (caches come and go)."""
+        held = [module._buffers.get(name) for module, name in self._places[at]]
+        return next((buffer for buffer in held if buffer is not None and not buffer.is_meta), held[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    """A buffer as it was when the ranks last agreed."""
+
+    buffer: torch.Tensor | None
+    """The tensor itself: the id of one that is gone may be another's."""
+    version: int
+    values: torch.Tensor | None
+    """A copy, where the version does not tell: torch's batch norm writes its running statistics, which are vectors,
+    without counting it as a write."""
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor | None) -> "_Known":
+        if buffer is None:
+            return cls(buffer=None, version=0, values=None)
+        is_vector = buffer.ndim == 1 and buffer.is_floating_point() and not buffer.is_meta
+        return cls(buffer=buffer, version=buffer._version, values=buffer.detach().clone() if is_vector else None)
+
+    def holds_for(self, buffer: torch.Tensor | None) -> bool:
+        if buffer is not self.buffer or buffer is None:
+            return buffer is self.buffer
+        return buffer._version == self.version and (self.values is None or torch.equal(buffer, self.values))

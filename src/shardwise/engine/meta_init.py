@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -36,9 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.engine.inventory import with_values
 from shardwise.errors import ModelError, in_words
-
-_T = TypeVar("_T", bound=torch.Tensor)
 
 _OWN = ("reset_parameters", "_reset_parameters", "_init_weights")
 """Names of the method, without arguments, that initialises its module; the first one that fits is called."""
@@ -492,33 +491,6 @@ def forget_initialised(model: nn.Module) -> None:
     """Let a model that was built on the meta device have no values that its initialisers give it: see `forget`."""
     if not all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         Initialisation(model, 0).forget()
-
-
-def initialise(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Give a model that was built on the meta device the values of `Initialisation`, in place, on `device`.
-
-    Parameters and buffers that had values keep them, and move to `device`.
-    """
-    initialisation = Initialisation(model, seed)
-    for name, values in initialisation.values(initialisation.names):
-        initialisation.put(name, values.to(device))
-    model.to(device)
-
-
-def with_values(original: _T, values: torch.Tensor) -> _T:
-    """A tensor that views `values`, with the class, the `requires_grad` and the attributes of `original`.
-
-    A parameter that is not gathered (stage 3) gives one of the class that it has when it is.
-    """
-    made: torch.Tensor
-    if isinstance(original, nn.Parameter):
-        kind = type(original)
-        kind = kind.__bases__[0] if hasattr(kind, "_is_resting") else kind
-        made = torch.Tensor._make_subclass(kind, values.detach(), original.requires_grad)
-    else:
-        made = values.detach().requires_grad_(original.requires_grad)
-    vars(made).update(vars(original))
-    return cast("_T", made)
 
 
 def _twin_of(model: nn.Module, held: dict[int, _TwinTensor]) -> tuple[dict[nn.Module, nn.Module], list[_TwinTensor]]:

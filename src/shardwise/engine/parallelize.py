@@ -6,9 +6,10 @@
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,16 +20,22 @@ from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation
-from shardwise.engine.counters import Counters
-from shardwise.engine.engine import Engine
-from shardwise.engine.given_dtensors import portions_of_dtensors
-from shardwise.engine.hand_over import ModelNames
-from shardwise.engine.initial_values import ValueSource, fill, give_room
-from shardwise.engine.inventory import Inventory, describe_model, take_inventory
+from shardwise.engine.engine import Engine, PlanSizes
+from shardwise.engine.forward_writes import ModelBuffers
+from shardwise.engine.inventory import Inventory, describe_model, portions_of_dtensors, take_inventory, with_values
 from shardwise.engine.meta_init import Initialisation
-from shardwise.engine.model_buffers import ModelBuffers
-from shardwise.engine.optimizer_state import KnownOptimizer, know
-from shardwise.engine.optimizers import OptimizerSource, build, check_coverage, describe_settings, swap
+from shardwise.engine.optimizers import (
+    KnownOptimizer,
+    OptimizerSource,
+    build,
+    check_apart,
+    check_coverage,
+    check_elementwise,
+    describe_settings,
+    find_whole_keys,
+    know,
+    swap,
+)
 from shardwise.engine.pipeline.gradient_kinds import GradientKinds
 from shardwise.engine.pipeline.placing import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -37,12 +44,18 @@ from shardwise.engine.pipeline.stage_ties import StageTies, chains_of
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.sizes import PlanSizes
+from shardwise.engine.reports import Counters
+from shardwise.engine.state import ModelNames
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.styles import TensorParallel
 from shardwise.engine.tensor.summed_gradients import SummedGradients
-from shardwise.engine.tensor.tensor_decision import NO_CUTS, TensorDecision, agree_on_tensor_plan, keep_portions
-from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
+from shardwise.engine.tensor.tensor_decision import (
+    NO_CUTS,
+    TensorDecision,
+    agree_on_tensor_plan,
+    keep_portions,
+    portion_of,
+)
 from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.install import OwnedLayout, install, make_params, plan_layout, units_of
@@ -50,6 +63,24 @@ from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Placement, Plan
 from shardwise.plan.units import Units
 from shardwise.space import Portion
+
+BufferPlace = tuple[nn.Module, str]
+"""A module and the name under which it holds a buffer."""
+
+
+class ValueSource(Protocol):
+    """Where values come from."""
+
+    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and whole values of `wanted`, one after the other, in any order."""
+
+
+class Later:
+    """Of values that come by a load: nothing comes now."""
+
+    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `ValueSource`."""
+        return iter(())
 
 
 def parallelize(
@@ -144,6 +175,10 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
     return _Inspected(inventory=inventory, optimizers=optimizers, given=given)
 
 
+def _num_owners(plan: Plan) -> int:
+    return len(plan.mesh.peers(0, plan.sharding.owner_axes))
+
+
 # [2] agree: all ranks were given the same, and decide the same -------------------------------------------------------
 
 
@@ -207,6 +242,15 @@ def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:
         raise MismatchError(f"ranks were given the seeds {[own for own, _ in seeds]}; give all of them the same")
     own, of_torch = seeds[0]
     return of_torch if own is None else own
+
+
+def _digests(inventory: Inventory) -> Sequence[str]:
+    tensors = {**inventory.parameters, **inventory.buffers}
+    return [
+        f"{name!r} with digest {digest_of_values(tensor)}"
+        for name, tensor in tensors.items()
+        if not tensor.is_meta and not is_dtensor(tensor)  # of which each rank has its own part
+    ]
 
 
 # [3] build: change the model, first its tensors, then its forwards -----------------------------------------------
@@ -332,6 +376,22 @@ def _build(
     )
 
 
+def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
+    """Trained parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
+    specs = [spec for spec in inventory.specs if spec.trainable and spec.portion is None]
+    return [spec.name for spec in specs if len(stages.users(spec.name)) > 1]
+
+
+def _microbatch_of(runner: PipelineRunner) -> int:
+    """The microbatch that calls of modules belong to now; -1 outside of all."""
+    return -1 if runner.flow is None else runner.flow.number
+
+
+def _is_within(name: str, other: str) -> bool:
+    """Whether a name is that of a module or of what is in it."""
+    return name == other or name.startswith(f"{other}.")
+
+
 def _keep_own(
     model: nn.Module,
     plan: Plan,
@@ -380,30 +440,55 @@ def _keep_own(
     )
 
 
-def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
-    """Trained parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
-    specs = [spec for spec in inventory.specs if spec.trainable and spec.portion is None]
-    return [spec.name for spec in specs if len(stages.users(spec.name)) > 1]
+@torch.no_grad()
+def give_room(
+    inventory: Inventory, held: Collection[str], buffers: Iterable[BufferPlace], device: torch.device
+) -> Inventory:
+    """Put parameters on `device` in the place of those of `held` that have no values, and buffers likewise.
+
+    What moves to a flat buffer takes no memory before. Returns the inventory with the parameters that are there now.
+    """
+    fresh: dict[str, nn.Parameter] = {}
+    for spec in inventory.specs:
+        old = inventory.parameters[spec.name]
+        if spec.name in held and old.is_meta:
+            room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+            fresh[spec.name] = with_values(old, room.expand(spec.shape))
+    for module, attribute, name in inventory.places:
+        if name in fresh:
+            setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs
+    rooms: dict[torch.Tensor, torch.Tensor] = {}
+    for module, attribute in buffers:
+        buffer = module._buffers[attribute]
+        if buffer is not None and buffer.is_meta:
+            module._buffers[attribute] = rooms.setdefault(buffer, torch.empty_like(buffer, device=device))
+    return replace(
+        inventory,
+        parameters={**inventory.parameters, **fresh},
+        name_of={**inventory.name_of, **{each: name for name, each in fresh.items()}},
+    )
 
 
-def _microbatch_of(runner: PipelineRunner) -> int:
-    """The microbatch that calls of modules belong to now; -1 outside of all."""
-    return -1 if runner.flow is None else runner.flow.number
+def fill(
+    source: ValueSource,
+    waiting: Collection[str],
+    *,
+    held: Inventory,
+    model: nn.Module,
+    buffers: FlatParams,
+    ties: StageTies,
+) -> None:
+    """Keep of each tensor that `source` gives what this rank has of it.
 
-
-def _is_within(name: str, other: str) -> bool:
-    """Whether a name is that of a module or of what is in it."""
-    return name == other or name.startswith(f"{other}.")
-
-
-def _num_owners(plan: Plan) -> int:
-    return len(plan.mesh.peers(0, plan.sharding.owner_axes))
-
-
-def _digests(inventory: Inventory) -> Sequence[str]:
-    tensors = {**inventory.parameters, **inventory.buffers}
-    return [
-        f"{name!r} with digest {digest_of_values(tensor)}"
-        for name, tensor in tensors.items()
-        if not tensor.is_meta and not is_dtensor(tensor)  # of which each rank has its own part
-    ]
+    waiting: names of parameters and buffers. held: the parameters with which this rank computes.
+    """
+    spec_of = {spec.name: spec for spec in held.specs}
+    buffer_of = dict(model.named_buffers())
+    with torch.no_grad():
+        for name, tensor in source.values(waiting):
+            if (spec := spec_of.get(name)) is None:
+                buffer_of[name].copy_(tensor)
+                continue
+            local = tensor if spec.portion is None else portion_of(tensor, spec.portion)
+            if not buffers.write(name, local) and not ties.write(name, local):
+                held.parameters[name].copy_(local)

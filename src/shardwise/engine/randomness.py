@@ -27,7 +27,7 @@ import torch
 import xxhash
 from torch import nn
 
-from shardwise.engine.autograd_state import in_backward
+from shardwise.engine.wrapping import in_backward
 from shardwise.errors import ModelError
 
 EVALUATION = -1

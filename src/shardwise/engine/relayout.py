@@ -19,13 +19,9 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
-from shardwise.engine.hand_over import HandOver
-from shardwise.engine.initial_values import Later
-from shardwise.engine.inventory import named_places
-from shardwise.engine.meta_init import with_values
-from shardwise.engine.parallelize import parallelize_with
-from shardwise.engine.restore import EngineRestoration
-from shardwise.engine.state import whole
+from shardwise.engine.inventory import named_places, with_values
+from shardwise.engine.parallelize import Later, parallelize_with
+from shardwise.engine.state import EngineRestoration, HandOver, whole
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import reshard
 from shardwise.plan import Plan

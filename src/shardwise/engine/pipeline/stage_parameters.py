@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.inventory import Inventory, named_places
-from shardwise.engine.meta_init import with_values
+from shardwise.engine.inventory import Inventory, named_places, with_values
 from shardwise.plan import Parameter, Placement
 
 

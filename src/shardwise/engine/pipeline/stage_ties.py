@@ -21,9 +21,9 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.stage_parameters import StageParameters
+from shardwise.engine.reports import Counters
 from shardwise.engine.zero.grad_per_update import GradPerUpdate
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership

@@ -9,9 +9,8 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.counters import Counters
-from shardwise.engine.given_dtensors import put_on, values_of
-from shardwise.engine.inventory import Inventory
+from shardwise.engine.inventory import Inventory, put_on, values_of
+from shardwise.engine.reports import Counters
 from shardwise.engine.zero.param_buckets import ShardedBucket, WholeBucket, make_buckets
 from shardwise.engine.zero.sharded_params import sharded_class
 from shardwise.engine.zero.view_copies import refusal_of_write

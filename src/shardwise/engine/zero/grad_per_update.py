@@ -16,8 +16,8 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.counters import Counters
-from shardwise.engine.given_dtensors import take_gradient, values_of
+from shardwise.engine.inventory import take_gradient, values_of
+from shardwise.engine.reports import Counters
 from shardwise.engine.zero.grad_hooks import Collectors
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Ownership, Precision, plan_arena

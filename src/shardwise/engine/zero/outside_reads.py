@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.autograd_state import in_backward
+from shardwise.engine.wrapping import in_backward
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import RECOMPUTATION, Unshard

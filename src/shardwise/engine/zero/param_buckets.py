@@ -16,8 +16,8 @@ import torch
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.counters import Counters
-from shardwise.engine.given_dtensors import values_of
+from shardwise.engine.inventory import values_of
+from shardwise.engine.reports import Counters
 from shardwise.plan import Bucket, Segment, Slot
 
 

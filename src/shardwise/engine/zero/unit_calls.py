@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Work
-from shardwise.engine.autograd_state import at_end_of_backward
+from shardwise.engine.wrapping import at_end_of_backward
 from shardwise.engine.zero.param_buckets import ShardedBucket
 from shardwise.plan.units import Unit
 

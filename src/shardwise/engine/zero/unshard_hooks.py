@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.pipeline.nested import tensors_in, transform
-from shardwise.engine.wrapping import Forward
+from shardwise.engine.wrapping import Forward, in_backward
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import FORWARD, RECOMPUTATION, Unshard
 from shardwise.engine.zero.view_copies import Copy, copy_of_view

@@ -19,7 +19,7 @@ from shardwise.engine import Engine
 from shardwise.engine.batches import count_rows, split_batch
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
-from shardwise.engine.weights import weigh
+from shardwise.engine.step_exchange import weigh
 from shardwise.train.verification.program import Program
 from shardwise.train.verification.run_recording import NotedLoss, Notes, Recorder
 
