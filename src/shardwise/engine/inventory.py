@@ -1,4 +1,13 @@
-"""What a model holds: its parameters by storage, its ties, its buffers."""
+"""What a model holds: its parameters by storage, its ties, its buffers; and parameters that are DTensors already.
+
+    embedding.weight  --+
+    head.weight       --+--> one storage, one object or several --> one `Parameter`, alias head.weight
+    a.weight, b.weight = w[:4], w[2:]  --> share a part of a storage: refused, no plan could update both
+    cache = weight.view(-1), a buffer  --> a view of a parameter: refused, its values move to a flat buffer
+
+DTensors (of `parallelize_module`) stay what they are, because their modules expect them. Flat buffers and owners have
+the local tensors: a DTensor is a shell around a view of a buffer, and its gradient is taken out of such a shell.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,11 +49,13 @@ class Inventory:
     def tie(self) -> None:
         """Make every tie one parameter object, though the model was built with several that share a storage."""
         for module, attribute, name in self.places:
+            # One object, so that autograd adds the gradients of all uses and the object can be moved to a buffer
+            # once.
             if module._parameters[attribute] is not self.parameters[name]:
                 module.register_parameter(attribute, self.parameters[name])
 
     def restricted(self, names: Collection[str]) -> "Inventory":
-        """Of these parameters alone: it keeps no other tensor alive."""
+        """The inventory of these parameters alone: it keeps no other tensor alive."""
         return Inventory(
             parameters={name: each for name, each in self.parameters.items() if name in names},
             specs=tuple(spec for spec in self.specs if spec.name in names),
@@ -98,12 +109,15 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     held_by: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner, attribute, name, parameter in named_places(model):
         _refuse_unfit(f"parameter {name!r}", parameter)
+        # An expanded parameter: in a flat buffer each element would get a place of its own, and a gradient of its
+        # own.
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise ModelError(
                 f"parameter {name!r} holds several of its elements in one place (it was expanded); make it a parameter "
                 f"of the shape that it has memory for, and expand it in forward"
             )
         first = places.setdefault(place_of(parameter), parameter)
+        # One parameter is trained or frozen. Through two objects one process would train half of its uses.
         if first.requires_grad != parameter.requires_grad:
             raise ModelError(
                 f"{names[first][0]!r} and {name!r} share one storage, and only one of them requires a gradient; "
@@ -118,6 +132,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     for name, buffer in buffers.items():
         _refuse_unfit(f"buffer {name!r}", buffer)
     check_keep(precision, [name for each in names.values() for name in each])
+    # Batch norms keep float32 parameters under any plan: torch refuses narrower ones beside float32 statistics.
     beside_statistics = {first for owner, _, first in held_by if _has_statistics(owner)}
     specs = tuple(
         describe(
@@ -162,7 +177,9 @@ def with_values(original: _T, values: torch.Tensor) -> _T:
     made: torch.Tensor
     if isinstance(original, nn.Parameter):
         kind = type(original)
+        # The class of a parameter at rest (stage 3) is made on the fly, and refuses operations.
         kind = kind.__bases__[0] if hasattr(kind, "_is_resting") else kind
+        # Not kind(values): constructors of subclasses take other arguments.
         made = torch.Tensor._make_subclass(kind, values.detach(), original.requires_grad)
     else:
         made = values.detach().requires_grad_(original.requires_grad)
@@ -224,15 +241,17 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
 def place_of(parameter: nn.Parameter) -> tuple[object, ...]:
     """Equal for parameters that are one: the same object, or another that shares the whole of its storage."""
     if parameter.numel() == 0 or is_dtensor(parameter):
-        return (
-            id(parameter),
-        )  # holds no memory, or in a shell of its own: shares nothing unless it is the same object
+        # Without memory, or in a shell of its own: it shares nothing unless it is the same object.
+        return (id(parameter),)
     storage = parameter.untyped_storage()
-    place = storage._cdata if parameter.is_meta else storage.data_ptr()  # on the meta device no storage has an address
+    # On the meta device no storage has an address: all of them would be one tie.
+    place = storage._cdata if parameter.is_meta else storage.data_ptr()
     return (place, parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype)
 
 
 def _refuse_partial_sharing(names: dict[nn.Parameter, list[str]]) -> None:
+    # A sweep over addresses: only spans that overlap are compared element by element, which pairs of all parameters
+    # would make too slow.
     spans = sorted((*extent(parameter), index) for index, parameter in enumerate(names) if holds_values(parameter))
     listed = list(names)
     reaching: list[tuple[int, int]] = []  # spans that may still overlap a later one
@@ -287,6 +306,8 @@ def put_on(parameter: nn.Parameter, values: torch.Tensor) -> None:
     if not is_dtensor(parameter):
         parameter.data = values
         return
+    # A DTensor's memory cannot be set through `.data`. The objects are swapped, so that modules and optimizers that
+    # hold the parameter see the new one.
     shell = nn.Parameter(with_local_tensor(parameter, values), requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, shell)
 
@@ -298,9 +319,11 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if gradient is None:
         return None
     if is_dtensor(gradient):
+        # Backward may leave terms of a sum where the parameter is whole; here they are added.
         if is_dtensor(parameter) and gradient.placements != parameter.placements:  # summands, say
             gradient = gradient.redistribute(placements=parameter.placements)
         return local_tensor(gradient)
+    # An embedding with `sparse=True` gives sparse gradients, which have no place in a flat buffer.
     return gradient.to_dense() if gradient.layout != torch.strided else gradient
 
 

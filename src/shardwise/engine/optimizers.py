@@ -1,4 +1,13 @@
-"""Any torch optimizer, unchanged, on the masters that this rank owns."""
+"""Any torch optimizer, unchanged, on the masters that this rank owns; and what an unknown one can be trusted with.
+
+No optimizer is known by its name: doubles of it update small matrices, whole and in parts, and are compared.
+
+    group["params"] of the user    swap, 2 owners of slices             state of w, 2 x 3
+    [w 6 elements, b 2]            rank 0  [w[0:4]]                     exp_avg 6 elements -> 4 and 2
+                                   rank 1  [w[4:6], b]                  step, 0-d          -> a copy on each rank
+
+Group dicts stay the same objects, so that schedulers which hold them go on working.
+"""
 
 import inspect
 from collections import OrderedDict, defaultdict
@@ -40,6 +49,7 @@ def build(source: OptimizerSource, parameters: list[nn.Parameter]) -> tuple[torc
             f"that returns one"
         )
     for optimizer in optimizers:
+        # Of the class: a scheduler has put a wrapper in the place of the instance's `step`.
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise OptimizerError(
@@ -124,9 +134,13 @@ def _why_not_elementwise(
     generator = torch.Generator().manual_seed(0)
     # The parameter and its gradients. In float64, so that updates of any size are told from rounding.
     matrix = list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator))
+    # Halves are 1-D, as slices in a bucket are: an optimizer that goes by rows or shapes gives itself away. Four
+    # steps, because momentum shows from the second one on.
     first, second = ([each.reshape(-1)[at : at + 12] for each in matrix] for at in (0, 12))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
+            # Three runs tell two reasons apart: what goes by the shape (whole against halves), and what couples
+            # parameters in one step (halves together against each alone), as a norm over a group does.
             whole = _trial(optimizer, group, [matrix], device)
             together = _trial(optimizer, group, [first, second], device)
             apart = torch.cat([_trial(optimizer, group, [half], device) for half in (first, second)])
@@ -164,7 +178,7 @@ def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.devic
 def find_whole_keys(optimizer: torch.optim.Optimizer, device: torch.device) -> frozenset[str]:
     """Keys of the state that an elementwise optimizer holds once per parameter, not once per element.
 
-    Of a slice of one element alone it could not be told.
+    A slice of one element does not show the difference, so a trial on twelve does.
     """
     generator = torch.Generator().manual_seed(0)
     stretch = list(torch.randn(3, 12, dtype=torch.float64, generator=generator))
@@ -176,6 +190,8 @@ def find_whole_keys(optimizer: torch.optim.Optimizer, device: torch.device) -> f
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # Not to the bit: kernels may round 24 elements and 12 differently. A real difference is of the size of the
+    # update.
     return torch.allclose(one, other, rtol=1e-6, atol=1e-12)
 
 
@@ -202,6 +218,7 @@ def _run_double(
 
     `stretches`: for each parameter its values, and then its gradient at each step.
     """
+    # Not built anew, because constructors differ; not `deepcopy`, which would copy the user's parameters and moments.
     double = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
@@ -242,7 +259,7 @@ class KnownOptimizer:
     """Keys of state that is not cut along with a parameter, whatever its shape."""
 
     def named(self) -> NamedOptimizer:
-        """Its kind, its groups and their settings."""
+        """The optimizer's class, its groups and their settings."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self.parameters):
             raise OptimizerError(
@@ -258,7 +275,7 @@ class KnownOptimizer:
         )
 
     def named_with_state(self, name_of: Mapping[torch.Tensor, str]) -> NamedOptimizer:
-        """Also which of its state here is no tensor."""
+        """As `named`, with the state on this rank that is no tensor."""
         python = [each for each in self._values(name_of) if not isinstance(each[2], torch.Tensor)]
         return replace(
             self.named(),
@@ -323,6 +340,7 @@ def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owne
         optimizer.state.clear()
         for group in optimizer.param_groups:
             names = list(dict.fromkeys(inventory.name_of[parameter] for parameter in group["params"]))
+            # Reversed: of the objects of a tie the first one's state is written last, and stays.
             old = {inventory.name_of[parameter]: state.get(parameter, {}) for parameter in reversed(group["params"])}
             mine = [name for name in names if name in owned_of]
             group["params"] = [owned_of[name].parameter for name in mine]
@@ -338,7 +356,7 @@ def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owne
 def keys_not_along(
     state: Mapping[torch.Tensor, Mapping[str, Any]], shapes: Mapping[torch.Tensor, Sequence[int]] | None = None
 ) -> frozenset[str]:
-    """Keys whose tensors do not have a number for each element: of a scalar parameter alone that could not be told.
+    """Keys whose tensors do not have a number for each element; a scalar parameter does not show the difference.
 
     shapes: of parameters, where they are not those that they have now.
     """
@@ -362,6 +380,7 @@ def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, spec
         if key in not_along or value.shape != spec.global_shape:
             return value
         local = value if spec.portion is None else portion_of(value, spec.portion)
+        # A clone, not a view: it would keep the state of the whole parameter in memory.
         part = local.reshape(-1)[run.start : run.stop].clone().view(master.shape)
         return part.to(master.dtype) if part.is_floating_point() else part
 

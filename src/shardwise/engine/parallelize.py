@@ -1,8 +1,16 @@
 """From a model and a plan to an engine, in three phases: inspect, agree, build.
 
-[1] inspect   each rank looks at what it was given, and changes nothing
-[2] agree     ranks compare, and decide together; where one refuses all do, and no tensor was changed
-[3] build     tensors first (portions, stages, flat buffers), then forwards and hooks around them
+    [1] inspect, alone      model      -> names, ties, shapes, buffers (`Inventory`); DTensors -> portions
+                            optimizer  -> covers every trainable parameter once? tried on small matrices
+        ~~~~ exchange: the verdict of each rank, its seed ~~~~
+    [2] agree, together     equal on all ranks: plan text; model and optimizer settings; digests of all values
+                            decided alike: stages, units of stage 3, cuts along tp, who initialises what
+        ~~~~ the last point where all ranks raise and no tensor has changed ~~~~
+    [3] build, in step      tensors   cut -> drop other stages -> room -> move -> flat buffers -> optimizers -> values
+                            forwards  casts, tensor parallelism, unshard, proof, pipeline: each around those before
+
+Tensors on the meta device wait for their values through all of that. Each rank takes room in [3] for what it computes
+with, and no more; then a `ValueSource` gives whole tensors one after the other, and the rank keeps its part of each.
 """
 
 import json
@@ -69,14 +77,14 @@ BufferPlace = tuple[nn.Module, str]
 
 
 class ValueSource(Protocol):
-    """Where values come from."""
+    """Where the values of waiting tensors come from: the initialisers of the model, or a load."""
 
     def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The names and whole values of `wanted`, one after the other, in any order."""
 
 
 class Later:
-    """Of values that come by a load: nothing comes now."""
+    """Values come by a load afterwards: nothing comes now."""
 
     def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See `ValueSource`."""
@@ -117,10 +125,14 @@ def parallelize(
         channel = default_channel()
     try:
         engine = parallelize_with(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample)
+        # Not in `parallelize_with`: relayout may still go back to the old engine after that, which then must not find
+        # the new one's refusals on the model.
         engine.take_charge()
     except ShardwiseError:
         raise  # ranks agree on those
     except BaseException as error:
+        # A failure of one rank alone (no memory, a bug in a module): the others are in a collective or on the way to
+        # one.
         channel.abort(f"{type(error).__name__} in parallelize: {error}")
         raise
     return engine
@@ -140,6 +152,8 @@ def parallelize_with(
     """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device."""
     with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
         inspected = _inspect(model, plan, source, channel, seed)
+        # The seeds travel with the verdict: one message less. Torch's own is sent because ranks may have seeded it
+        # differently, and rank 0's holds then.
         agreement.value = json.dumps([seed, torch.initial_seed()]).encode()
     seed = _seed_of_all([json.loads(each) for each in agreement.values])
     terms = _agree(model, plan, inspected, loss, channel, seed, sample, values)
@@ -166,6 +180,8 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
     given = portions_of_dtensors(inventory, plan, channel.rank)
     optimizers = build(source, list(model.parameters()))
     check_coverage(optimizers, inventory)
+    # Tried, because nothing in an optimizer says whether its update of an element looks at others. A wrong guess
+    # would train, and badly.
     if plan.mesh.tp > 1:
         check_elementwise(optimizers, channel.device, instead="Leave mesh.tp at 1")
     elif _num_owners(plan) > 1 and plan.sharding.partition == "slice":
@@ -212,12 +228,16 @@ def _agree(
     )
     compare(
         channel,
+        # Names and shapes before values: digests of different models would say only that everything differs.
         [*describe_model(inventory), *describe_settings(inspected.optimizers, inventory)],
         subject="models or optimizers",
         hint="Build the same model and optimizer on every rank.",
     )
     compare(
         channel,
+        # Data ranks hold the same parameters, and nothing compares them later: an owner's values would silently
+        # replace those of the others at the first all-gather. A digest per tensor names the first that differs, at
+        # the cost of one read.
         _digests(inventory),
         subject="values",
         hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
@@ -241,6 +261,7 @@ def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:
     if len({own for own, _ in seeds}) > 1:
         raise MismatchError(f"ranks were given the seeds {[own for own, _ in seeds]}; give all of them the same")
     own, of_torch = seeds[0]
+    # Rank 0's, not each rank's own: masks of a microbatch must not depend on the rank that has it.
     return of_torch if own is None else own
 
 
@@ -286,6 +307,7 @@ def _build(
     placement, decision = terms.placement, terms.decision
     channels = EngineChannels.of(plan, channel)
     counters = Counters()
+    # Before anything wraps forwards: a module whose instance has a forward of its own counts as one that may draw.
     random = KeyedRandom(model, channel.device, terms.seed)
     tensors = _keep_own(model, plan, inspected, terms, channels, counters)
     inventory, held, owned = tensors.inventory, tensors.held, tensors.owned
@@ -328,6 +350,8 @@ def _build(
             kinds=GradientKinds(summed, tied, channels.pipeline) if decision.plan.styles else None,
         )
         passes.number_by(partial(_microbatch_of, runner))
+    # Each loss's graph is looked at before its backward: whether a gradient is whole or a term of a sum is read
+    # there, not from the rules.
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
     if inspected.given:  # their modules may have hooks of their own, which sum gradients over ranks, say
         watchers.append(lambda _: gradients.collectors.stay_last())
@@ -335,6 +359,7 @@ def _build(
         model=model,
         plan=plan,
         inventory=owned,
+        # Of the whole model, on every rank: flags in the step's exchange are numbered by it.
         names=ModelNames(
             trainable={spec.name: torch_dtype(spec.master) for spec in inventory.specs if spec.trainable},
             ties=inventory.ties(),
@@ -409,10 +434,12 @@ def _keep_own(
     inventory.tie()
     sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
     is_partial = sliced or plan.mesh.tp > 1
+    # Only where masters are parts: a whole master tells by its shape which of its state is per element.
     whole_keys = [find_whole_keys(each, device) if is_partial else frozenset() for each in inspected.optimizers]
     # Parameters are cut and dropped before the rest moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
     kept_buffers = drop_foreign(model, inventory, stages, coordinate)
+    # What is held alone, and on the device at once: never the whole model, and nothing on the host first.
     inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device)
     move_to(model, device)
     held = inventory.restricted(stages.held_by(coordinate))
@@ -421,8 +448,11 @@ def _keep_own(
     optimizers = know(inspected.optimizers, inventory, whole_keys)  # while they still have all parameters
     buffers = make_params(layout, owned, channels.owners, keep_shapes=not sliced, waiting=waiting)
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
+    # State that an optimizer has already is cut along, so this comes after the masters are there and before the first
+    # step.
     swap(inspected.optimizers, inventory, buffers.owned)
     if terms.values is not None:
+        # Buffers of other stages stay without values here.
         here = {name for name, each in model.named_buffers() if not each.is_meta}
         mine = [name for name in waiting if name in held.parameters or name in here]
         fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
@@ -452,11 +482,14 @@ def give_room(
     for spec in inventory.specs:
         old = inventory.parameters[spec.name]
         if spec.name in held and old.is_meta:
+            # A fused parameter moves to a flat buffer next. One element, expanded to its shape, stands for it until
+            # then: memory for both at once would double the peak.
             room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
             fresh[spec.name] = with_values(old, room.expand(spec.shape))
     for module, attribute, name in inventory.places:
         if name in fresh:
             setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs
+    # By the old tensor: a buffer that several modules hold stays one.
     rooms: dict[torch.Tensor, torch.Tensor] = {}
     for module, attribute in buffers:
         buffer = module._buffers[attribute]
@@ -489,6 +522,8 @@ def fill(
             if (spec := spec_of.get(name)) is None:
                 buffer_of[name].copy_(tensor)
                 continue
+            # The source gives whole tensors on every rank, so that values do not depend on the cut; each is dropped
+            # before the next.
             local = tensor if spec.portion is None else portion_of(tensor, spec.portion)
             if not buffers.write(name, local) and not ties.write(name, local):
                 held.parameters[name].copy_(local)

@@ -1,4 +1,19 @@
-"""What an engine knows of the whole model, and what it hands over to the engine of another plan."""
+"""The state of an engine as pieces: what a checkpoint saves, what a load wants, what another plan takes over.
+
+    a weight 4 x 2 in bfloat16, owner 0 of 2, AdamW:
+        w                      run [0, 4) of 8    bfloat16    the owner's part of the working copy
+        optimizer/w/master     run [0, 4) of 8    float32
+        optimizer/w/exp_avg    run [0, 4) of 8    float32     under torch's key
+        optimizer/w/step       whole              float32     every owner has it; it is saved once
+
+All are views of live memory: a save copies nothing, and a load writes where training goes on. A load:
+
+    [1] prepare   changes nothing: masters, buffers and unfused parameters are wanted in place; optimizer state in
+                  place where the live tensor fits, else in fresh ones
+    [2] (whoever loads gathers all verdicts, then writes what is wanted)
+    [3] finish    optimizer state and settings become the optimizers' own; masters are cast into the working copies,
+                  and every bucket is gathered
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,7 +50,7 @@ from shardwise.space import Box, Piece
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelNames:
-    """What every rank knows of the whole model, whatever part of it is here."""
+    """What every rank knows of the whole model, including the parts that other ranks hold."""
 
     trainable: dict[str, torch.dtype]
     """The parameters that are trained, in the order of the model, and the dtype of their masters."""
@@ -77,6 +92,7 @@ def state_of(
     for known in optimizers:
         for name, key, tensor in known.entries(buffers.name_of()):
             owned = owned_of[name]
+            # The shape alone is not enough: the `step` of a scalar parameter has the shape of the parameter.
             if tensor.shape == owned.parameter.shape and key not in known.whole_keys:
                 state |= placed(state_name(name, key), tensor, spec_of[name], owned.segment)
             else:
@@ -97,6 +113,7 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) 
     for spec in inventory.specs:
         if not buffers.holds(spec.name) or not spec.num_elements:  # what has no elements is in nobody's part
             state |= placed(spec.name, inventory.parameters[spec.name].detach(), spec)
+    # `keep_vars` also passes the hook that refuses `state_dict` of a model in parts.
     persistent = set(model.state_dict(keep_vars=True))
     for name, buffer in model.named_buffers():
         if name in persistent and not buffer.is_meta:  # another stage has it
@@ -105,19 +122,20 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) 
 
 
 def whole(name: str, tensor: torch.Tensor) -> dict[Piece, torch.Tensor]:
-    """A tensor of which all elements are here."""
+    """A tensor as one piece that holds all its elements."""
     return {Piece(name=name, dtype=dtype_name(tensor.dtype), global_shape=tuple(tensor.shape)): tensor}
 
 
 def placed(
     name: str, tensor: torch.Tensor, spec: Parameter, segment: Segment | None = None
 ) -> dict[Piece, torch.Tensor]:
-    """What a tensor holds that has an element for each of a parameter, or of a segment of it, as pieces with views.
+    """The pieces, with views, of a tensor that has one element for each of a parameter, or of a segment of it.
 
     A parameter that is cut along tp has the pieces of its portion: several where that is made of several boxes.
     """
     dtype = dtype_name(tensor.dtype)
     run = None if segment is None else (segment.run.start, segment.run.stop)
+    # A whole parameter is a piece without a run, whichever partition made it: the same checkpoint bytes.
     if run == (0, spec.num_elements):
         run = None
     local = tensor if run is not None else tensor.view(spec.shape)
@@ -125,6 +143,8 @@ def placed(
         return {Piece(name=name, dtype=dtype, global_shape=spec.shape, run=run): local}
     flat = tensor.view(-1)
     pieces = {}
+    # The portion's own elements are a dense block here; in the global tensor they may be several boxes (q, k and v of
+    # one fused matrix).
     for piece, part in spec.portion.pieces(name, dtype, run):
         held = local
         if part is not None:
@@ -166,6 +186,8 @@ class EngineRestoration:
         self._optimizers = optimizers
         self._counters = counters
         self._stopping_peers = stopping_peers
+        # Before anything is written: a buffer that a forward changed and the ranks have not agreed on yet stays
+        # pending over the load.
         self._pending_buffers = model_buffers.changed()
         self.aliases: Mapping[str, str] = aliases
         """Other names of wanted tensors (ties): alias -> name."""
@@ -179,6 +201,7 @@ class EngineRestoration:
         )
         self.findings: Sequence[str] = self._plan.findings
         """What of the stored settings does not fit."""
+        # Working copies that have a master are not read: [3] casts them, and the two cannot disagree.
         cast = buffers.cast_from_masters()
         shapes = {spec.name: spec.global_shape for spec in inventory.specs}
         empty = names_without_elements(shapes, self.aliases, stored=stored, settings=settings)
@@ -206,6 +229,7 @@ class EngineRestoration:
                 known.optimizer.state.pop(owned.parameter, None)
                 if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
                     known.optimizer.state[owned.parameter] = state
+            # After the masters: the working copies of all ranks follow from them, and replicas of ties from these.
             self._buffers.publish_restored(self._counters)
             self._ties.publish_restored()
             if self._random is not None:

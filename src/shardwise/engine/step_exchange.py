@@ -1,4 +1,14 @@
-"""How much each microbatch counts, agreed between all data ranks before any of them computes."""
+"""The two exchanges of a step: weights before anything is computed, losses and norms before anything is updated.
+
+    open    JSON    [weights of this rank's microbatches, lines of the batch, parameters written from outside]
+            2 data ranks: [[4, 4], ..] and [[3, 3], ..]  ->  `Weighting` of all, mean weight 3.5
+
+    close   bytes   | loss 8 | squares 8 | bits | (number 8, norm 8) ... |
+            bits: trainable parameters with a gradient, buffers changed, parameters written by forwards, stop
+            3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 1 = 10 bits in 2 bytes
+
+Each rank gets the messages of all ranks, computes the same from them, and so refuses, skips and stops like the others.
+"""
 
 import json
 import math
@@ -53,14 +63,18 @@ class Weighting:
     def factors(self, rank: int) -> list[float]:
         """What each loss of `rank` is multiplied by, so that the plain mean over all is the weighted mean."""
         if self.uniform:
+            # No factor instead of a factor of 1.0 made by a division: one process multiplies nothing, and w / mean of
+            # equal weights may be rounded off 1.
             return [1.0] * len(self.by_rank[rank])
         mean = self.total / self.num_microbatches
         return [weight / mean for weight in self.by_rank[rank]]
 
     def share_of_mean(self, losses: Sequence[torch.Tensor], rank: int) -> float:
         """The part of the weighted mean over all microbatches that the losses of `rank` make."""
+        # One copy to the host for all losses, at the end of the step.
         values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
         weights = self.by_rank[rank]
+        # What has no weight was not computed, and its stand-in is no value.
         return math.fsum(w * value for w, value in zip(weights, values, strict=True) if w) / self.total
 
 
@@ -95,6 +109,7 @@ def pack_weights(weights: Sequence[float], *, batch_lines: Sequence[str] = (), w
     batch_lines: a description of the batch, which all ranks of a pipeline have to have alike. written: the parameters
     that were written to on this rank.
     """
+    # JSON keeps every float: Python writes the shortest text that reads back to the same bits.
     return json.dumps([list(weights), list(batch_lines), sorted(written)]).encode()
 
 
@@ -107,6 +122,7 @@ def merge_weights(
     Raises the same error on all ranks when the weights cannot be used.
     """
     given = [json.loads(each) for each in packed]
+    # The lowest rank of each data rank speaks for its pipeline: reversed, so that it is written last.
     firsts = {data_rank: rank for rank, data_rank in reversed(list(enumerate(data_ranks)))}
     _refuse_different_batches([lines for _, lines, _ in given], [firsts[each] for each in data_ranks])
     weighting = Weighting(by_rank=tuple(tuple(given[firsts[data_rank]][0]) for data_rank in sorted(firsts)))
@@ -130,6 +146,7 @@ def check_writes(channel: Channel, digests: Mapping[str, str], replicas: Sequenc
     digests: of what was written to on any rank, as this rank has it. replicas: groups of data ranks.
     """
     found = [json.loads(each) for each in channel.exchange(json.dumps(digests).encode(), purpose="written parameters")]
+    # Digests, not values: which rank is right nobody knows, so nothing is copied; ranks that differ are named.
     for ranks in replicas:
         for rank in ranks[1:]:
             for name, digest in found[ranks[0]].items():
@@ -148,6 +165,7 @@ def _refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Seque
     if not different:
         return
     rank, first = different[0], first_of[different[0]]
+    # The first line that differs is shown: batches have many entries, and one of them is enough to find the error.
     pairs = zip_longest(lines_of[first], lines_of[rank], fillvalue="nothing")
     one, other = next((one, other) for one, other in pairs if one != other)
     listed = f"rank {rank}" if len(different) == 1 else "ranks " + ", ".join(map(str, different))
@@ -202,12 +220,14 @@ def exchange_step(
     for bits in bits_of:
         union |= bits
     anywhere = [bool(union >> at & 1) for at in range(len(flags))]
+    # Parameters and buffers have the same numbers on all ranks: those of the whole model, whatever part is here.
     changed = [at for at in range(len(changed_buffers)) if anywhere[len(touched) + at]]
     return StepExchange(
         loss=sum_of_losses([share for share, _ in shares], alike, is_exact=channel.device.type == "cpu"),
         squares=[share for _, share in shares],
         norms=dict(pair for answer in answers for pair in struct.iter_unpack("<qd", answer[16 + num_bytes :])),
         touched=anywhere[: len(touched)],
+        # With the ranks, not as a flag: the values of one that changed it will hold for all.
         changed_buffers={
             at: [rank for rank, bits in enumerate(bits_of) if bits >> len(touched) + at & 1] for at in changed
         },
@@ -229,6 +249,8 @@ def sum_of_losses(shares: Sequence[float], alike: Sequence[Sequence[int]], *, is
     Raises MismatchError where they have not: some value that each of them has in part was taken for a whole one.
     is_exact: to the last bit; else as far as kernels that add in any order allow.
     """
+    # Ranks along tp compute the same loss from whole activations. A difference shows, at no cost, that a cut value
+    # was read as a whole one somewhere; training would go on with wrong gradients otherwise.
     for ranks in alike:
         first = shares[ranks[0]]
         for rank in ranks[1:]:
