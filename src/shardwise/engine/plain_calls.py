@@ -44,13 +44,15 @@ class PlainCalls:
         self._optimizers = optimizers
         self._cut = {id(parameter) for parameter in cut}
         self._owns_all = owns_all
-        self._is_engine_step = False
+        self.is_engine_step = False
+        """Whether the engine is stepping the optimizers."""
         self._sizes = [_sizes_of(optimizer) for optimizer in optimizers]
 
     def refuse(self) -> None:
         """Refuse from now on, in the place of the engine that had the model before."""
         everything: dict[str, str] = {}
         for path, module in self._model.named_modules():
+            # Of the engine before this one: the model may be whole now.
             _take_off(module._state_dict_pre_hooks)
             _take_off(module._load_state_dict_pre_hooks)
             if found := self._parts(module):
@@ -74,16 +76,11 @@ class PlainCalls:
     @contextmanager
     def engine_step(self) -> Iterator[None]:
         """Let the engine step the optimizers."""
-        self._is_engine_step = True
+        self.is_engine_step = True
         try:
             yield
         finally:
-            self._is_engine_step = False
-
-    @property
-    def is_engine_step(self) -> bool:
-        """Whether the engine is stepping them."""
-        return self._is_engine_step
+            self.is_engine_step = False
 
     def check_groups(self) -> None:
         """Raise OptimizerError where parameters came into a group, or left it: these would not be trained."""
@@ -173,6 +170,7 @@ class _Parts(_RefusalHook):
         key, why = next(iter(self.why.items()))
         raise ModelError(f"state_dict() of this model would hold parts of it: {prefix + key!r} {why}. {_SAVE}")
 
+    # Hooks are pickled and copied with their module: the refusal needs no hold on torch.save or deepcopy.
     def __reduce__(self) -> Any:
         key, why = next(iter(self.why.items()))
         raise ModelError(f"the model would be pickled (torch.save) in parts: {key!r} {why}. {_SAVE}")
@@ -203,17 +201,20 @@ class _WholeGiven(_RefusalHook):
             given, held = state_dict.get(prefix + key), {**module._parameters, **module._buffers}.get(key)
             if not isinstance(given, torch.Tensor) or held is None:
                 continue
+            # torch would report two shapes and leave the reader to guess why.
             if given.shape != held.shape:
                 error_messages.append(
                     f"{prefix + key!r} {why}; load the whole with sw.load(path, engine), from a save or from files of "
                     "Hugging Face"
                 )
             elif held.is_meta:
+                # The module's own tensor: torch copies nothing into a tensor without memory, and does not call the
+                # key missing.
                 state_dict[prefix + key] = held
 
 
 def _take_off(hooks: MutableMapping[int, Callable[..., Any]]) -> None:
-    """Remove what an engine has put there; torch wraps some hooks once more."""
+    """Remove the hooks of any engine; torch wraps some hooks once more."""
     for number in [each for each, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), _RefusalHook)]:
         del hooks[number]
 

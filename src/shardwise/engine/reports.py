@@ -1,4 +1,4 @@
-"""What a step and an evaluation tell."""
+"""What steps and evaluations report, and what an engine counts."""
 
 from dataclasses import dataclass
 
