@@ -56,6 +56,7 @@ def build(source: OptimizerSource, parameters: list[nn.Parameter]) -> tuple[torc
                 f"{type(optimizer).__name__}.step needs a closure that computes the loss again; shardwise computes "
                 f"each loss once per update"
             )
+        # By its class for once: it raises at the first dense gradient, in the middle of a step.
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise OptimizerError(
                 "SparseAdam updates from sparse gradients only, and shardwise gives it dense ones; use torch.optim.Adam"
@@ -80,6 +81,7 @@ def check_coverage(optimizers: Sequence[torch.optim.Optimizer], inventory: Inven
             f"{len(lost)} of the model's trainable parameters are in no group: {few_of(lost)}; give them to the "
             "optimizer, or freeze them (requires_grad_(False)) before parallelize"
         )
+    # Often the parameters of another build of the model: it would train tensors that no forward reads.
     if num_foreign:
         problems.append(
             f"{num_foreign} of its parameters are not the model's; build it over the parameters of the model that is "
@@ -159,6 +161,7 @@ def _why_not_elementwise(
 def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
     """Raise OptimizerError for an optimizer whose update of one parameter depends on the others."""
     generator = torch.Generator().manual_seed(0)
+    # Owners of whole parameters update them one by one, so matrices are tried together and each alone.
     matrices = [list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator)) for _ in range(2)]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -276,6 +279,8 @@ class KnownOptimizer:
 
     def named_with_state(self, name_of: Mapping[torch.Tensor, str]) -> NamedOptimizer:
         """As `named`, with the state on this rank that is no tensor."""
+        # Numbers and None are no tensors: a checkpoint keeps which they were, so that a load gives back a float where
+        # a float was.
         python = [each for each in self._values(name_of) if not isinstance(each[2], torch.Tensor)]
         return replace(
             self.named(),
@@ -339,6 +344,7 @@ def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owne
         not_along = keys_not_along(state, whole_shapes)
         optimizer.state.clear()
         for group in optimizer.param_groups:
+            # By name: objects of one tie that are both in the group are one master.
             names = list(dict.fromkeys(inventory.name_of[parameter] for parameter in group["params"]))
             # Reversed: of the objects of a tie the first one's state is written last, and stays.
             old = {inventory.name_of[parameter]: state.get(parameter, {}) for parameter in reversed(group["params"])}

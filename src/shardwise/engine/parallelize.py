@@ -270,7 +270,7 @@ def _digests(inventory: Inventory) -> Sequence[str]:
     return [
         f"{name!r} with digest {digest_of_values(tensor)}"
         for name, tensor in tensors.items()
-        if not tensor.is_meta and not is_dtensor(tensor)  # of which each rank has its own part
+        if not tensor.is_meta and not is_dtensor(tensor)  # each rank has its own part of a DTensor
     ]
 
 
@@ -282,11 +282,11 @@ class _KeptTensors:
     """What this rank keeps of the model, and where it is."""
 
     inventory: Inventory
-    """Of all parameters."""
+    """All parameters of the model."""
     held: Inventory
-    """Of those with which this rank computes."""
+    """The parameters with which this rank computes."""
     owned: Inventory
-    """Of those whose gradients end on its stage."""
+    """The parameters whose gradients end on its stage."""
     stages: StageParameters
     layout: OwnedLayout
     buffers: FlatParams
@@ -311,7 +311,7 @@ def _build(
     random = KeyedRandom(model, channel.device, terms.seed)
     tensors = _keep_own(model, plan, inspected, terms, channels, counters)
     inventory, held, owned = tensors.inventory, tensors.held, tensors.owned
-    # Wrappers lie around each other in the order of these calls: tensor parallelism, then what gathers its portions,
+    # Wrappers stand around each other in the order of these calls: tensor parallelism, then what gathers its portions,
     # then the proof, which watches both. The runner comes last: all of that is the forward of a placed module to it.
     let_inputs_follow(model, plan.precision)
     TensorParallel(model, decision.plan, channels.tensor)
@@ -413,7 +413,7 @@ def _microbatch_of(runner: PipelineRunner) -> int:
 
 
 def _is_within(name: str, other: str) -> bool:
-    """Whether a name is that of a module or of what is in it."""
+    """Whether `name` is `other`, or a module or parameter inside it."""
     return name == other or name.startswith(f"{other}.")
 
 

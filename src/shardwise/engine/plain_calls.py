@@ -55,6 +55,7 @@ class PlainCalls:
             # Of the engine before this one: the model may be whole now.
             _take_off(module._state_dict_pre_hooks)
             _take_off(module._load_state_dict_pre_hooks)
+            # On every module, not on the model alone: users save submodules, too.
             if found := self._parts(module):
                 everything |= {f"{path}.{key}".lstrip("."): why for key, why in found.items()}
                 module.register_state_dict_pre_hook(_Parts(found))
@@ -69,6 +70,8 @@ class PlainCalls:
             # GradScaler then calls `step`, which is refused, and does not look for gradients that are not there.
             vars(optimizer).setdefault("_step_supports_amp_scaling", True)
             for kind in ("state_dict", "load_state_dict"):
+                # The optimizer is the user's and outlives an engine: the one before may have owned parts, and this
+                # one all.
                 _take_off(getattr(optimizer, f"_optimizer_{kind}_pre_hooks"))
                 if not self._owns_all:
                     getattr(optimizer, f"register_{kind}_pre_hook")(_OptimizerParts(kind))
@@ -85,6 +88,8 @@ class PlainCalls:
     def check_groups(self) -> None:
         """Raise OptimizerError where parameters came into a group, or left it: these would not be trained."""
         for optimizer, sizes in zip(self._optimizers, self._sizes, strict=True):
+            # Counts, not names: whatever came in is no master of this engine. Asked once per step, so it has to be
+            # cheap.
             if (now := _sizes_of(optimizer)) != sizes:
                 raise OptimizerError(
                     f"the groups of {type(optimizer).__name__} have {now} parameters here, and had {sizes} after "
@@ -175,6 +180,7 @@ class _Parts(_RefusalHook):
         key, why = next(iter(self.why.items()))
         raise ModelError(f"the model would be pickled (torch.save) in parts: {key!r} {why}. {_SAVE}")
 
+    # deepcopy would use `__reduce__`, whose message speaks of torch.save.
     def __deepcopy__(self, memo: object) -> "_Parts":
         key, why = next(iter(self.why.items()))
         raise ModelError(

@@ -111,6 +111,7 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) 
             if bucket.has_master:
                 state |= placed(state_name(name, MASTER), bucket.master[span], spec_of[name], segment)
     for spec in inventory.specs:
+        # Not fused into a bucket: every data rank has it whole, and a save takes it from one of them.
         if not buffers.holds(spec.name) or not spec.num_elements:  # what has no elements is in nobody's part
             state |= placed(spec.name, inventory.parameters[spec.name].detach(), spec)
     # `keep_vars` also passes the hook that refuses `state_dict` of a model in parts.
@@ -226,6 +227,7 @@ class EngineRestoration:
             for known, _, owned in self._trained:
                 if not self._plan.replaces_state_of(owned.segment.name):
                     continue
+                # Replaced as a whole: a key that the checkpoint does not have must not survive from the run before.
                 known.optimizer.state.pop(owned.parameter, None)
                 if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
                     known.optimizer.state[owned.parameter] = state
@@ -234,6 +236,7 @@ class EngineRestoration:
             self._ties.publish_restored()
             if self._random is not None:
                 self._computation.random.seed, self._computation.step = self._random
+            # In place: the engine holds this dict.
             self._origin.clear()
             self._origin.update(self._found_origin)
             self._model_buffers.agreed_unless(self._pending_buffers)
@@ -281,6 +284,7 @@ def _trained(
     buffers: FlatParams, optimizers: Sequence[KnownOptimizer]
 ) -> Iterator[tuple[KnownOptimizer, Mapping[str, Any], Owned]]:
     """Everything that is trained here, with its optimizer and group."""
+    # By the master object: groups of an optimizer hold masters, since `swap`.
     owned_of = {owned.parameter: owned for owned in buffers.owned}
     for known in optimizers:
         for group in known.optimizer.param_groups:
@@ -295,6 +299,7 @@ def _room_for(entry: OptimizerEntry, live: Any, group: Mapping[str, Any], parame
     if isinstance(live, torch.Tensor) and live.dtype == dtype and live.shape == shape and live.is_contiguous():
         return live
     if isinstance(live, torch.Tensor):
+        # Where the optimizer has it now, which it chose itself.
         device = live.device
     else:
         device = torch.device("cpu") if entry.on_host(group) else parameter.device
