@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.extra_values import packed, unpacked
+from shardwise.checkpoint.manifest import packed, unpacked
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 

@@ -16,8 +16,7 @@ from shardwise.checkpoint.assignment import distinct
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.sharing import merge_ties
-from shardwise.checkpoint.state_arguments import wrong_rewrite
-from shardwise.checkpoint.states import Ordered, State
+from shardwise.checkpoint.states import Ordered, State, wrong_rewrite
 from shardwise.checkpoint.streaming import WindowFiller
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from shardwise.cli.ckpt.progress_bar import byte_progress
-from shardwise.cli.ckpt.table import plural
-from shardwise.cli.exit_verdicts import told
+from shardwise.cli.ckpt import byte_progress, plural
+from shardwise.cli.exit_verdicts import errors_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport
@@ -106,9 +105,10 @@ def convert(
         "--dtype is for --to hf; a save has masters and working copies both": dtype is not None and to != "hf",
         "--dry-run shows what a rewrite does; name one with --rewrite": dry_run and rewrite is None and not inverse,
     }
+    # Before anything is read: an option that would do nothing is a misunderstanding, which costs more when found late.
     for words in (words for words, is_so in wrong.items() if is_so):
         raise click.UsageError(words)
-    with told(debug=debug), _pointing_back(is_blind=inverse and like is None):
+    with errors_in_words(debug=debug), _pointing_back(is_blind=inverse and like is None):
         from shardwise import checkpoint
 
         used = _rewrite(source, step, rewrite, parameters) if inverse or rewrite is not None else None
@@ -121,6 +121,7 @@ def convert(
             click.echo(table)
             click.echo("nothing was written")
             return
+        # --like alone says where the inverse leads. Only a certificate reads its values, which costs a read of SRC.
         begun = time.perf_counter()
         with byte_progress("converting") as progress:
             report = checkpoint.convert(
@@ -146,6 +147,7 @@ def _pointing_back(*, is_blind: bool) -> Iterator[None]:
     try:
         yield
     except RewriteError as error:
+        # Without the original, degrees and shapes are guessed from SRC. With it the same way back may be found.
         if is_blind:
             error.add_note(
                 "If the way back has to know what was there before: --rewrite NAME --inverse --like ORIGINAL"
@@ -156,7 +158,7 @@ def _pointing_back(*, is_blind: bool) -> Iterator[None]:
 def _rewrite(source: str, step: int | None, name: str | None, parameters: dict[str, int | str]) -> "Rewrite":
     """The rewrite that was asked for by name, else the one by which the source was made."""
     from shardwise import checkpoint
-    from shardwise.rewrite.shipped import find_rewrite
+    from shardwise.rewrite import find_rewrite
 
     if name is None:
         return checkpoint.recorded_rewrite(source, step=step)
@@ -183,7 +185,7 @@ def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | 
 
 
 def _closing(report: "ConvertReport", seconds: float) -> str:
-    from shardwise.train.progress import size
+    from shardwise.train.observers import size
 
     lines = [f"{report.source} ({report.source_format}) -> {report.destination}"]
     if report.left_out:
@@ -216,7 +218,7 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
 
 def _some(names: Sequence[str]) -> str:
     """The first of names, and how many more there are."""
-    from shardwise.checkpoint.stored_names import printable
+    from shardwise.checkpoint.contents import printable
 
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return ", ".join(map(printable, names[:3])) + more
