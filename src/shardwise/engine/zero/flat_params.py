@@ -25,9 +25,8 @@ from torch import nn
 from shardwise.comm import Channel, Work
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.counters import Counters
-from shardwise.engine.given_dtensors import put_on, values_of
-from shardwise.engine.inventory import Inventory
+from shardwise.engine.inventory import Inventory, put_on, values_of
+from shardwise.engine.reports import Counters
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
 from shardwise.plan import Bucket, Ownership, Segment, Slot
 

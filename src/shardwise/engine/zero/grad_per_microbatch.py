@@ -28,8 +28,8 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.counters import Counters
-from shardwise.engine.given_dtensors import take_gradient, values_of
+from shardwise.engine.inventory import take_gradient, values_of
+from shardwise.engine.reports import Counters
 from shardwise.engine.zero.grad_reduce import Collectors, GradPerUpdate, sum_over_replicas, twice_in_one_backward
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.counters import Counters
-from shardwise.engine.given_dtensors import take_gradient, values_of
+from shardwise.engine.inventory import take_gradient, values_of
+from shardwise.engine.reports import Counters
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Ownership, Precision, plan_arena
 from shardwise.plan.memory import wire_dtype

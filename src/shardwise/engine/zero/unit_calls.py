@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Work
-from shardwise.engine.autograd_state import at_end_of_backward
+from shardwise.engine.wrapping import at_end_of_backward
 from shardwise.engine.zero.flat_params import ShardedBucket
 from shardwise.plan.units import Unit
 

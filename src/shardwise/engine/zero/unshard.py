@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.counters import Counters
+from shardwise.engine.reports import Counters
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
 from shardwise.engine.zero.sharded_params import Copy, sharded_class

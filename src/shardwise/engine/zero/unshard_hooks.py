@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.pipeline.nested import tensors_in, transform
-from shardwise.engine.wrapping import Forward
+from shardwise.engine.wrapping import Forward, in_backward
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.sharded_params import Copy, copy_of_view, refusal_of_write
 from shardwise.engine.zero.unit_calls import GatheredUnit
