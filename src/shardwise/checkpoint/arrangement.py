@@ -1,14 +1,15 @@
 """Arrangement: the files of a save, decided alike on every rank before a byte is written."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from shardwise.checkpoint.assignment import assign_pieces, assign_tensors, distinct
+from shardwise.checkpoint.assignment import assign_pieces, assign_tensors
 from shardwise.checkpoint.file_writing import DataFile, lay_out
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.holders import Holders, holders_by_tensor
 from shardwise.space import Piece, check_cover
 
 __all__ = ["Arrangement", "FileLayout", "arrange"]
@@ -22,21 +23,17 @@ class Arrangement:
     """Who writes what of a state that is held by several ranks."""
 
     file_layout: FileLayout
-    holders: Mapping[Piece, tuple[int, ...]]
-    """The ranks that hold each distinct piece."""
+    tensors: Sequence[Piece]
+    """The tensors, each as one whole piece, in the order in which ranks hold them."""
     written: Sequence[Sequence[Piece]]
     """For each rank the pieces that it writes."""
+    holders: Mapping[str, Holders] = field(default_factory=dict)
+    """Who holds what of each tensor. A conversion has none: nothing is held."""
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self.written)
-
-    @cached_property
-    def tensors(self) -> list[Piece]:
-        """The tensors, each as one whole piece, in the order in which ranks hold them."""
-        kinds = dict.fromkeys((piece.name, piece.dtype, piece.global_shape) for piece in self.holders)
-        return [Piece(name=name, dtype=dtype, global_shape=shape) for name, dtype, shape in kinds]
 
     @cached_property
     def num_bytes(self) -> int:
@@ -60,12 +57,12 @@ def arrange(held: Sequence[Sequence[Piece]], file_layout: FileLayout, *, block_b
     Raises CheckpointError, with every finding, unless the pieces make up whole tensors: each element is held once, or
     by pieces that are alike (replicas).
     """
-    holders = distinct(held)
-    if findings := check_cover(holders):
+    holders = holders_by_tensor(held)
+    if findings := check_cover(piece for each in holders.values() for piece in each.pieces):
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
+    tensors = [each.tensor for each in holders.values()]
     if file_layout == "pieces":
         written = assign_pieces(holders, len(held), block_bytes=block_bytes)
-        return Arrangement(file_layout=file_layout, holders=holders, written=written)
-    unassigned = Arrangement(file_layout=file_layout, holders=holders, written=())
-    written = assign_tensors(unassigned.tensors, len(held))
-    return Arrangement(file_layout=file_layout, holders=holders, written=written)
+    else:
+        written = assign_tensors(tensors, len(held))
+    return Arrangement(file_layout=file_layout, tensors=tensors, written=written, holders=holders)

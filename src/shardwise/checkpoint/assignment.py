@@ -4,26 +4,16 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.holders import Holders, in_order
 from shardwise.space import Piece
 
-__all__ = ["assign_pieces", "assign_tensors", "distinct"]
+__all__ = ["assign_pieces", "assign_tensors"]
 
 _SPLIT_BYTES = 1 << 20
 """Replicas larger than this are cut where ranks' shares meet: shares differ by no more."""
 
 
-def distinct(held: Sequence[Sequence[Piece]]) -> dict[Piece, tuple[int, ...]]:
-    """Every piece that has elements or is a whole tensor, and the ranks that hold it, in order of first holder."""
-    holders: dict[Piece, list[int]] = {}
-    for rank, pieces in enumerate(held):
-        for piece in pieces:
-            ranks = holders.setdefault(piece, [])
-            if not ranks or ranks[-1] != rank:
-                ranks.append(rank)
-    return {piece: tuple(ranks) for piece, ranks in holders.items()}
-
-
-def assign_pieces(holders: Mapping[Piece, Sequence[int]], num_ranks: int, *, block_bytes: int) -> list[list[Piece]]:
+def assign_pieces(holders: Mapping[str, Holders], num_ranks: int, *, block_bytes: int) -> list[list[Piece]]:
     """For each rank the pieces that it writes: parts of what it holds, about equally many bytes on all.
 
     Pieces of one holder are written by it. Replicas fill up the ranks that have less, in the order of the pieces; a
@@ -32,12 +22,12 @@ def assign_pieces(holders: Mapping[Piece, Sequence[int]], num_ranks: int, *, blo
     written: list[list[Piece]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
     shared: dict[tuple[int, ...], list[Piece]] = {}
-    for piece, ranks in holders.items():
+    for piece, ranks in in_order(holders):
         if len(ranks) == 1:
             written[ranks[0]].append(piece)
             load[ranks[0]] += _num_bytes(piece)
         else:
-            shared.setdefault(tuple(ranks), []).append(piece)
+            shared.setdefault(ranks, []).append(piece)
     # Those with fewest holders have the least choice, and go first.
     for ranks, pieces in sorted(shared.items(), key=lambda item: (len(item[0]), item[0])):
         room = _room(ranks, load, sum(map(_num_bytes, pieces)))

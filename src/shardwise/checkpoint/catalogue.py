@@ -8,7 +8,7 @@ import torch
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.extra_values import unpacked
-from shardwise.checkpoint.read_plan import Wanted, missing, plan_reads
+from shardwise.checkpoint.read_plan import missing, plan_reads
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sources import read_contents, was_removed
 from shardwise.checkpoint.stores import Store
@@ -88,11 +88,10 @@ class Catalogue:
         return result
 
     def _fill(self, result: torch.Tensor, stored: StoredTensor, piece: Piece, *, verify: bool) -> None:
-        wanted = [Wanted(piece, stored.name)]
         if not (verify and self.contents.verifiable):
-            read_exactly(self._channel, self._store, stored.pieces, wanted, [result])
+            read_exactly(self._channel, self._store, stored.pieces, [piece], [result])
             return
-        plan = plan_reads(stored.pieces, [wanted], 0, block_bytes=self.contents.block_bytes, readers={0})
+        plan = plan_reads(stored.pieces, [[piece]], 0, block_bytes=self.contents.block_bytes, readers={0})
         read_in_rounds(
             self._channel, self._store, self.contents, stored.pieces, plan, [result], verify=True, twice=False
         )

@@ -133,24 +133,19 @@ def _arrangement(outputs: Outputs, to: Literal["pieces", "whole"]) -> Arrangemen
     tensors = list(outputs.tensors.values())
     if to == "whole":
         whole = [each.whole for each in tensors]
-        return Arrangement(file_layout=to, holders=dict.fromkeys(whole, (0,)), written=[whole])
+        return Arrangement(file_layout=to, tensors=whole, written=[whole])
     names = {each.file for tensor in outputs.contents.tensors.values() for each in tensor.pieces}
     rank_of = {name: rank for rank, name in enumerate(sorted(names))}
     num_files = max(1, len(names))
     put_together = [each.whole for each in tensors if each.num_bytes and not each.pieces]
     shares = assign_tensors(put_together, num_files)
-    file_of = {piece: rank for rank, share in enumerate(shares) for piece in share}
-    holders: dict[Piece, tuple[int, ...]] = {}
     placed: list[list[tuple[int, Piece]]] = [[] for _ in range(num_files)]
     for tensor in tensors:
         for each in tensor.pieces:
-            holders[each.piece] = (rank_of[each.file],)
             placed[rank_of[each.file]].append((each.start, each.piece))
-        if not tensor.pieces:
-            holders[tensor.whole] = (file_of.get(tensor.whole, 0),)
     kept = ([piece for _, piece in sorted(each, key=lambda item: item[0])] for each in placed)
     written = [[*pieces, *share] for pieces, share in zip(kept, shares, strict=True)]
-    return Arrangement(file_layout=to, holders=holders, written=written)
+    return Arrangement(file_layout=to, tensors=[each.whole for each in tensors], written=written)
 
 
 def _description(outputs: Outputs, extra: Mapping[str, Any]) -> Description:

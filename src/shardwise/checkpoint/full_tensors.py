@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 
-from shardwise.checkpoint.assignment import distinct
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.sharing import merge_ties
@@ -26,6 +25,7 @@ from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.holders import Holders, holders_by_tensor
 from shardwise.plan.state_names import is_state_name
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece, check_cover
@@ -174,8 +174,8 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
         order = list(became.checked.outputs)
     pieces_of = unpack_alike(pieces, pack_pieces(list(held.tensors)), list(held.tensors))
     aliases = merge_ties(ties, [pieces_of[text] for text in pieces])
-    holders = distinct([[each for each in pieces_of[text] if each.name not in aliases] for text in pieces])
-    if findings := check_cover(holders):
+    holders = holders_by_tensor([[each for each in pieces_of[text] if each.name not in aliases] for text in pieces])
+    if findings := check_cover(piece for each in holders.values() for piece in each.pieces):
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
     receivers = frozenset(range(channel.size) if to == "all" else [to])
     return _Supply(
@@ -211,12 +211,9 @@ def _order(state: State) -> list[str]:
     return [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else []
 
 
-def _entries(holders: Iterable[Piece], aliases: Mapping[str, str], order: Iterable[str]) -> list[Entry]:
+def _entries(holders: Mapping[str, Holders], aliases: Mapping[str, str], order: Iterable[str]) -> list[Entry]:
     """All names with their tensors: first those in `order`, then the others; ties that it does not have go together."""
-    wholes = {
-        name: Piece(name=name, dtype=dtype, global_shape=shape)
-        for name, dtype, shape in dict.fromkeys((each.name, each.dtype, each.global_shape) for each in holders)
-    }
+    wholes = {name: each.tensor for name, each in holders.items()}
     tied: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         tied.setdefault(name, []).append(alias)

@@ -8,7 +8,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.extra_values import unpacked
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.name_matching import Match, WantedTensor, apart, match
-from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
+from shardwise.checkpoint.read_plan import ReadPlan, count_exact_ranges, missing, plan_reads
 from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.rewrite_agreement import Late, Located, compare_numbers, locate, view_for_load, without_place
 from shardwise.checkpoint.rewrite_view import RewriteView
@@ -265,12 +265,18 @@ def _locate(
         return locate(channel, view, own, found.source, tensors)
     return Located(
         names=list(dict.fromkeys(found.source.values())),
-        sources=[[Wanted(piece, found.source[WantedTensor.of(piece)]) for piece in each] for each in wanted],
+        sources=[[_as_stored(piece, found) for piece in each] for each in wanted],
         tensors=[tensors[piece] for piece in own],
     )
 
 
-def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence[Wanted], plan: ReadPlan) -> bool:
+def _as_stored(piece: Piece, found: Match) -> Piece:
+    """A wanted piece under the name of the stored tensor that has its elements."""
+    name = found.source[WantedTensor.of(piece)]
+    return piece if piece.name == name else replace(piece, name=name)
+
+
+def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence[Piece], plan: ReadPlan) -> bool:
     """Whether ranks want strips so thin that to read whole blocks for each other is faster than each strip alone.
 
     That is done only where no rank reads noticeably more than it needs.
@@ -336,15 +342,15 @@ def _target(state: State, contents: Contents) -> _LoadTarget:
     return _LoadTarget(hold(restoration.wanted, what="the target"), restoration)
 
 
-def _coverage(wanted: Sequence[Wanted], contents: Contents) -> list[str]:
+def _coverage(wanted: Sequence[Piece], contents: Contents) -> list[str]:
     """Wanted pieces that the stored pieces of their tensor do not cover."""
     findings = []
     for each in wanted:
-        lacking = missing(contents.tensors[each.tensor].pieces, each.piece)
+        lacking = missing(contents.tensors[each.name].pieces, each)
         if lacking:
             findings.append(
-                f"{each.piece}: {lacking} of {each.piece.num_elements} elements are in no piece "
-                f"of {each.tensor} that the checkpoint has; it is incomplete"
+                f"{each}: {lacking} of {each.num_elements} elements are in no piece "
+                f"of {each.name} that the checkpoint has; it is incomplete"
             )
     return findings
 

@@ -19,7 +19,6 @@ import torch
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.name_matching import WantedTensor
-from shardwise.checkpoint.read_plan import Wanted
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import (
     Counterpart,
@@ -251,7 +250,7 @@ class Located:
 
     names: list[str]
     """The stored tensors."""
-    sources: list[list[Wanted]]
+    sources: list[list[Piece]]
     """For each rank, pieces as they are stored."""
     tensors: list[torch.Tensor]
     """One for each piece of this rank: views of its target, mostly."""
@@ -283,7 +282,7 @@ def locate(
     text = pack_pieces(own)
     texts = Gathering("stored pieces of the target").gather(channel, [text])[0]
     pieces_of = unpack_alike(texts, text, own)
-    sources = [[Wanted(piece, piece.name) for piece in pieces_of[each]] for each in texts]
+    sources = [pieces_of[each] for each in texts]
     names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
     return Located(names=list(names), sources=sources, tensors=rooms, late=late)
 

@@ -11,7 +11,7 @@ import xxhash
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of
-from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan, Wanted, exact_ranges
+from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan, exact_ranges
 from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
 from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.stores import Reader, Store
@@ -325,7 +325,7 @@ def read_exactly(
     channel: Channel,
     store: Store,
     stored: Sequence[StoredPiece],
-    wanted: Sequence[Wanted],
+    wanted: Sequence[Piece],
     tensors: Sequence[torch.Tensor],
 ) -> ReadTraffic:
     """Fill this rank's wanted `tensors` from just the byte ranges that it needs, unverified.
@@ -343,7 +343,7 @@ def read_exactly(
                     readers[name] = store.open(name)
                 dtype = torch_dtype(piece.piece.dtype)
                 start = piece.start + source.start * dtype.itemsize
-                _read_run(readers[name], start, dtype, tensors[index], wanted[index].piece, target)
+                _read_run(readers[name], start, dtype, tensors[index], wanted[index], target)
                 read_bytes += source.num_elements * dtype.itemsize
         except (OSError, EOFError) as error:
             raise CheckpointError(

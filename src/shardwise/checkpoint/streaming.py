@@ -19,7 +19,8 @@ from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.parts import parts_of
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import Move, Piece, PieceIndex, moves
+from shardwise.plan.holders import Holders
+from shardwise.space import Move, Piece, moves
 
 __all__ = ["WindowFiller", "stream_whole"]
 
@@ -50,15 +51,11 @@ def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: S
 class WindowFiller:
     """Fills windows of whole tensors, window after window, out of the pieces that ranks hold."""
 
-    def __init__(self, channel: Channel, holders: Mapping[Piece, tuple[int, ...]], held: Held) -> None:
-        """holders: the ranks that hold each piece. held: what this rank has."""
+    def __init__(self, channel: Channel, holders: Mapping[str, Holders], held: Held) -> None:
+        """holders: who holds what of each tensor. held: what this rank has."""
         self._channel = channel
         self._holders = holders
         self._held = held
-        self._pieces: dict[str, list[Piece]] = {}
-        for piece in holders:
-            self._pieces.setdefault(piece.name, []).append(piece)
-        self._indexes: dict[str, PieceIndex] = {}
         self._targets: Mapping[Piece, torch.Tensor] = {}
         self._mover: Mover[Piece, Piece] = Mover(
             channel,
@@ -81,13 +78,11 @@ class WindowFiller:
     def _deliveries(self, window: Sequence[Piece], taker: int) -> Iterator[Delivery[Piece, Piece]]:
         """What fills a window: from the rank itself where it holds a piece, else from the holders in turn."""
         for target in window:
-            pieces = self._pieces[target.name]
-            if target.name not in self._indexes:
-                self._indexes[target.name] = PieceIndex(pieces)
-            for at in self._indexes[target.name].overlapping(target):
-                holders = self._holders[pieces[at]]
-                giver = taker if taker in holders else holders[at % len(holders)]
-                yield Delivery(giver, taker, pieces[at], target, torch_dtype(target.dtype), moves(pieces[at], target))
+            holders = self._holders[target.name]
+            for at in holders.overlapping(target):
+                piece, givers = holders.pieces[at], holders.givers(at, taker)
+                giver = holders.ranks[givers[at % len(givers)]]
+                yield Delivery(giver, taker, piece, target, torch_dtype(target.dtype), moves(piece, target))
 
     def _take(self, piece: Piece, moves: Sequence[Move]) -> Iterable[torch.Tensor]:
         """Parts of what this rank holds, in the dtype of the piece: tensors that are still to be cast have another."""

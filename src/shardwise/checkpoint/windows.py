@@ -9,7 +9,7 @@ import torch
 
 from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.read_plan import Wanted, plan_reads
+from shardwise.checkpoint.read_plan import plan_reads
 from shardwise.checkpoint.read_targets import ReadTarget, joined
 from shardwise.checkpoint.reading import BatchReader, batches_of
 from shardwise.checkpoint.stores import Store
@@ -132,8 +132,8 @@ class PieceReader:
         parts = self._parts(pieces)
         targets = [target for piece, part in zip(pieces, parts, strict=True) for target in self._targets(piece, part)]
         targets = targets if self._targets_of is None else joined(targets)
-        wanted = [Wanted(target.source, target.source.name) for target in targets]
-        stored = [each for name in dict.fromkeys(want.tensor for want in wanted) for each in self._stored(name)]
+        wanted = [target.source for target in targets]
+        stored = [each for name in dict.fromkeys(piece.name for piece in wanted) for each in self._stored(name)]
         block_bytes = self.contents.block_bytes
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
         reader = BatchReader(self._store, self.contents, stored, verify=True, buffer=self._batch)
