@@ -58,6 +58,10 @@ def plan_reads(
     return ReadPlan(stored, wanted, rank, block_bytes=block_bytes, readers=frozenset(readers))
 
 
+_MAX_KNOWN = 4096
+"""So many moves are remembered at most."""
+
+
 class ReadPlan:
     """What one rank reads, and what any rank gets of any span. Made by `plan_reads`."""
 
@@ -80,6 +84,7 @@ class ReadPlan:
         if unknown := self._wanted.keys() - in_files.keys():
             raise KeyError(min(unknown))
         self._meeting: _SpanNeeds | None = None
+        self._known_moves = _Moves()
         self._needed = {
             ordinal
             for name in {piece.name for piece in wanted[rank]}
@@ -119,7 +124,7 @@ class ReadPlan:
 
     def needers(self, span: BlockSpan) -> tuple[int, ...]:
         """Return the ranks that need something of the span, in increasing order."""
-        return tuple(sorted({rank for positions in self._met(span).positions for rank in positions}))
+        return tuple(sorted(self._met(span).needers()))
 
     def transfers(self, span: BlockSpan, rank: int) -> list[tuple[int, list[Move]]]:
         """Return what `rank` needs of the span: (index into its wanted list, moves into that piece), in order.
@@ -129,12 +134,7 @@ class ReadPlan:
         """
         if rank == self._rank and span.ordinal not in self._needed:
             return []
-        meeting = self._met(span)
-        found = []
-        for at, positions in enumerate(meeting.positions):
-            found += [(index, meeting.moves(at)) for index in positions.get(rank, ())]
-        found.sort(key=lambda transfer: transfer[0])
-        return found
+        return self._met(span).transfers(rank)
 
     def _place(self, span: BlockSpan) -> tuple[str, int]:
         stored = self._stored[span.ordinal]
@@ -143,7 +143,8 @@ class ReadPlan:
     def _met(self, span: BlockSpan) -> "_SpanNeeds":
         if self._meeting is None or self._meeting.span != span:
             stored = self._stored[span.ordinal]
-            self._meeting = _SpanNeeds(span, stored, self._wanted[stored.piece.name], self._block_bytes)
+            source = _piece_of_span(span, stored, self._block_bytes)
+            self._meeting = _SpanNeeds(span, source, self._wanted[stored.piece.name], self._known_moves)
         return self._meeting
 
     def _spans(self, ordinal: int) -> Iterator[tuple[BlockSpan, bool]]:
@@ -240,23 +241,49 @@ def missing(stored: Sequence[StoredPiece], wanted: Piece) -> int:
 class _SpanNeeds:
     """A span, and who needs what of it."""
 
-    __slots__ = ("_moves", "_pieces", "_source", "positions", "span")
+    __slots__ = ("_found", "_known", "_source", "_wanted", "span")
 
-    def __init__(self, span: BlockSpan, stored: StoredPiece, wanted: Holders, block_bytes: int) -> None:
+    def __init__(self, span: BlockSpan, source: Piece, wanted: Holders, known: "_Moves") -> None:
         self.span = span
-        self._source = _piece_of_span(span, stored, block_bytes)
-        found = wanted.overlapping(self._source)
-        self._pieces = [wanted.pieces[at] for at in found]
-        self.positions = [wanted.positions_of(at) for at in found]
-        """For each of the pieces who wants it: rank -> positions in the rank's wanted list."""
-        self._moves: dict[int, list[Move]] = {}
+        self._source, self._wanted, self._known = source, wanted, known
+        self._found = wanted.near(source)
 
-    def moves(self, at: int) -> list[Move]:
-        """What moves from the span to the piece at position `at`."""
-        # Replicas share what is found once: a rank that hands a span to a hundred others plans it for one.
-        if at not in self._moves:
-            self._moves[at] = moves(self._source, self._pieces[at])
-        return self._moves[at]
+    def needers(self) -> set[int]:
+        """The ranks that need something of it."""
+        return {rank for at in self._found if self._moves(at) for rank in self._wanted.positions_of(at)}
+
+    def transfers(self, rank: int) -> list[tuple[int, list[Move]]]:
+        """What `rank` needs: (position in its wanted list, moves into that piece), in order."""
+        found = []
+        for at in self._found:
+            positions = self._wanted.positions_of(at).get(rank)
+            if positions is not None and (moved := self._moves(at)):
+                found += [(position, moved) for position in positions]
+        found.sort(key=lambda transfer: transfer[0])
+        return found
+
+    def _moves(self, at: int) -> list[Move]:
+        return self._known.between(self._source, self._wanted.pieces[at])
+
+
+class _Moves:
+    """Moves that were found before. Tensors that are cut alike are moved alike, whatever they are called.
+
+    To plan the moves of a span takes as long as to copy 200 KiB: most states have few shapes, and many tensors of each.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], list[Move]] = {}
+
+    def between(self, source: Piece, target: Piece) -> list[Move]:
+        """`space.moves` of two pieces of one tensor."""
+        key = (source.global_shape, source.offset, source.shape, source.run, target.offset, target.shape, target.run)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) == _MAX_KNOWN:
+                self._known.clear()
+            found = self._known[key] = moves(source, target)
+        return found
 
 
 def _piece_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> Piece:
