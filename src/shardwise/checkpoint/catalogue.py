@@ -9,6 +9,7 @@ from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.extra_values import unpacked
 from shardwise.checkpoint.read_plan import missing, plan_reads
+from shardwise.checkpoint.read_targets import ReadTarget
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sources import read_contents, was_removed
 from shardwise.checkpoint.stores import Store
@@ -88,12 +89,13 @@ class Catalogue:
         return result
 
     def _fill(self, result: torch.Tensor, stored: StoredTensor, piece: Piece, *, verify: bool) -> None:
+        targets = [ReadTarget(piece, result, (piece.dtype,))]
         if not (verify and self.contents.verifiable):
-            read_exactly(self._channel, self._store, stored.pieces, [piece], [result])
+            read_exactly(self._channel, self._store, stored.pieces, targets)
             return
         plan = plan_reads(stored.pieces, [[piece]], 0, block_bytes=self.contents.block_bytes, readers={0})
         read_in_rounds(
-            self._channel, self._store, self.contents, stored.pieces, plan, [result], verify=True, twice=False
+            self._channel, self._store, self.contents, stored.pieces, plan, targets, verify=True, twice=False
         )
 
     def _stored(self, name: str) -> StoredTensor:

@@ -19,8 +19,9 @@ from shardwise.checkpoint.extra_values import unpacked
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.name_matching import Match, WantedTensor, apart, match
 from shardwise.checkpoint.read_plan import ReadPlan, count_exact_ranges, missing, plan_reads
+from shardwise.checkpoint.read_targets import ReadTarget
 from shardwise.checkpoint.reading import check_file
-from shardwise.checkpoint.rewrite_agreement import Late, Located, compare_numbers, locate, view_for_load, without_place
+from shardwise.checkpoint.rewrite_agreement import Located, compare_numbers, locate, view_for_load, without_place
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sharing import gather_findings
@@ -202,15 +203,12 @@ class _FilledTarget:
     """A target that has all its elements, and not yet made them its own."""
 
     target: _LoadTarget
-    late: Sequence[Late]
     report: LoadReport
 
     def finish(self, extra: Mapping[str, Any]) -> Loaded:
         """What remains to be done on this rank alone."""
-        with torch.no_grad():
-            for each in self.late:
-                each.finish()
-            if self.target.restoration is not None:
+        if self.target.restoration is not None:
+            with torch.no_grad():
                 self.target.restoration.finish()
         return Loaded(extra, self.report)
 
@@ -234,10 +232,10 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     with torch.no_grad():
         plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
         if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
-            traffic = read_exactly(channel, store, stored, sources[channel.rank], located.tensors)
+            traffic = read_exactly(channel, store, stored, located.targets)
         else:
             traffic = read_in_rounds(
-                channel, store, contents, stored, plan, located.tensors, verify=verify, twice=options.verify == "first"
+                channel, store, contents, stored, plan, located.targets, verify=verify, twice=options.verify == "first"
             )
     report = LoadReport(
         location=contents.location,
@@ -253,7 +251,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         dropped=() if view is None else view.dropped,
         added=() if view is None else view.added,
     )
-    return _FilledTarget(target, located.late, report)
+    return _FilledTarget(target, report)
 
 
 def _locate(
@@ -263,10 +261,14 @@ def _locate(
     own, tensors = wanted[channel.rank], target.held.tensors
     if view is not None:
         return locate(channel, view, own, found.source, tensors)
+    sources = [[_as_stored(piece, found) for piece in each] for each in wanted]
     return Located(
         names=list(dict.fromkeys(found.source.values())),
-        sources=[[_as_stored(piece, found) for piece in each] for each in wanted],
-        tensors=[tensors[piece] for piece in own],
+        sources=sources,
+        targets=[
+            ReadTarget(source, tensors[piece], (piece.dtype,))
+            for source, piece in zip(sources[channel.rank], own, strict=True)
+        ],
     )
 
 

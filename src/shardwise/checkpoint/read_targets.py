@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.moving.parts import part_of
+from shardwise.checkpoint.tensor_bytes import cast_through, is_plain
+from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.moving.copies import part_of, put
 from shardwise.space import Move, Piece
 
 __all__ = ["ReadTarget", "joined"]
@@ -24,9 +26,23 @@ class ReadTarget:
     view: torch.Tensor
     """Of the shape of the piece, with the strides that it has in the output."""
     dtypes: tuple[str, ...]
-    """Those that the values pass through; one only: they are copied as they are."""
+    """Those that the values pass through, from the stored one to that of the view; one only: they are copied."""
     folded: int | None = None
     """A dim of the piece that is two of the view: which of several outputs, and the index in it."""
+
+    def memory(self, dtype: str) -> torch.Tensor | None:
+        """The view, where its bytes are just the stored ones in their order, so that a file can be read into it."""
+        is_plainly_stored = len(self.dtypes) == 1 and self.view.dtype == torch_dtype(dtype) and self.folded is None
+        return self.view if is_plainly_stored and is_plain(self.view) else None
+
+    def fill(self, moves: Iterable[Move], elements: Iterable[torch.Tensor]) -> None:
+        """Put the elements of each of some moves into the piece where they belong, cast as they have to be."""
+        # The last cast is the copy itself. The others are made here, of a part at a time: a chain such as float32 ->
+        # bfloat16 -> float32 rounds, which no single cast does.
+        between = [torch_dtype(each) for each in self.dtypes[1:-1]]
+        for move, taken in zip(moves, elements, strict=True):
+            for memory, source in self.copies(move, taken):
+                put(memory, cast_through(source, between))
 
     def copies(self, move: Move, taken: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied, (target, source), where `taken` are the elements of a move into the piece."""

@@ -11,7 +11,7 @@ Every rank finds the same outputs, or all raise the same error.
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.name_matching import WantedTensor
+from shardwise.checkpoint.read_targets import ReadTarget
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import (
     Counterpart,
@@ -34,7 +35,6 @@ from shardwise.checkpoint.sharing import merge_ties
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stored_names import model_name_of_master
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.tensor_bytes import cast_through
 from shardwise.checkpoint.twins import compare_in_turns
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
@@ -43,11 +43,10 @@ from shardwise.errors import CheckpointError, RewriteError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.state_names import is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
-from shardwise.rewrite.casts import keeps_values, needed_casts
+from shardwise.rewrite.casts import needed_casts
 from shardwise.space import Piece
 
 __all__ = [
-    "Late",
     "Located",
     "RewrittenState",
     "StateRewriting",
@@ -56,11 +55,6 @@ __all__ = [
     "view_for_load",
     "without_place",
 ]
-
-_CHUNK_BYTES = 16 << 20
-"""So much is cast at a time, were its elements as wide as any."""
-
-_WIDEST_BYTES = 16
 
 
 # States that are saved
@@ -252,10 +246,8 @@ class Located:
     """The stored tensors."""
     sources: list[list[Piece]]
     """For each rank, pieces as they are stored."""
-    tensors: list[torch.Tensor]
-    """One for each piece of this rank: views of its target, mostly."""
-    late: list["Late"] = field(default_factory=list)
-    """What is cast once all is read."""
+    targets: list[ReadTarget]
+    """One for each piece of this rank: views of what it wants filled."""
 
 
 def locate(
@@ -269,55 +261,15 @@ def locate(
 
     source: the output from which a wanted tensor is read.
     """
-    own: list[Piece] = []
-    rooms: list[torch.Tensor] = []
-    late: list[Late] = []
-    for piece in wanted:
-        for target in view.read_targets(piece, tensors[piece], source[WantedTensor.of(piece)]):
-            room, cast = _room_for(target.view, target.dtypes)
-            own.append(target.source)
-            rooms.append(room)
-            if cast is not None:
-                late.append(cast)
+    targets = [
+        target
+        for piece in wanted
+        for target in view.read_targets(piece, tensors[piece], source[WantedTensor.of(piece)])
+    ]
+    own = [target.source for target in targets]
     text = pack_pieces(own)
     texts = Gathering("stored pieces of the target").gather(channel, [text])[0]
     pieces_of = unpack_alike(texts, text, own)
     sources = [pieces_of[each] for each in texts]
     names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
-    return Located(names=list(names), sources=sources, tensors=rooms, late=late)
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """Elements that are cast again once they have been read, because no single cast rounds them as their chain does."""
-
-    room: torch.Tensor
-    """Where they were read to; it may be `target` itself."""
-    target: torch.Tensor
-    dtypes: tuple[torch.dtype, ...]
-    """What they are cast to from there, one after the other."""
-
-    def finish(self) -> None:
-        """Cast them, a part after the other."""
-        if not self.target.dim():
-            self.target.copy_(cast_through(self.room, self.dtypes))
-            return
-        row_bytes = _WIDEST_BYTES * self.target[0].numel()
-        rows = max(1, _CHUNK_BYTES // row_bytes)
-        for room, target in zip(self.room.split(rows), self.target.split(rows), strict=True):
-            target.copy_(cast_through(room, self.dtypes))
-
-
-def _room_for(target: torch.Tensor, dtypes: Sequence[str]) -> tuple[torch.Tensor, Late | None]:
-    """Where to read what passes through `dtypes` into `target`: mostly that itself, which a single cast fills.
-
-    Otherwise the elements go where they lose nothing but what the first cast takes, and are cast on when all is read.
-    dtypes: as `needed_casts` gives them.
-    """
-    if len(dtypes) <= 2:
-        return target, None
-    first, *others = map(torch_dtype, dtypes[1:])
-    if keeps_values(dtypes[0], dtypes[-1]):
-        return target, Late(target, target, (first, *others))
-    room = torch.empty(target.shape, dtype=first, device=target.device)
-    return room, Late(room, target, tuple(others))
+    return Located(names=list(names), sources=sources, targets=targets)

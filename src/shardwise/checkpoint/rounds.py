@@ -12,17 +12,19 @@ import xxhash
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan, exact_ranges
+from shardwise.checkpoint.read_targets import ReadTarget
 from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
 from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.stores import Reader, Store
-from shardwise.checkpoint.tensor_bytes import is_plain, plain_bytes
+from shardwise.checkpoint.tensor_bytes import plain_bytes
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
+from shardwise.moving.copies import parts_of
 from shardwise.moving.mover import Delivery, Mover, by_distance
-from shardwise.moving.parts import copy_moves, parts_of
-from shardwise.space import Piece, Run, moves
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Run, moves
 from shardwise.space.moves import runs_of
 
 __all__ = ["ReadTraffic", "read_exactly", "read_in_rounds"]
@@ -64,18 +66,18 @@ def read_in_rounds(
     contents: Contents,
     stored: Sequence[StoredPiece],
     plan: ReadPlan,
-    tensors: Sequence[torch.Tensor],
+    targets: Sequence[ReadTarget],
     *,
     verify: bool,
     twice: bool,
 ) -> ReadTraffic:
-    """Fill this rank's wanted `tensors`.
+    """Fill this rank's `targets`, one for each piece that the plan has as wanted here.
 
     In each round every rank reads a batch, all agree that theirs is good, and only then it is used. With `twice` all
     rounds are read and verified before the first is used.
     Raises the same CheckpointError on all ranks; it says so when tensors have been written by then.
     """
-    handover = _Handover(channel, contents.block_bytes, stored, plan, tensors)
+    handover = _Handover(channel, contents.block_bytes, stored, plan, targets)
     rounds = _Rounds(channel, plan, stored, contents.block_bytes, handover)
     reader = BatchReader(store, contents, stored, verify=verify)
     buffers = _Buffers(channel, rounds.num_bytes)
@@ -244,19 +246,19 @@ class _Handover:
         block_bytes: int,
         stored: Sequence[StoredPiece],
         plan: ReadPlan,
-        tensors: Sequence[torch.Tensor],
+        targets: Sequence[ReadTarget],
     ) -> None:
         self._channel = channel
         self._block_bytes = block_bytes
         self._stored = stored
         self._plan = plan
-        self._tensors = tensors
+        self._targets = targets
         self._read: Mapping[BlockSpan, torch.Tensor] = {}
         """What this rank has read in the round."""
         self._mover: Mover[BlockSpan, int] = Mover(
             channel,
             take=lambda span, moves: parts_of(self._read[span], moves),
-            room=tensors.__getitem__,
+            put=lambda index, moves, elements: targets[index].fill(moves, elements),
             packs_on=torch.device("cpu"),
             purpose="blocks that another rank read",
         )
@@ -289,7 +291,7 @@ class _Handover:
         """Take what this rank needs out of spans, whoever has read them."""
         for span, elements in read.items():
             for index, parts in self._plan.transfers(span, self._channel.rank):
-                copy_moves(parts, elements, self._tensors[index])
+                self._targets[index].fill(parts, parts_of(elements, parts))
 
     def memory_of(self, span: BlockSpan) -> torch.Tensor | None:
         """The bytes of a tensor that are just the bytes of a span, where this rank needs them once and as they are."""
@@ -297,8 +299,8 @@ class _Handover:
         if len(transfers) != 1:
             return None
         ((index, moves),) = transfers
-        tensor = self._tensors[index]
-        if tensor.dtype != torch_dtype(self._stored[span.ordinal].piece.dtype) or not is_plain(tensor):
+        tensor = self._targets[index].memory(self._stored[span.ordinal].piece.dtype)
+        if tensor is None:
             return None
         source, target = next(runs_of(moves))
         whole = source.num_elements == sum(move.num_elements for move in moves)
@@ -325,10 +327,9 @@ def read_exactly(
     channel: Channel,
     store: Store,
     stored: Sequence[StoredPiece],
-    wanted: Sequence[Piece],
-    tensors: Sequence[torch.Tensor],
+    targets: Sequence[ReadTarget],
 ) -> ReadTraffic:
-    """Fill this rank's wanted `tensors` from just the byte ranges that it needs, unverified.
+    """Fill this rank's `targets` from just the byte ranges that it needs, unverified.
 
     Raises the same CheckpointError on all ranks.
     """
@@ -337,13 +338,13 @@ def read_exactly(
     name = ""
     with agreed(channel, purpose="verdict on what was read"):
         try:
-            for ordinal, source, index, target in exact_ranges(stored, wanted):
+            for ordinal, source, index, target in exact_ranges(stored, [each.source for each in targets]):
                 piece, name = stored[ordinal], stored[ordinal].file
                 if name not in readers:
                     readers[name] = store.open(name)
                 dtype = torch_dtype(piece.piece.dtype)
                 start = piece.start + source.start * dtype.itemsize
-                _read_run(readers[name], start, dtype, tensors[index], wanted[index], target)
+                _read_run(readers[name], start, piece.piece.dtype, targets[index], target)
                 read_bytes += source.num_elements * dtype.itemsize
         except (OSError, EOFError) as error:
             raise CheckpointError(
@@ -356,15 +357,16 @@ def read_exactly(
     return ReadTraffic(read_bytes=read_bytes, received_bytes=0, in_place=False)
 
 
-def _read_run(reader: Reader, start: int, dtype: torch.dtype, tensor: torch.Tensor, piece: Piece, target: Run) -> None:
+def _read_run(reader: Reader, start: int, dtype: str, target: ReadTarget, run: Run) -> None:
     """Read a run of a wanted piece's elements, which begins at byte `start` of a file."""
-    if tensor.dtype == dtype and is_plain(tensor):
-        reader.read_into(bytes_of(plain_bytes(tensor, target.start, target.stop)), start)
+    if (memory := target.memory(dtype)) is not None:
+        reader.read_into(bytes_of(plain_bytes(memory, run.start, run.stop)), start)
         return
-    step = ROUND_BYTES // dtype.itemsize
-    for first in range(target.start, target.stop, step):
-        run = Run(first, min(first + step, target.stop))
-        elements = torch.empty(run.num_elements, dtype=dtype)
-        reader.read_into(bytes_of(elements.view(torch.uint8)), start + (first - target.start) * dtype.itemsize)
-        part = piece.within(piece.elements.start + run.start, piece.elements.start + run.stop)
-        copy_moves(moves(part, piece), elements, tensor)
+    piece, itemsize = target.source, itemsize_bytes(dtype)
+    step = ROUND_BYTES // itemsize
+    for first in range(run.start, run.stop, step):
+        last = min(first + step, run.stop)
+        elements = torch.empty(last - first, dtype=torch_dtype(dtype))
+        reader.read_into(bytes_of(elements.view(torch.uint8)), start + (first - run.start) * itemsize)
+        found = moves(piece.within(piece.elements.start + first, piece.elements.start + last), piece)
+        target.fill(found, parts_of(elements, found))

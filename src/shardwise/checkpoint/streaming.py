@@ -16,8 +16,8 @@ from shardwise.checkpoint.tensor_bytes import cast_through
 from shardwise.checkpoint.windows import part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.moving.copies import fill, parts_of
 from shardwise.moving.mover import Delivery, Mover, by_distance
-from shardwise.moving.parts import parts_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.holders import Holders
 from shardwise.space import Move, Piece, moves
@@ -60,7 +60,7 @@ class WindowFiller:
         self._mover: Mover[Piece, Piece] = Mover(
             channel,
             take=self._take,
-            room=lambda piece: self._targets[piece],
+            put=lambda piece, moves, elements: fill(self._targets[piece], moves, elements),
             packs_on=torch.device("cpu"),
             purpose="window of whole tensors",
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from shardwise.moving.parts import part_of
+from shardwise.moving.copies import part_of
 from shardwise.space import Piece, moves
 
 __all__ = ["cast_through", "is_plain", "plain_bytes", "row_major_bytes"]

@@ -13,11 +13,9 @@ from shardwise.checkpoint.read_plan import plan_reads
 from shardwise.checkpoint.read_targets import ReadTarget, joined
 from shardwise.checkpoint.reading import BatchReader, batches_of
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.strided_copies import copy_strided
-from shardwise.checkpoint.tensor_bytes import cast_through
 from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError
-from shardwise.moving.parts import part_of
+from shardwise.moving.copies import parts_of
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.space import Piece, check_cover
 
@@ -40,9 +38,6 @@ LARGE_WINDOW_BYTES = 32 << 20
 
 BATCH_BYTES = 4 << 20
 """So much is read at a time: it is verified and copied while it is in the cache."""
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Copied as these, for torch cannot copy every dtype. By bytes of an element."""
 
 Stretch = tuple[int, int, int]
 """(position in the list, first element, the element after the last)."""
@@ -141,11 +136,7 @@ class PieceReader:
             for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=BATCH_BYTES):
                 for span, elements in reader.read(batch).items():
                     for index, moves in plan.transfers(span, 0):
-                        each = targets[index]
-                        for move in moves:
-                            taken = part_of(elements, move.source, move.shape)
-                            for memory, source in each.copies(move, taken):
-                                _copy(memory, source, each.dtypes)
+                        targets[index].fill(moves, parts_of(elements, moves))
         finally:
             self.read_bytes += reader.read_bytes
             reader.close()
@@ -182,12 +173,3 @@ def check_whole(contents: Contents, tensors: Iterable[StoredTensor]) -> None:
             findings.append(f"{tensor.name}: its {tensor.num_bytes:,} bytes are in no file")
     if findings:
         raise CheckpointError(*findings, about=f"{contents.location} is incomplete")
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, dtypes: Sequence[str]) -> None:
-    """Copy through the dtypes; the last cast is the copy."""
-    if len(dtypes) == 1:
-        bits = _BITS[source.element_size()]
-        copy_strided(target.view(bits), source.view(bits))
-        return
-    copy_strided(target, cast_through(source, map(torch_dtype, dtypes[1:-1])))

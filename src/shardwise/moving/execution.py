@@ -8,8 +8,8 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.moving.copies import fill, parts_of
 from shardwise.moving.mover import Delivery, Mover
-from shardwise.moving.parts import parts_of
 from shardwise.plan.reshard import ReshardPlan, Route, Share
 from shardwise.plan.routes import Lot, batches_of
 from shardwise.space import Move, Piece
@@ -41,9 +41,8 @@ def carry_out_plan(
     mover = Mover(
         channel,
         take=lambda piece, moves: parts_of(take(piece), moves),
-        room=room,
+        put=lambda piece, moves, elements: fill(room(piece), moves, elements, adds=adds),
         given=None if let_go is None else _Countdown(deliveries, let_go).given,
-        adds=adds,
         purpose=purpose,
     )
     mover.run(deliveries.batches(in_order=adds))

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.moving.parts import part_of, put
+from shardwise.moving.copies import put
 from shardwise.plan.dtypes import aligned
 from shardwise.space import Move
 
@@ -80,23 +80,21 @@ class Mover(Generic[S, T]):
         channel: Channel,
         *,
         take: Callable[[S, Sequence[Move]], Iterable[torch.Tensor]],
-        room: Callable[[T], torch.Tensor],
+        put: Callable[[T, Sequence[Move], Iterable[torch.Tensor]], None],
         given: Callable[[Delivery[S, T]], None] | None = None,
-        adds: bool = False,
         packs_on: torch.device | None = None,
         purpose: str,
     ) -> None:
-        """take: the elements of each of some moves out of a source. room: the tensor that takes a target, asked for
-        when bytes have come.
+        """take: the elements of each of some moves out of a source. put: called with a target, some moves, and the
+        elements of each of these, once they have come; targets come in the order of the batches.
 
-        given: called with each delivery whose source was read. adds: targets get the sum of what comes, in the order
-        of the batches. packs_on: where messages are put together and taken apart, by default on the channel's device.
+        given: called with each delivery whose source was read. packs_on: where messages are put together and taken
+        apart, by default on the channel's device.
         """
         self.received_bytes = 0
         """In messages from other ranks."""
         self._channel = channel
-        self._take, self._room, self._given = take, room, given
-        self._adds = adds
+        self._take, self._put, self._given = take, put, given
         self._purpose = purpose
         self._packs_on = packs_on or channel.device
         self._memories = [(_Memory(self._packs_on), _Memory(channel.device)) for _ in range(2)]
@@ -171,15 +169,9 @@ class Mover(Generic[S, T]):
         self.received_bytes += len(begun.came)
         came = begun.came.to(self._packs_on)
         for each, at in begun.arriving:
-            target = self._room(each.target).detach()
             is_here = each.giver == each.taker
             taken = self._take(each.source, each.moves) if is_here else _parts(came[at:], each)
-            for move, elements in zip(each.moves, taken, strict=True):
-                part = part_of(target, move.target, move.shape)
-                if self._adds:
-                    part.add_(elements)
-                else:
-                    put(part, elements)
+            self._put(each.target, each.moves, taken)
             if is_here and self._given is not None:
                 self._given(each)
 
