@@ -35,7 +35,7 @@ ONE_ROUND_BYTES = 16 << 20
 ONE_ROUND_BYTES_ALONE = 48 << 20
 """The same where there are no messages, which take as much again twice."""
 
-ROUND_BYTES = 4 << 20
+ROUND_BYTES = 8 << 20
 """So much a rank reads in a round for others; a message out and one in are at most as large."""
 
 OWN_BYTES = 1 << 20

@@ -7,13 +7,13 @@ A copy is limited by how it goes through memory, so `put` looks at the strides o
     anything else, or small                                                      as torch does it
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from shardwise.space import BlockPart, Move
+from shardwise.space.boxes import row_major_strides
 
 __all__ = ["fill", "part_of", "parts_of", "put"]
 
@@ -53,10 +53,12 @@ def part_of(tensor: torch.Tensor, part: BlockPart, shape: Sequence[int]) -> torc
 
     The tensor is of the piece's shape with any strides, or flat.
     """
-    box = tuple(slice(first, first + size) for first, size in zip(part.offset, shape, strict=True))
     if tuple(tensor.shape) == part.block:
-        return tensor[box]
-    return tensor[part.start : part.start + math.prod(part.block)].view(part.block)[box]
+        return tensor[tuple(slice(first, first + size) for first, size in zip(part.offset, shape, strict=True))]
+    # One call into torch, not three: a span of a file is some hundred KiB, so that its views cost as much as its copy.
+    step = tensor.stride(0)
+    strides = [stride * step for stride in row_major_strides(part.block)]
+    return tensor.as_strided(shape, strides, int(tensor.storage_offset()) + part.first * step)
 
 
 def parts_of(tensor: torch.Tensor, moves: Iterable[Move]) -> Iterator[torch.Tensor]:
