@@ -1,18 +1,19 @@
-"""Arrangement: the files of a save, decided alike on every rank before a byte is written."""
+"""Who writes what: every element once, though replicas hold it on several ranks. Pure: every rank finds the same."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
-from shardwise.checkpoint.assignment import assign_pieces, assign_tensors
 from shardwise.checkpoint.file_writing import DataFile, lay_out
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.holders import Holders, holders_by_tensor
+from shardwise.plan.holders import Holders, holders_by_tensor, in_order
 from shardwise.space import Piece, check_cover
 
-__all__ = ["Arrangement", "FileLayout", "arrange"]
+__all__ = ["Arrangement", "FileLayout", "arrange", "assign_pieces", "assign_tensors"]
+
 
 FileLayout = Literal["pieces", "whole"]
 """`pieces`: each rank writes what it holds, without traffic; `whole`: every tensor lies whole in one file."""
@@ -66,3 +67,85 @@ def arrange(held: Sequence[Sequence[Piece]], file_layout: FileLayout, *, block_b
     else:
         written = assign_tensors(tensors, len(held))
     return Arrangement(file_layout=file_layout, tensors=tensors, written=written, holders=holders)
+
+
+_SPLIT_BYTES = 1 << 20
+"""Replicas larger than this are cut where ranks' shares meet: shares differ by no more."""
+
+
+def assign_pieces(holders: Mapping[str, Holders], num_ranks: int, *, block_bytes: int) -> list[list[Piece]]:
+    """For each rank the pieces that it writes: parts of what it holds, about equally many bytes on all.
+
+    Pieces of one holder are written by it. Replicas fill up the ranks that have less, in the order of the pieces; a
+    large one that lies on the border between two ranks is cut there, at a multiple of `block_bytes`.
+    """
+    written: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    load = [0] * num_ranks
+    shared: dict[tuple[int, ...], list[Piece]] = {}
+    for piece, ranks in in_order(holders):
+        if len(ranks) == 1:
+            written[ranks[0]].append(piece)
+            load[ranks[0]] += _num_bytes(piece)
+        else:
+            shared.setdefault(ranks, []).append(piece)
+    # Those with fewest holders have the least choice, and go first.
+    for ranks, pieces in sorted(shared.items(), key=lambda item: (len(item[0]), item[0])):
+        room = _room(ranks, load, sum(map(_num_bytes, pieces)))
+        for rank, share in zip(ranks, _deal(pieces, room, block_bytes), strict=True):
+            written[rank] += share
+            load[rank] += sum(map(_num_bytes, share))
+    return written
+
+
+def assign_tensors(tensors: Sequence[Piece], num_ranks: int) -> list[list[Piece]]:
+    """For each rank the whole tensors that it writes: a stretch of the list, about equally many bytes each."""
+    total = sum(map(_num_bytes, tensors))
+    ends = accumulate(map(_num_bytes, tensors))
+    written: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    for tensor, end in zip(tensors, ends, strict=True):
+        middle = end - _num_bytes(tensor) / 2
+        written[min(num_ranks - 1, int(middle * num_ranks / total)) if total else 0].append(tensor)
+    return written
+
+
+def _num_bytes(piece: Piece) -> int:
+    return piece.num_elements * itemsize_bytes(piece.dtype)
+
+
+def _room(ranks: Sequence[int], load: Sequence[int], num_bytes: int) -> list[int]:
+    """How many of `num_bytes` each rank takes so that their loads become as equal as can be (filling up from below)."""
+    order = sorted(ranks, key=lambda rank: (load[rank], rank))
+    level, rest = 0, num_bytes
+    for count, rank in enumerate(order, 1):
+        following = load[order[count]] if count < len(order) else None
+        level = load[rank] + -(-rest // count)
+        if following is None or level <= following:
+            break
+        rest -= (following - load[rank]) * count
+    return [max(0, level - load[rank]) for rank in ranks]
+
+
+def _deal(pieces: Sequence[Piece], room: Sequence[int], block_bytes: int) -> list[list[Piece]]:
+    """Give the pieces, in order, to takers with so much room; the last taker takes what is left."""
+    shares: list[list[Piece]] = [[] for _ in room]
+    taker, left = 0, room[0]
+    for piece in pieces:
+        rest: Piece | None = piece
+        while rest is not None:
+            least = block_bytes if _num_bytes(rest) > _SPLIT_BYTES else 1
+            while left < least and taker < len(room) - 1:
+                taker += 1
+                left = room[taker]
+            taken, rest = _cut(rest, left, block_bytes) if taker < len(room) - 1 else (rest, None)
+            shares[taker].append(taken)
+            left -= _num_bytes(taken)
+    return shares
+
+
+def _cut(piece: Piece, num_bytes: int, block_bytes: int) -> tuple[Piece, Piece | None]:
+    """About the first `num_bytes` of a piece, and the rest; small pieces stay whole."""
+    taken_bytes = num_bytes // block_bytes * block_bytes
+    if _num_bytes(piece) <= _SPLIT_BYTES or not 0 < taken_bytes < _num_bytes(piece):
+        return piece, None
+    middle = piece.elements.start + taken_bytes // itemsize_bytes(piece.dtype)
+    return piece.within(piece.elements.start, middle), piece.within(middle, piece.elements.stop)

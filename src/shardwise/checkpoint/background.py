@@ -24,13 +24,13 @@ from shardwise.checkpoint.addresses import Address
 from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.checkpoint.commit import SaveReport, Written, commit, discard, storing
 from shardwise.checkpoint.file_writing import FileFilling
-from shardwise.checkpoint.held import Held, bytes_of
+from shardwise.checkpoint.full_tensors import stream_whole
 from shardwise.checkpoint.saves import read_file
 from shardwise.checkpoint.saving import Arguments, Prepared, SaveMemory, prepare, write_pieces
 from shardwise.checkpoint.shared_storage import check_shared_storage
 from shardwise.checkpoint.state_arguments import wrong_rewrite
+from shardwise.checkpoint.state_pieces import Held, bytes_of
 from shardwise.checkpoint.states import State
-from shardwise.checkpoint.streaming import stream_whole
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.default import channel_of

@@ -9,10 +9,10 @@ from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.extra_values import unpacked
 from shardwise.checkpoint.read_plan import missing, plan_reads
-from shardwise.checkpoint.read_targets import ReadTarget
-from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
+from shardwise.checkpoint.read_rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sources import read_contents, was_removed
 from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel, alone
 from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError, PlanError

@@ -5,15 +5,17 @@ the tensors are.
 """
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.certificates import Certificate, certify_return
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.copying import Progress
+from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.destinations import (
+    Progress,
     WrittenCopy,
     check_save,
     leaving_no_folder,
@@ -33,7 +35,6 @@ from shardwise.checkpoint.model_config import (
     model_files,
     parsed_config,
 )
-from shardwise.checkpoint.output_dtypes import casting, check_dtype, main_dtype, with_masters
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
 from shardwise.checkpoint.renamed_settings import rewrite_of_record
 from shardwise.checkpoint.saves import (
@@ -47,10 +48,13 @@ from shardwise.checkpoint.saves import (
 )
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.state_arguments import check_arguments
-from shardwise.checkpoint.stored_names import model_name_of_master
+from shardwise.checkpoint.stored_names import is_model_name, model_name_of_master
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import COMPUTE_DTYPES
+from shardwise.plan.state_names import MASTER, state_name
 from shardwise.rewrite import Rewrite
+from shardwise.rewrite.spelling import quoted
 
 __all__ = [
     "MAX_SHARD_BYTES",
@@ -58,10 +62,14 @@ __all__ = [
     "ConvertReport",
     "ConvertTarget",
     "Progress",
+    "casting",
+    "check_dtype",
     "convert",
     "inverse_like",
+    "main_dtype",
     "preview",
     "recorded_rewrite",
+    "with_masters",
 ]
 
 ConvertTarget = Literal["pieces", "whole", "hf"]
@@ -422,3 +430,51 @@ class Conversion:
             missing=missing,
             certificate=certificate,
         )
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise CheckpointError for what floats cannot be cast to."""
+    if dtype not in COMPUTE_DTYPES:
+        raise CheckpointError(
+            f"dtype {dtype!r} (--dtype) was asked for; floats are written in {', '.join(COMPUTE_DTYPES)}, or as stored"
+        )
+
+
+def with_masters(contents: Contents, dtype: str) -> tuple[Contents, tuple[str, ...]]:
+    """A checkpoint whose model has the values of its masters, and their names.
+
+    A tensor that is stored in `dtype` keeps its own: a working copy is its master, rounded once.
+    """
+    tensors = dict(contents.tensors)
+    used = []
+    for name, tensor in contents.tensors.items():
+        master = contents.tensors.get(state_name(name, MASTER))
+        if master is not None and tensor.dtype in COMPUTE_DTYPES and tensor.dtype != dtype:
+            pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in master.pieces)
+            tensors[name] = StoredTensor(name=name, dtype=master.dtype, shape=master.shape, pieces=pieces)
+            used.append(master.name)
+    return replace(contents, tensors=tensors), tuple(used)
+
+
+def casting(outputs: Contents, dtype: str) -> Rewrite | None:
+    """A rewrite that casts the model's floats which are in another dtype; None where there are none.
+
+    A tie is cast under each of its names, and stays one.
+    """
+    dtypes = {name: tensor.dtype for name, tensor in outputs.tensors.items()}
+    dtypes |= {alias: dtypes[name] for alias, name in outputs.aliases.items() if name in dtypes}
+    names = [
+        name
+        for name, found in dtypes.items()
+        if found in COMPUTE_DTYPES and found != dtype and is_model_name(name, outputs.format)
+    ]
+    return Rewrite([f"{quoted(name)} -> {quoted(name)}, dtype='{dtype}'" for name in names]) if names else None
+
+
+def main_dtype(tensors: Iterable[StoredTensor]) -> str | None:
+    """The dtype of most floats; None where there are none."""
+    sizes: Counter[str] = Counter()
+    for each in tensors:
+        if each.dtype in COMPUTE_DTYPES:
+            sizes[each.dtype] += math.prod(each.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)

@@ -2,24 +2,38 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from shardwise.checkpoint.addresses import Address, OneFile, store_of
-from shardwise.checkpoint.arrangement import Arrangement
-from shardwise.checkpoint.assignment import assign_tensors
+from shardwise.checkpoint.arrangement import Arrangement, assign_tensors
 from shardwise.checkpoint.commit import Description, Written, begin, commit, discard, storing
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.copying import Copying, Progress
+from shardwise.checkpoint.file_writing import DataFile, FileFilling
 from shardwise.checkpoint.huggingface_files import ShardFile, check_folder, shards_of, write_folder
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.outputs import Outputs
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.reading import GrowingBuffer
+from shardwise.checkpoint.state_pieces import bytes_of
+from shardwise.checkpoint.stores import Store, Writer
+from shardwise.checkpoint.windows import BATCH_BYTES
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 
-__all__ = ["WrittenCopy", "check_save", "leaving_no_folder", "make_folder", "make_save", "planned_shards"]
+__all__ = [
+    "Copying",
+    "Progress",
+    "WrittenCopy",
+    "check_save",
+    "leaving_no_folder",
+    "make_folder",
+    "make_save",
+    "planned_shards",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +46,10 @@ class WrittenCopy:
     """Of the save in its store; 0 for Hugging Face files."""
     read_bytes: int
     """Bytes of data files that were read."""
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are done and the bytes in all, after each window."""
 
 
 def make_save(
@@ -165,3 +183,48 @@ def _metadata(contents: Contents) -> dict[str, str]:
     kept: Any = contents.extra.get("metadata", {}) if contents.format == "safetensors" else {}
     ties = contents.aliases.keys()
     return {"format": "pt"} | {key: text for key, text in kept.items() if key not in ties}
+
+
+class Copying:
+    """Fills files with pieces of the outputs."""
+
+    def __init__(self, store: Store, outputs: Outputs, progress: Progress) -> None:
+        self._outputs = outputs
+        batch = GrowingBuffer(BATCH_BYTES)  # windows are read one after the other
+        self._readers = (outputs.reader(store, batch), outputs.reader(store, batch))
+        self._progress = progress
+        self._done = 0
+        self._total = outputs.num_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of data files read so far."""
+        return sum(reader.read_bytes for reader in self._readers)
+
+    def fill(self, file: DataFile, writer: Writer) -> Written:
+        """Write a file. Raises CheckpointError for what cannot be read, and OSError for what cannot be written."""
+        filling = FileFilling(file, writer, block_bytes=self._outputs.contents.block_bytes)
+        with ThreadPoolExecutor(1, thread_name_prefix="shardwise-write") as thread:
+            writing: Future[int] | None = None
+            for turn, window in enumerate(self._outputs.windows(file.pieces)):
+                parts = self._readers[turn % 2].read(window)
+                self._finish(writing)
+                writing = thread.submit(_write, filling, parts)
+            self._finish(writing)
+        filling.flush()
+        return Written(filling.checksums)
+
+    def _finish(self, writing: "Future[int] | None") -> None:
+        if writing is not None:
+            self._done += writing.result()
+            self._progress(self._done, self._total)
+
+
+def _write(filling: FileFilling, parts: Sequence[torch.Tensor]) -> int:
+    """Write the elements of a window; returns how many bytes they have."""
+    num_bytes = 0
+    for elements in parts:
+        data = elements.view(torch.uint8)
+        filling.write(bytes_of(data))
+        num_bytes += data.numel()
+    return num_bytes

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardwise.checkpoint.addresses import Address, store_of
-from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.conversion import Progress
 from shardwise.checkpoint.elements import Elements, ElementValue, compare, larger
-from shardwise.checkpoint.reading import check_file
+from shardwise.checkpoint.reading import GrowingBuffer, check_file
 from shardwise.checkpoint.sources import with_contents
 from shardwise.checkpoint.stored_names import is_model_name, printable
 from shardwise.checkpoint.stores import Store

@@ -8,34 +8,113 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
 
 import torch
 
-from shardwise.checkpoint.held import Held, hold
+from shardwise.checkpoint.arrangement import Arrangement
+from shardwise.checkpoint.file_writing import DataFile, Sink
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
-from shardwise.checkpoint.sharing import merge_ties
 from shardwise.checkpoint.state_arguments import wrong_rewrite
+from shardwise.checkpoint.state_pieces import Held, bytes_of, hold, merge_ties
 from shardwise.checkpoint.states import Ordered, State
-from shardwise.checkpoint.streaming import WindowFiller
+from shardwise.checkpoint.tensor_bytes import cast_through
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.comm.default import channel_of, given_or_default
 from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
-from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
+from shardwise.moving.copies import fill, parts_of
+from shardwise.moving.mover import Delivery, Mover, by_distance
+from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.holders import Holders, holders_by_tensor
 from shardwise.plan.state_names import is_state_name
 from shardwise.rewrite import Rewrite
-from shardwise.space import Piece, check_cover
+from shardwise.space import Move, Piece, check_cover, moves
 
-__all__ = ["full"]
+__all__ = ["WindowFiller", "full", "stream_whole"]
+
+
+class WindowFiller:
+    """Fills windows of whole tensors, window after window, out of the pieces that ranks hold."""
+
+    def __init__(self, channel: Channel, holders: Mapping[str, Holders], held: Held) -> None:
+        """holders: who holds what of each tensor. held: what this rank has."""
+        self._channel = channel
+        self._holders = holders
+        self._held = held
+        self._targets: Mapping[Piece, torch.Tensor] = {}
+        self._mover: Mover[Piece, Piece] = Mover(
+            channel,
+            take=self._take,
+            put=lambda piece, moves, elements: fill(self._targets[piece], moves, elements),
+            packs_on=torch.device("cpu"),
+            purpose="window of whole tensors",
+        )
+
+    def fill(self, windows: Sequence[Sequence[Piece]], targets: Mapping[Piece, torch.Tensor]) -> None:
+        """Fill the pieces of this rank's window, which are flat `targets`; all ranks help each other with theirs."""
+        own = self._channel.rank
+        given = (each for taker, window in enumerate(windows) for each in self._deliveries(window, taker))
+        self._targets = targets
+        self._mover.run(
+            by_distance((each for each in given if own in (each.giver, each.taker)), self._channel), num_under_way=1
+        )
+        self._targets = {}
+
+    def _deliveries(self, window: Sequence[Piece], taker: int) -> Iterator[Delivery[Piece, Piece]]:
+        """What fills a window: from the rank itself where it holds a piece, else from the holders in turn."""
+        for target in window:
+            holders = self._holders[target.name]
+            for at in holders.overlapping(target):
+                piece, givers = holders.pieces[at], holders.givers(at, taker)
+                giver = holders.ranks[givers[at % len(givers)]]
+                yield Delivery(giver, taker, piece, target, torch_dtype(target.dtype), moves(piece, target))
+
+    def _take(self, piece: Piece, moves: Sequence[Move]) -> Iterable[torch.Tensor]:
+        """Parts of what this rank holds, in the dtype of the piece: tensors that are still to be cast have another."""
+        dtypes = [torch_dtype(each) for each in self._held.casts.get(piece, ())]
+        return (cast_through(part, dtypes) for part in parts_of(self._held.tensors[piece], moves))
+
+
+def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: Sink | None) -> None:
+    """Fill this rank's file with whole tensors, out of what all ranks hold.
+
+    `sink` is None on a rank whose file cannot be written. It goes on sending, so that the others do not wait; so
+    does a rank whose file fails on the way, which raises the error (OSError) at the end.
+    """
+    filler = WindowFiller(channel, arrangement.holders, held)
+    failure: OSError | None = None
+    for current in zip_longest(*(_windows(arrangement.file(rank)) for rank in range(channel.size)), fillvalue=[]):
+        mine = current[channel.rank]
+        sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in mine]
+        window = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = zip(mine, window.split(sizes), strict=True) if mine else ()
+        filler.fill(current, {piece: part.view(torch_dtype(piece.dtype)) for piece, part in parts})
+        if sink is not None and failure is None:
+            try:
+                sink.write(bytes_of(window))
+            except OSError as error:
+                failure = error
+    if failure is not None:
+        raise failure
+
+
+def _windows(file: DataFile) -> Iterator[list[Piece]]:
+    """The pieces of a file window by window; a piece is cut where a window ends."""
+    sizes = [(piece.num_elements, itemsize_bytes(piece.dtype)) for piece in file.pieces]
+    for window in windows(sizes):
+        yield [part_of_piece(file.pieces[at], start, stop) for at, start, stop in window]
+
 
 Receivers = Literal["all"] | int
 """All ranks, or one."""
 
+
 _PURPOSE = "full tensors"
+
 
 _GOING_ON, _LEAVING = b"", b"leaving"
 

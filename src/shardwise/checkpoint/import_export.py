@@ -4,7 +4,7 @@ import os
 
 from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport, convert
-from shardwise.checkpoint.copying import Progress
+from shardwise.checkpoint.destinations import Progress
 from shardwise.checkpoint.foreign import format_of, no_checkpoint, recognise
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.state_arguments import check_arguments

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.model_config import CONFIG, parameters_of
+from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
 from shardwise.checkpoint.stored_names import is_model_name

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.read_plan import missing
-from shardwise.checkpoint.read_targets import ReadTarget
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings
+from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import PieceReader, windows
+from shardwise.checkpoint.windows import PieceReader, ReadTarget, windows
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
 from shardwise.plan.dtypes import itemsize_bytes

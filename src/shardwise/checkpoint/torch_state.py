@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.held import place_of
+from shardwise.checkpoint.state_pieces import place_of
 from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
 from shardwise.comm.torch_dtypes import dtype_name
 from shardwise.errors import CheckpointError, OptimizerError

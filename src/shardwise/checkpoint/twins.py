@@ -11,7 +11,7 @@ from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.name_matching import apart
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.rewrite_view import RewriteView
-from shardwise.checkpoint.sharing import gather_findings
+from shardwise.checkpoint.state_pieces import gather_findings
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
 from shardwise.comm import Channel

@@ -10,8 +10,8 @@ from shardwise.comm.dtensors import is_dtensor
 from shardwise.comm.host_memory import extent, first_shared, share_elements
 from shardwise.comm.torch_dtypes import dtype_name, torch_dtype
 from shardwise.errors import PlanError
-from shardwise.moving.consent import consent
-from shardwise.moving.execution import carry_out_plan
+from shardwise.moving.mover import carry_out_plan
+from shardwise.moving.piece_exchange import consent
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 

@@ -17,9 +17,9 @@ from shardwise.comm import Channel
 from shardwise.comm.default import given_or_default
 from shardwise.comm.torch_dtypes import torch_dtype
 from shardwise.errors import MismatchError, PlanError
-from shardwise.moving.consent import Consent, consent
-from shardwise.moving.execution import carry_out_plan
 from shardwise.moving.live_states import findings_of, stored_shape
+from shardwise.moving.mover import carry_out_plan
+from shardwise.moving.piece_exchange import Consent, consent
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 

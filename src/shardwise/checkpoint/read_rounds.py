@@ -10,13 +10,13 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan, exact_ranges
-from shardwise.checkpoint.read_targets import ReadTarget
 from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
 from shardwise.checkpoint.saves import reason
+from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Reader, Store
 from shardwise.checkpoint.tensor_bytes import plain_bytes
+from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.torch_dtypes import torch_dtype
