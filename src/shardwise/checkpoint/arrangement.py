@@ -1,4 +1,13 @@
-"""Who writes what: every element once, though replicas hold it on several ranks. Pure: every rank finds the same."""
+"""Arrangement: the files of a save, and which rank writes which piece. Pure: every rank decides the same.
+
+A piece with one holder is written by it. The holders of replicas share them, so that all write about equally much::
+
+    pieces of its own    rank 0  ########     rank 1  ###          rank 2  #####
+    a replica of 8       rank 0               rank 1     .....     rank 2       ...      filled up to one level
+    written              rank 0  ########     rank 1  ########     rank 2  ########
+
+A large replica on the border between two ranks is cut there, at the end of a block.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +56,7 @@ class Arrangement:
 
     def file(self, rank: int) -> DataFile:
         """The file that `rank` writes."""
+        # Rank 0 lays out all files when it commits, every other rank only its own: a header has a line per piece.
         if rank not in self._files:
             self._files[rank] = lay_out(self.written[rank])
         return self._files[rank]
@@ -59,6 +69,8 @@ def arrange(held: Sequence[Sequence[Piece]], file_layout: FileLayout, *, block_b
     by pieces that are alike (replicas).
     """
     holders = holders_by_tensor(held)
+    # Pieces that overlap without being equal would be stored twice, with maybe two values; a hole would be loaded as
+    # an error much later. Here every rank still has the same facts, and all refuse.
     if findings := check_cover(piece for each in holders.values() for piece in each.pieces):
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
     tensors = [each.tensor for each in holders.values()]
@@ -81,6 +93,7 @@ def assign_pieces(holders: Mapping[str, Holders], num_ranks: int, *, block_bytes
     """
     written: list[list[Piece]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
+    # Replicas with the same holders are dealt out together: one by one, each would be rounded to whole pieces.
     shared: dict[tuple[int, ...], list[Piece]] = {}
     for piece, ranks in in_order(holders):
         if len(ranks) == 1:
@@ -103,6 +116,7 @@ def assign_tensors(tensors: Sequence[Piece], num_ranks: int) -> list[list[Piece]
     ends = accumulate(map(_num_bytes, tensors))
     written: list[list[Piece]] = [[] for _ in range(num_ranks)]
     for tensor, end in zip(tensors, ends, strict=True):
+        # By its middle: a tensor on the border of two shares goes to the rank that would have more of it.
         middle = end - _num_bytes(tensor) / 2
         written[min(num_ranks - 1, int(middle * num_ranks / total)) if total else 0].append(tensor)
     return written
@@ -132,6 +146,7 @@ def _deal(pieces: Sequence[Piece], room: Sequence[int], block_bytes: int) -> lis
     for piece in pieces:
         rest: Piece | None = piece
         while rest is not None:
+            # A large piece is cut at blocks only, so that every part has the checksums of whole blocks of its own.
             least = block_bytes if _num_bytes(rest) > _SPLIT_BYTES else 1
             while left < least and taker < len(room) - 1:
                 taker += 1

@@ -301,6 +301,7 @@ class Conversion:
         view = None
         if rewrite is not None:
             view = view_for_conversion(source, rewrite, parameters, model_only=model_only)
+        # Casts are statements behind the rewrite: what reads, casts and writes knows one kind of outputs.
         if dtype is not None and (casts := casting(source if view is None else view.contents, dtype)):
             rewrite = casts if view is None else view.checked.rewrite >> casts
             view = view_for_conversion(source, rewrite, parameters, model_only=model_only)
@@ -449,6 +450,8 @@ def with_masters(contents: Contents, dtype: str) -> tuple[Contents, tuple[str, .
     used = []
     for name, tensor in contents.tensors.items():
         master = contents.tensors.get(state_name(name, MASTER))
+        # A working copy in the dtype that is asked for is its master rounded once: the same bits, and half of the
+        # bytes to read.
         if master is not None and tensor.dtype in COMPUTE_DTYPES and tensor.dtype != dtype:
             pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in master.pieces)
             tensors[name] = StoredTensor(name=name, dtype=master.dtype, shape=master.shape, pieces=pieces)

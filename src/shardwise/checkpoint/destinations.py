@@ -1,4 +1,11 @@
-"""Destinations: the outputs of a conversion as a save of ours, or as a folder of Hugging Face files."""
+"""Destinations: the outputs of a conversion as a save of ours, or as a folder of Hugging Face files.
+
+Files are filled in bounded memory, window by window. Two windows are in memory: while a thread hashes and writes one,
+the next is read and put together::
+
+    this thread    read 0 | read 1  | read 2  | ...
+    writer                | write 0 | write 1 | ...
+"""
 
 import contextlib
 import os
@@ -127,6 +134,7 @@ def check_save(destination: Address) -> None:
 @contextlib.contextmanager
 def leaving_no_folder(store: Store) -> Iterator[None]:
     """Where an error ends it, folders that were made on the way to the store's go again, if they hold nothing."""
+    # A conversion that is refused leaves nothing behind, not even the folders on the way to its destination.
     made: list[str] = []
     if isinstance(store, LocalStore):
         folder = store.location
@@ -155,9 +163,11 @@ def _arrangement(outputs: Outputs, to: Literal["pieces", "whole"]) -> Arrangemen
     names = {each.file for tensor in outputs.contents.tensors.values() for each in tensor.pieces}
     rank_of = {name: rank for rank, name in enumerate(sorted(names))}
     num_files = max(1, len(names))
+    # Outputs that are put together have no place in the source that they could keep; they fill the files evenly.
     put_together = [each.whole for each in tensors if each.num_bytes and not each.pieces]
     shares = assign_tensors(put_together, num_files)
     placed: list[list[tuple[int, Piece]]] = [[] for _ in range(num_files)]
+    # Elements that keep their order keep their file and their place in it: source and copy are read alike.
     for tensor in tensors:
         for each in tensor.pieces:
             placed[rank_of[each.file]].append((each.start, each.piece))
@@ -181,6 +191,7 @@ def _description(outputs: Outputs, extra: Mapping[str, Any]) -> Description:
 def _metadata(contents: Contents) -> dict[str, str]:
     """What the files say of themselves: what those of the source did, and in whose layout the tensors are."""
     kept: Any = contents.extra.get("metadata", {}) if contents.format == "safetensors" else {}
+    # Files of Hugging Face name ties in their metadata; `aliases` has these, and the writer names them anew.
     ties = contents.aliases.keys()
     return {"format": "pt"} | {key: text for key, text in kept.items() if key not in ties}
 
@@ -190,6 +201,7 @@ class Copying:
 
     def __init__(self, store: Store, outputs: Outputs, progress: Progress) -> None:
         self._outputs = outputs
+        # The two readers never read at the same time, and share what they read into. Their windows are apart.
         batch = GrowingBuffer(BATCH_BYTES)  # windows are read one after the other
         self._readers = (outputs.reader(store, batch), outputs.reader(store, batch))
         self._progress = progress
@@ -208,6 +220,8 @@ class Copying:
             writing: Future[int] | None = None
             for turn, window in enumerate(self._outputs.windows(file.pieces)):
                 parts = self._readers[turn % 2].read(window)
+                # Not before this one is read: the window before is being written meanwhile. But before the next is
+                # begun, which takes over the memory of the one that is being written.
                 self._finish(writing)
                 writing = thread.submit(_write, filling, parts)
             self._finish(writing)

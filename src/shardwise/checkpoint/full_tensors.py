@@ -1,7 +1,14 @@
-"""Full tensors: one after the other out of what all ranks hold, on every rank or on one, in bounded memory.
+"""Full tensors: what ranks hold in pieces becomes whole tensors, in files (`layout="whole"`) or in memory (`sw.full`).
 
-Ranks go on in step, a batch of tensors at a time: small ones together, a large one alone, a window of it after the
-other. At the beginning of a batch each says whether it goes on, so that one that has left is known to all.
+A window is up to 8 MiB of whole tensors. Each rank fills one window at a time, and all ranks go on in step::
+
+                rank 0                         rank 1
+    holds       w[:, 0:64]                     w[:, 64:128]
+    fills       w[0:512]                       w[512:1024]           the windows of this step
+    message     --- w[512:1024, 0:64] --->     <--- w[0:512, 64:128] ---
+    then        writes or keeps its window     writes or keeps its window
+
+Beside its window a rank has one message each way in memory, each at most as large as a window.
 """
 
 import contextlib
@@ -50,6 +57,8 @@ class WindowFiller:
             channel,
             take=self._take,
             put=lambda piece, moves, elements: fill(self._targets[piece], moves, elements),
+            # Windows are in CPU memory: messages are put together and taken apart there. Where NCCL carries them, each
+            # crosses to the GPU in one copy, not element by element.
             packs_on=torch.device("cpu"),
             purpose="window of whole tensors",
         )
@@ -70,6 +79,7 @@ class WindowFiller:
             holders = self._holders[target.name]
             for at in holders.overlapping(target):
                 piece, givers = holders.pieces[at], holders.givers(at, taker)
+                # In turn: otherwise the first of the replicas would send everything, and the others nothing.
                 giver = holders.ranks[givers[at % len(givers)]]
                 yield Delivery(giver, taker, piece, target, torch_dtype(target.dtype), moves(piece, target))
 
@@ -87,12 +97,14 @@ def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: S
     """
     filler = WindowFiller(channel, arrangement.holders, held)
     failure: OSError | None = None
+    # Files have different numbers of windows. A rank that is done still sends: others need what it holds.
     for current in zip_longest(*(_windows(arrangement.file(rank)) for rank in range(channel.size)), fillvalue=[]):
         mine = current[channel.rank]
         sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in mine]
         window = torch.empty(sum(sizes), dtype=torch.uint8)
         parts = zip(mine, window.split(sizes), strict=True) if mine else ()
         filler.fill(current, {piece: part.view(torch_dtype(piece.dtype)) for piece, part in parts})
+        # A rank that cannot write goes on filling windows: if it stopped, all others would wait for its messages.
         if sink is not None and failure is None:
             try:
                 sink.write(bytes_of(window))
@@ -147,12 +159,14 @@ def full(
         supply = _agree(used, state, rewrite, to, optimizer=optimizer)
         batches = list(supply.batches())
         for number, batch in enumerate(batches):
+            # Before the first batch all ranks have just agreed, so that nobody can have left.
             if number:
                 _go_on(used)
             tensors = supply.gather(batch)
             try:
                 yield from _handed_out(batch, tensors)
             except GeneratorExit:  # the caller has stopped
+                # After the last batch nobody waits for this rank any more.
                 if number + 1 < len(batches):
                     _leave(used)
                 return
@@ -167,6 +181,7 @@ def _handed_out(batch: Sequence[Entry], tensors: dict[Piece, torch.Tensor]) -> I
     last = {whole: at for at, (_, whole) in enumerate(batch)}
     for at, (name, whole) in enumerate(batch):
         if tensors:
+            # A tensor is let go of here with the last of its names. The caller may free it while the batch goes on.
             yield name, tensors.pop(whole) if last[whole] == at else tensors[whole]
 
 

@@ -160,6 +160,8 @@ def load(
                 extra = unpacked(source.contents.extra)
                 reading = _read(used, source, state, options)
             except CheckpointError:  # on all ranks
+                # A trainer that keeps its newest saves may remove the one that is being read; then a newer one is
+                # there.
                 if attempt == ATTEMPTS or not _was_removed(used, source):
                     raise
             else:
@@ -221,6 +223,8 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     verify = bool(options.verify) and contents.verifiable
     findings = _coverage(sources[channel.rank], contents)
     if channel.rank in readers:
+        # Each header is verified by one of the ranks that see it: a thousand ranks would otherwise read each a
+        # thousand times.
         turn = (sorted(readers).index(channel.rank), len(readers)) if verify else None
         findings += _file_findings(store, contents, {each.file for each in stored}, turn)
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
@@ -229,6 +233,8 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     compared_bytes += compare_twins(channel, store, contents, view, found.twins, readers)
     with torch.no_grad():
         plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
+        # Without checksums there is no reason to read whole blocks: every rank reads its own bytes, and nothing is
+        # sent. Strips of some KiB are an exception, because each costs a call.
         if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
             traffic = read_exactly(channel, store, stored, located.targets)
         else:
@@ -297,12 +303,14 @@ def _settle(
     with Gathering("pieces, ties and findings of the target").agreed(channel) as gathered:
         target = _target(state, contents)
         check_targets(target.held)
+        # A tensor without elements is wanted by its name alone, so that a checkpoint which lacks it is found out.
         own = [piece for piece in target.held.tensors if piece.num_elements or piece.whole]
         facts = json.dumps([target.aliases, target.accounted]).encode()
         gathered.own = [pack_pieces(own), facts, json.dumps(target.findings).encode()]
     texts, facts_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     wanted = [pieces_of[text] for text in texts]
+    # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
     kinds = dict.fromkeys(WantedTensor.of(piece) for pieces in pieces_of.values() for piece in pieces)
     known = [json.loads(text) for text in dict.fromkeys(facts_of)]
     aliases = {alias: name for ties, _ in known for alias, name in ties.items()}

@@ -62,6 +62,7 @@ class Outputs:
         """Raise CheckpointError where one number is made of several that are not equal to the bit: reads these."""
         if self.view is None:
             return
+        # Only those that are written: an export of the model need not refuse because of optimizer state.
         used = {each for name in self.tensors for each in self.view.checked.sources_of(name)}
         findings, _ = self.view.unequal(
             store, (group for group in self.view.checked.agree if not used.isdisjoint(group))
@@ -208,6 +209,8 @@ def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
         aliases={alias: name for alias, name in checked.ties.items() if name in made},
         settings=view.contents.settings,
         view=view,
+        # Who is alone in its group and read in order can be cut anywhere. Others are read as wholes, as far as a
+        # window goes, for each part would read the same blocks again.
         groups={
             name: group for name, group in groups.items() if sizes[group] > 1 or not _is_cheap_to_cut(checked, name)
         },
@@ -225,6 +228,7 @@ def _with_pieces(view: RewriteView, output: StoredTensor) -> StoredTensor:
             piece=replace(whole, offset=each.piece.offset, shape=each.piece.shape, run=each.piece.run),
             file=each.file,
             start=each.start,
+            # Those of the source are of other blocks, or of the elements before a cast; what is written has its own.
             checksums=None,
         )
         for each in view.stored.tensors[source].pieces

@@ -92,6 +92,8 @@ class ReadPlan:
             for ordinal in in_files[name].positions_overlapping(piece)
         }
         """Stored pieces of which this rank needs something."""
+        # Blocks that only ranks without sight of the storage need are dealt out among all readers, so that every
+        # reader has to know them.
         examined = set[int]()
         if rank in readers:
             others = {piece.name for other, wants in enumerate(wanted) if other not in readers for piece in wants}
@@ -102,6 +104,7 @@ class ReadPlan:
                 for ordinal in in_files[name].positions_overlapping(piece)
             )
         found = [each for ordinal in examined for each in self._spans(ordinal)]
+        # In the order of the files: what follows one another is read together, and the kernel reads ahead.
         found.sort(key=lambda each: self._place(each[0]))
         self.own_reads: tuple[BlockSpan, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
         """What this rank reads for itself alone, in order of file and byte. Spans are disjoint."""
@@ -141,6 +144,7 @@ class ReadPlan:
         return stored.file, stored.start + span.first_block * self._block_bytes
 
     def _met(self, span: BlockSpan) -> "_SpanNeeds":
+        # One span at a time is asked about, by all ranks in succession: what was found for the last one suffices.
         if self._meeting is None or self._meeting.span != span:
             stored = self._stored[span.ordinal]
             source = _piece_of_span(span, stored, self._block_bytes)
@@ -165,6 +169,7 @@ class ReadPlan:
                 parties[active] = self._parties({rank for at in active for rank in ranks_of[at]})
             readers, is_handed_on = parties[active]
             low, high = _dealt(first, last, readers, self._rank, ordinal)
+            # Stretches that meet, and that are handed on alike, are one span: a rank reads them with one call.
             if low < high:
                 if low != end or is_handed_on != was_handed_on:
                     if begun < end:
@@ -179,6 +184,7 @@ class ReadPlan:
 
         And whether a rank besides this one needs them.
         """
+        # A rank that needs a block and sees it reads it: what one needs alone is never sent. Else any reader does.
         readers = tuple(sorted(needers & self._readers)) or self._all_readers
         return readers, not needers <= {self._rank}
 
@@ -269,7 +275,8 @@ class _SpanNeeds:
 class _Moves:
     """Moves that were found before. Tensors that are cut alike are moved alike, whatever they are called.
 
-    To plan the moves of a span takes as long as to copy 200 KiB: most states have few shapes, and many tensors of each.
+    To find the moves of a span takes 30 to 60 microseconds, in which a rank copies 300 KiB. Most states have few
+    shapes, and many tensors of each.
     """
 
     def __init__(self) -> None:
@@ -280,6 +287,7 @@ class _Moves:
         key = (source.global_shape, source.offset, source.shape, source.run, target.offset, target.shape, target.run)
         found = self._known.get(key)
         if found is None:
+            # Rather forget all than grow with a state of a hundred thousand different shapes.
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()
             found = self._known[key] = moves(source, target)

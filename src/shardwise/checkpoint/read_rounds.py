@@ -1,4 +1,15 @@
-"""Rounds: all ranks read in step, and hand on what others need, in memory that does not grow with the state."""
+"""Rounds: all ranks read in step, and hand on what others need, in memory that does not grow with the state.
+
+First go the blocks of which others need something. A rank reads a batch of them into one half of its buffer and
+verifies it; all agree that theirs are good; then each takes what it needs out of all buffers::
+
+    rank 0   read 0a | agree | take 0a, 0b | read 1a | agree | take 1a, 1b | read 2a | ...
+    rank 1   read 0b | agree | take 0b, 0a | read 1b | agree | take 1b, 1a | read 2b | ...
+    halves        0                             1                               0
+
+Ranks of one host see each other's buffers. Others get messages from the mover. Then each rank reads for itself the
+blocks that it alone needs, straight into the target where bytes lie there as they do in the file.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,8 +94,12 @@ def read_in_rounds(
     buffers = _Buffers(channel, rounds.num_bytes)
     number = 0
     try:
+        # The first time nothing is used: with verify="first" the target is touched only once everything has been
+        # verified.
         for dry in (True, False) if twice else (False,):
             for turn, batch in enumerate(rounds.handed):
+                # Counted over both passes: the half that this rank writes now is never the one that others may still
+                # read.
                 own = buffers.own(number)
                 read, by_rank = _agreed(channel, reader, batch, own, is_late=not dry and turn > 0)
                 if not dry:
@@ -125,22 +140,28 @@ class _Rounds:
         def largest(batches: Sequence[Sequence[BlockSpan]]) -> int:
             return max((buffer_bytes(batch, stored, block_bytes=block_bytes) for batch in batches), default=0)
 
+        # What is small is read as one batch: then every rank knows that all of it is good before its target changes.
         at_once = cut(plan.reads, ONE_ROUND_BYTES_ALONE if channel.size == 1 else ONE_ROUND_BYTES)
         self.handed = cut(plan.handed_reads, ROUND_BYTES)
         batches: list[_OwnBatch] = []
         for is_large, spans in groupby(plan.own_reads, lambda span: largest([[span]]) >= OWN_BYTES):
+            # Small tensors together, in as few reads as possible; they are copied out of the cache.
             if not is_large:
                 batches += [(batch, None) for batch in cut(list(spans), OWN_BYTES)]
                 continue
             for span in spans:
                 for batch in cut([span], IN_PLACE_BYTES):
                     memory = handover.memory_of(batch[0])
+                    # What has to be copied afterwards is read in parts that stay in the cache.
                     pieces = cut(batch, OWN_BYTES) if memory is None else [batch]
                     batches += [(each, memory) for each in pieces]
         self.own = [batches[start : start + OWN_BATCHES] for start in range(0, len(batches), OWN_BATCHES)]
+        # All ranks have to make the same number of exchanges, and their buffers have one size, so that each can view
+        # the others'.
         own = [len(at_once), largest(at_once), len(self.handed), largest(self.handed), len(self.own)]
         answers = channel.exchange(json.dumps([own, _digest(stored)]).encode(), purpose="number of rounds")
         counts_of, digests = zip(*map(json.loads, answers), strict=True)
+        # Spans name a stored piece by its position. The exchange is made anyway, and the digest in it is cheap.
         if len(set(digests)) > 1:
             raise MismatchError(
                 "ranks have not found the same stored pieces in the same order, so that one would take what another "
@@ -201,6 +222,7 @@ class _Buffers:
 
     def own(self, number: int) -> torch.Tensor:
         """This rank's buffer of a round."""
+        # Without shared memory one half suffices: messages have been packed before the next batch is read.
         return self._alone if self._shared is None else self._half(self._shared[self._rank], number)
 
     def of_all(self, number: int) -> list[torch.Tensor] | None:
@@ -302,6 +324,7 @@ class _Handover:
         tensor = self._targets[index].memory(self._stored[span.ordinal].piece.dtype)
         if tensor is None:
             return None
+        # One run on both sides: then the bytes of the span are, in their order, bytes of the tensor.
         source, target = next(runs_of(moves))
         whole = source.num_elements == sum(move.num_elements for move in moves)
         memory = plain_bytes(tensor, target.start, target.stop)
@@ -317,6 +340,8 @@ class _Handover:
         for giver, spans in enumerate(by_rank):
             for span in spans:
                 dtype = torch_dtype(self._stored[span.ordinal].piece.dtype)
+                # Both ends list a message's deliveries in the same order, that of the spans: it is how they understand
+                # its bytes.
                 for taker in self._plan.needers(span) if giver == own else [own]:
                     if taker != giver:
                         for index, parts in self._plan.transfers(span, taker):

@@ -1,4 +1,12 @@
-"""Reading: bytes of data files into memory, verified block by block, in bounded batches."""
+"""Reading: bytes of data files into memory, verified block by block, in bounded batches.
+
+A batch is cut into stretches of a file, and a stretch into parts of 1 MiB. Each part is verified while it is in the
+cache, before the next is read::
+
+    file       ...| block | block | block | block | block | block |...
+    stretch       [ span of one piece             | span          ]      one request to a remote store
+    part          [ read | verify ][ read | verify ][ read ...           one after the other
+"""
 
 import contextlib
 import mmap
@@ -86,6 +94,7 @@ def batches_of(
         while first < span.last_block:
             if room < block_bytes:
                 batches.append([])
+                # A block is verified as a whole, so that a batch has room for one, however small the batch is to be.
                 room = max(max_bytes, block_bytes)
             last = min(span.last_block, first + room // block_bytes)
             part = BlockSpan(span.ordinal, first, last)
@@ -156,6 +165,7 @@ class BatchReader:
         readers: dict[str, Reader] = {}
         findings: list[str] = []
         try:
+            # Files are open for one batch: a save of a thousand ranks has more of them than a process may have open.
             for name in dict.fromkeys(stretch.file for stretch in stretches):
                 try:
                     readers[name] = self._store.open(name)
@@ -172,11 +182,13 @@ class BatchReader:
         finally:
             for reader in readers.values():
                 reader.close()
+        # A file that cannot be read is found by each of its stretches, and named once.
         return list(dict.fromkeys(findings))
 
     def _fill_one(self, stretch: _FileStretch, reader: Reader, buffer: torch.Tensor) -> list[str]:
         size = self._contents.block_bytes
         findings = []
+        # Over a network each request waits as long as many bytes travel: there a stretch is one request.
         part_bytes = _PART_BYTES if self._threads is None else _STRETCH_BYTES
         for part in _parts(stretch, self._stored, size, part_bytes):
             memory = bytes_of(buffer[part.at : part.at + part.stop - part.start])
@@ -203,6 +215,7 @@ def _parts(
     stretch: _FileStretch, stored: Sequence[StoredPiece], block_bytes: int, part_bytes: int
 ) -> Iterator[_FileStretch]:
     """A stretch in parts of about so many bytes: a long span is cut between blocks, short ones stay together."""
+    # Several spans in a stretch are mostly small tensors: a call of the system for each would cost more than its bytes.
     if len(stretch.spans) > 1 or stretch.stop - stretch.start <= part_bytes:
         yield stretch
         return
@@ -224,6 +237,7 @@ def elements_of(
 ) -> dict[BlockSpan, torch.Tensor]:
     """The elements of every span of a batch, in the buffer into which any rank has read it."""
     found = {}
+    # Of the batch alone, not of the reader: in shared memory other ranks find the elements by the same rule.
     for stretch in _stretches(batch, stored, block_bytes):
         for span in stretch.spans:
             piece = stored[span.ordinal]
@@ -251,6 +265,8 @@ def _stretches(batch: Sequence[BlockSpan], stored: Sequence[StoredPiece], block_
         if current is not None:
             end = current.at + current.stop - current.start
             yield current
+        # The same remainder in memory as in the file. Files of ours align tensors, so that the bytes can be viewed as
+        # elements without a copy.
         at = end + (start - end) % _ALIGNMENT_BYTES
         current = _FileStretch(piece.file, start, stop, at, [span])
     if current is not None:
@@ -273,6 +289,8 @@ def check_file(store: Store, contents: Contents, name: str, *, head: bool) -> tu
     except OSError as error:
         return False, [f"{where} cannot be read: {reason(error)}"]
     try:
+        # The size costs no reading, and finds most of what happens to files: truncation, and another save's file in
+        # its place.
         if reader.size != contents.file_sizes[name]:
             return False, [
                 f"{where} has {reader.size} bytes, but {contents.file_sizes[name]} were written; it was truncated, "

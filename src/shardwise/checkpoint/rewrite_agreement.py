@@ -106,6 +106,7 @@ class StateRewriting:
             if 0 in meta.shape:  # whole tensors without elements, which every rank holds
                 whole = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape)
                 tensors[whole] = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
+        # Numbers that become one have to be equal. They are few and small: each rank tells those that it holds.
         numbers = {name for group in checked.agree for name in group}
         mine = {piece.name: value_of(tensor) for piece, tensor in held.tensors.items() if piece.name in numbers}
         new_texts, values_of = self._gathering.gather(channel, [pack_pieces(list(tensors)), json.dumps(mine).encode()])
@@ -126,6 +127,7 @@ class StateRewriting:
     ) -> tuple[Checked, list[tuple[Piece, list[Counterpart]]]]:
         """What is known of a state before its numbers are: where the elements of each piece of this rank go."""
         key = (list(texts), list(map(dict, ties)), list(order), num_ranks)
+        # A trainer saves the same state again and again: only numbers, such as the step, are looked at anew.
         if self._found is None or key != self._key:
             pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
             aliases = merge_ties(ties, [pieces_of[text] for text in texts])

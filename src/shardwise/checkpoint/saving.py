@@ -150,6 +150,8 @@ def _save(
     try:
         with agreed(channel, purpose="verdict on the files of a save") as files:
             files.value = _write_file(channel, prepared).pack()
+        # Over network file systems rank 0 may not see a file yet that another rank has written. It says that it waits,
+        # and all come back to the same exchange, so that no deadline of the channel passes.
         while True:
             with agreed(channel, purpose=_COMMIT) as committed:
                 if channel.rank == 0:
@@ -172,6 +174,8 @@ def _write_file(channel: Channel, prepared: Prepared) -> Written:
     name = attempt.folder + attempt.data_file(channel.rank)
     file = arrangement.file(channel.rank)
     written = Written([])
+    # Whole tensors are put together out of what all ranks hold: whatever becomes of its own file, a rank takes part in
+    # that once, and no more than once.
     others_wait = arrangement.file_layout == "whole"
     try:
         if file.pieces:
@@ -233,6 +237,8 @@ class SaveMemory:
     ) -> tuple[dict[str, str], Arrangement]:
         """The ties of all ranks, and who writes what, from the texts of every rank's pieces."""
         key = (tuple(texts), tuple(map(repr, ties)), file_layout)
+        # Most saves of a run are of a state that is cut as the last one was: the texts of all pieces are the same, and
+        # nothing is planned.
         if self._kept is None or key != self._key:
             pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
             aliases = merge_ties(ties, [pieces_of[text] for text in texts])
@@ -254,6 +260,7 @@ def prepare(
         gathered.own = [arguments.text(), pack_pieces(list(held.tensors)), ties_and_settings]
         if channel.rank == 0:
             attempt = begin(store)
+            # Rank 0 alone looks at what is there: two ranks could see different saves, and begin different ones.
             gathered.value = json.dumps([attempt.number, attempt.id]).encode()
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:

@@ -1,4 +1,13 @@
-"""Held: any state as pieces with tensors, checked before anybody reads or writes one."""
+"""State pieces: any state as pieces with tensors, checked before anybody reads or writes one.
+
+    state                 what this rank has of it
+    {"w": Tensor}         one piece, all of `w`; a second name of the same memory is a tie
+    {"w": DTensor}        the pieces that the mesh gives to this rank
+    {Piece: Tensor}       these, in their plainest form
+    an object             what its `state()` gives, with its settings and ties
+
+A load checks also that the tensors can be written: that is found out before the first of them is.
+"""
 
 import contextlib
 import ctypes
@@ -57,6 +66,8 @@ class KnownDTensors:
         self._found[name] = self._key(tensor, local), piece
 
     def _key(self, tensor: Any, local: torch.Tensor) -> tuple[object, ...]:
+        # All that decides which part of the tensor is here. The memory may be another one: only the piece is
+        # remembered.
         return (tensor.placements, tensor.device_mesh, tensor.shape, local.shape, local.dtype, local.device)
 
 
@@ -102,6 +113,8 @@ class _Collection:
         if is_dtensor(value) and isinstance(key, str):
             local = local_tensor(value)
             piece = self._known.find(key, value, local)
+            # To find the pieces of a DTensor asks torch for the mesh, the placements and the strides: a save of
+            # thousands of parameters every few minutes asks once.
             if piece is not None:  # nothing was wrong with it the last time
                 if not self._is_tie(key, value, local):
                     self.tensors[piece] = local
@@ -148,6 +161,7 @@ class _Collection:
             )
         elif dtype_name(tensor.dtype) != piece.dtype:
             self.problems.append(f"{piece} is of dtype {piece.dtype}, but its tensor of {dtype_name(tensor.dtype)}")
+        # A tensor without elements has no part that one rank could have alone: every rank holds it whole.
         elif not math.prod(piece.global_shape):
             whole = Piece(name=piece.name, dtype=piece.dtype, global_shape=piece.global_shape)
             self.tensors[whole] = tensor.detach().reshape(piece.global_shape)
@@ -199,6 +213,7 @@ def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[obje
     """Equal for two names of one tensor; what holds no memory shares none."""
     if local.numel() == 0:
         return (name,)
+    # Shape and strides count: a transposed view of a parameter has its memory, and is a tensor of its own.
     memory = (local.data_ptr(), local.dtype, local.device, tuple(tensor.shape), tuple(local.shape), local.stride())
     return (*memory, local.is_conj(), local.is_neg())
 
@@ -225,6 +240,8 @@ def check_targets(held: Held) -> None:
                     f"{piece} would be read into a tensor of shape {tuple(tensor.shape)} with strides "
                     f"{tensor.stride()}, whose elements share memory (expand()); give it memory of its own: clone()"
                 )
+            # Only tensors without gaps are compared. The extents of two with gaps may interlock, as columns of one
+            # matrix do, and have no byte in common.
             elif num_elements and span_elements(tensor) == num_elements:
                 spans.setdefault(tensor.device, []).append((*extent(tensor), piece))
     problems += [
@@ -281,10 +298,13 @@ class _IsWritable:
 
     def __call__(self, address: int) -> bool:
         """Whether the byte at an address can be written: it goes through a pipe, and back to its place."""
+        # The kernel reads and writes the byte for us, and answers with an error where a store from here would end the
+        # program (a file that is mapped for reading only). The byte keeps its value.
         if _LIBC.write(self._given, ctypes.c_void_p(address), 1) != 1:
             return False
         if _LIBC.read(self._taken, ctypes.c_void_p(address), 1) == 1:
             return True
+        # The byte is still in the pipe: the next question must not find it.
         os.read(self._taken, 1)
         return False
 
@@ -309,6 +329,8 @@ def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piec
     """The ties that ranks know together. Raises MismatchError where what is one tensor to a rank is two to another."""
     merged = {alias: name for each in ties for alias, name in each.items()}
     for rank, (own, held) in enumerate(zip(ties, pieces, strict=True)):
+        # A rank that holds neither of two names says nothing about them. One that holds both apart contradicts the
+        # tie, and so does one that knows the alias under another name.
         names = {piece.name for piece in held}
         for alias, name in merged.items():
             if name in merged or own.get(alias, name) != name or {alias, name} <= names:

@@ -1,8 +1,14 @@
-"""Read targets: where in memory elements of stored tensors go, neighbours together.
+"""Windows: any parts of a checkpoint, or of what a rewrite makes of it, in one process and in bounded memory.
 
-A tensor that is split into thousands of columns is thousands of stored pieces, of which every batch that is read has
-something. Planned one by one they cost more than their bytes. Where outputs of one size lie one after the other in
-memory, columns side by side are one target.
+A `PieceReader` reads one window after the other, verified. Where elements go is a list of `ReadTarget`s, whether they
+stay as they are, become columns, or are cast. Neighbours are joined first: a tensor that is split into thousands of
+columns is thousands of stored pieces, and planned one by one they cost more than their bytes.
+
+Figure 1. Outputs `a`, `b`, `c` are columns of `w`, two each. They follow one another in memory at a distance of 10::
+
+    w (4, 6)      a a b b c c
+    memory        [a: 4 x 2, spare 2][b: 4 x 2, spare 2][c: 4 x 2, spare 2]
+    one target    w[:, 0:6] as (4, 3, 2) with strides (2, 10, 1): the dim of 6 is folded in two
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,10 +75,13 @@ def windows(
     for at, (num_elements, itemsize) in enumerate(sizes):
         start = 0
         while start < num_elements:
+            # A window with room for less than one element of the widest dtype is full.
             if room < ALIGNMENT_BYTES:
                 yield window
                 window, room = [], max_bytes
             stop = min(num_elements, start + room // itemsize)
+            # Cut between whole rows where the window has room for one: a part of a row, rows and a part of another are
+            # planned and copied as three boxes, whole rows as one.
             if grains and stop < num_elements:
                 whole = stop - stop % grains[at]
                 if whole <= start and window:
@@ -195,6 +204,8 @@ def joined(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
     rows: list[_Neighbours] = []
     latest: dict[str, _Neighbours] = {}
     for target in targets:
+        # Only the latest row of each tensor is asked: targets come in the order of the output, in which neighbours
+        # follow one another.
         row = latest.get(target.source.name)
         if row is None or not row.takes(target):
             row = latest[target.source.name] = _Neighbours(target)
@@ -242,8 +253,10 @@ class PieceReader:
         """
         parts = self._parts(pieces)
         targets = [target for piece, part in zip(pieces, parts, strict=True) for target in self._targets(piece, part)]
+        # Without a rewrite each piece is one target already.
         targets = targets if self._targets_of is None else joined(targets)
         wanted = [target.source for target in targets]
+        # Of these tensors alone: a plan for all that is stored would take longer than the window.
         stored = [each for name in dict.fromkeys(piece.name for piece in wanted) for each in self._stored(name)]
         block_bytes = self.contents.block_bytes
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
@@ -251,6 +264,7 @@ class PieceReader:
         try:
             for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=BATCH_BYTES):
                 for span, elements in reader.read(batch).items():
+                    # Right after it was verified, so that the copy finds it in the cache.
                     for index, moves in plan.transfers(span, 0):
                         targets[index].fill(moves, parts_of(elements, moves))
         finally:

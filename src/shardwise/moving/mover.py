@@ -1,10 +1,14 @@
-"""The mover: elements go from tensors of some ranks into tensors of others, batch by batch.
+"""The mover: elements go from tensors or verified spans of files into tensors, within a rank and between ranks.
 
-    [1] start     pack what goes out, one message of bytes per peer
-    [2] (the next batch may be started)
-    [3] finish    wait; put what came, and what stays on this rank, into targets
+A reshard, full tensors, saves of whole tensors and loads all list deliveries, each in its own way, and give them here.
+A batch is started before the one before it is finished, so that messages travel while others are packed::
 
-A reshard, full tensors, saves of whole tensors and loads all plan deliveries, each in its own way, and give them here.
+    batch 0    pack, send .................. wait, put
+    batch 1                pack, send .................. wait, put
+    batch 2                                              pack, send ....
+    memory     first pair  second pair                   first pair of buffers (out, in) again
+
+`carry_out_plan` turns one rank's part of a `ReshardPlan` into deliveries.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -115,6 +119,7 @@ class Mover(Generic[S, T]):
             if following is None:
                 continue
             begun.append(following)
+            # With one batch under way the same memory serves all, for each is finished before the next is packed.
             turn += num_under_way - 1
             if len(begun) == num_under_way:
                 self._finish(begun.pop(0))
@@ -133,12 +138,15 @@ class Mover(Generic[S, T]):
         for each in batch:
             ends = each.giver, each.taker
             at = sizes.get(ends, 0)
+            # Offsets are counted alike on both ends, from the order of the deliveries alone: messages have no headers.
             if each.giver != each.taker:
                 sizes[ends] = at + each.num_bytes
+            # What stays here is not packed: it goes from source to target in one copy, when the batch is finished.
             if each.taker == rank:
                 arriving.append((each, at))
             else:
                 outgoing.setdefault(each.taker, []).append(each)
+        # A rank without a part in a batch goes on at once, and does not wait for those that have one.
         if not sizes and not arriving:
             return None
         firsts: dict[tuple[int, int], int] = {}
@@ -153,6 +161,8 @@ class Mover(Generic[S, T]):
         # Messages that are put together on the CPU and travel between GPUs go there in one copy, and come back in one.
         sent, came = packed.to(self._channel.device), memories[1].room(totals[False])
         works = []
+        # Both ends post their messages in one order. Else two ranks could each wait for what the other has not yet
+        # sent, where a channel carries one message after the other.
         for giver, taker in sorted(sizes, key=self._order):
             start, stop = firsts[giver, taker], firsts[giver, taker] + sizes[giver, taker]
             if giver == rank:
@@ -177,6 +187,7 @@ class Mover(Generic[S, T]):
             is_here = each.giver == each.taker
             taken = self._take(each.source, each.moves) if is_here else _parts(came[at:], each)
             self._put(each.target, each.moves, taken)
+            # A source that stays here was read just now; one that was sent, when it was packed.
             if is_here and self._given is not None:
                 self._given(each)
 
@@ -288,6 +299,7 @@ class _Deliveries:
     def _delivery(self, name: str, route: int, at: int, start: int, stop: int) -> Delivery[Piece, Piece]:
         task = self._tasks[route][at]
         moves: Sequence[Move] = self._moves(route, at)
+        # Only shares that do not fit into a batch are cut, and their moves with them.
         if stop - start < task.share.num_elements:
             moves = list(stretch_of(moves, start, stop))
         held, wanted = self._plan.routes[route].held, self._plan.routes[route].wanted
@@ -309,6 +321,7 @@ class _Countdown:
         """How many elements each has still to give, counted as often as they are given."""
         for piece, num_elements in deliveries.given():
             self._left[piece] += num_elements
+        # Those that nobody wants go before the first target is allocated: memory is shortest in the middle.
         for piece in [piece for piece, num_elements in self._left.items() if not num_elements]:
             let_go(piece)
 
@@ -328,6 +341,7 @@ def _by_name(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
 
 def _tasks_of(route: Route, rank: int) -> dict[int, _ShareTask]:
     """What a rank does for tensors of a route, by position of the share."""
+    # A rank's pieces follow one another in `held`: a position there, less that of its first, is one in its own list.
     first_held = next((at for at, place in enumerate(route.held) if place.rank == rank), 0)
     first_wanted = next((at for at, place in enumerate(route.wanted) if place.rank == rank), 0)
     tasks = {}

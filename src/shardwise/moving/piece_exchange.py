@@ -1,4 +1,13 @@
-"""Piece texts: what every rank has to know of the others, sent once where ranks say the same."""
+"""Piece exchange: what ranks hold and want is made known to all, and they consent to one plan before a byte moves.
+
+Ranks first exchange digests of their texts. What several ranks say travels once, from the first of them, and what was
+said the last time not at all::
+
+    rank       0     1     2     3          texts: A = rows of stage 0, B = rows of stage 1
+    text       A     A     B     B
+    digests    a     a     b     b          16 bytes from each rank to each
+    texts      A     -     B     -          only if somebody's differs, and is not known
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -69,6 +78,7 @@ class Gathering:
                 first_of.setdefault(digest, rank)
         known = dict(self._known)
         unknown = [digest for digest in first_of if digest not in known]
+        # Where all say the same, each has all texts: its own. So it is with replicas, and in most calls.
         if unknown and any(each != digests[0] for each in digests):
             told = [own[digest].decode() for digest in unknown if first_of[digest] == channel.rank]
             sent = [
@@ -76,6 +86,7 @@ class Gathering:
             ]
             known |= {digest: next(sent[first_of[digest]]).encode() for digest in unknown}
         known |= own
+        # Only the last texts are kept: a state that changes its cut would otherwise be remembered in all its forms.
         self._known = {digest: known[digest] for digest in first_of}
         gathered.texts = [[self._known[each[at]] for each in digests] for at in range(len(mine))]
         gathered.values = [answer[width:] for answer in agreement.values]
@@ -148,6 +159,7 @@ def consent(
     pieces_of = {text: unpack_pieces(text) for each in gathered.texts for text in dict.fromkeys(each)}
     held, wanted = ([pieces_of[text] for text in each] for each in gathered.texts)
     with agreed(channel, purpose="verdicts on a reshard") as agreement:
+        # Every rank plans for all, out of the same texts. The digest finds ranks that run different versions.
         plan = plan_reshard(held, wanted, max_bytes=max_bytes, cast=cast)
         _check_casts(plan, channel.device)
         text = plan.text()
@@ -171,6 +183,7 @@ def _check_casts(plan: ReshardPlan, device: torch.device) -> None:
     problems = []
     for held, wanted in sorted(pairs):
         try:
+            # torch does not say which casts it has: each is tried with one element.
             torch.zeros(1, dtype=torch_dtype(held), device=device).to(torch_dtype(wanted))
         except (NotImplementedError, RuntimeError) as error:
             problems.append(f"torch cannot cast {held} to {wanted}, which some targets ask for: {error}")

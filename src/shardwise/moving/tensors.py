@@ -152,8 +152,11 @@ class _Passage:
         """The gradients of the sources, in the shapes of their tensors."""
         held = dict(zip(self.targets, gradients, strict=True))
         wanted = {
-            piece: self._empty(piece).zero_().view(shape) for piece, shape in zip(self.sources, shapes, strict=True)
+            # Zeros: replicas that were not read get no gradient, and elements that several targets got are sums.
+            piece: self._empty(piece).zero_().view(shape)
+            for piece, shape in zip(self.sources, shapes, strict=True)
         }
+        # Backward runs outside the forward's context: an error there has to reach the peers too.
         with given_or_default(self.channel, f"the gradient of {self._purpose}"):
             carry_out_plan(
                 self.agreed.plan.reversed(),
@@ -162,6 +165,8 @@ class _Passage:
                 targets=self.agreed.sources,
                 take=held.__getitem__,
                 room=wanted.__getitem__,
+                # In the order of the shares, which is that of the ranks: sums of floats depend on it, and are the same
+                # in each run.
                 adds=True,
                 purpose=f"gradient of {self._purpose}",
             )

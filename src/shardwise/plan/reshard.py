@@ -61,6 +61,7 @@ def plan_reshard(
     for name, wants in wanted.items():
         holders = held.get(name) or Holders(())
         key = (tuple(map(_described, holders.entries())), tuple(map(_described, wants.entries())))
+        # Most tensors of a model lie like others: a model of thousands has a few dozen kinds.
         kind = kinds.get(key)
         if kind is None:
             kind = kinds[key] = _kind(holders, wants, cast=cast)
@@ -72,6 +73,7 @@ def plan_reshard(
         of = {finding: few_of(names, _SHOWN_NAMES, quotes=False) for finding, names in problems.items()}
         raise PlanError(*(f"{names}: {finding}" for finding, names in of.items()))
     chosen = _choose(kind_of, len(sources))
+    # Numbered in the order of the tensors, not of the choices, so that the text of a plan reads from the top.
     routes: dict[int, int] = {}
     tensors = [(name, routes.setdefault(id(chosen[name]), len(routes))) for name in kind_of]
     by_id = {id(route): route for route in chosen.values()}
@@ -149,6 +151,8 @@ def _choose(kind_of: Mapping[str, _AlikeTensors], num_ranks: int) -> dict[str, R
     routes: dict[tuple[int, tuple[int, ...]], Route] = {}
     facts = {id(kind): (kind.is_free, -kind.num_bytes) for kind in kind_of.values()}
     chosen = {}
+    # Those without a choice have loaded their holders by the time that the others choose; of these the largest choose
+    # first, and small ones even out what is left.
     for name in sorted(kind_of, key=lambda name: facts[id(kind_of[name])]):  # what is forced first
         kind = kind_of[name]
         key = (id(kind), kind.choose(load_bytes))
@@ -168,6 +172,7 @@ def _kind(held: Holders, wanted: Holders, *, cast: bool) -> _AlikeTensors:
         if left:
             lacking.append(_lacking(rank, piece, left))
         for at, num_elements, box in met:
+            # The narrower dtype travels: a cast to fewer bytes is made by the giver, one to more by the taker.
             itemsize = min(itemsize_bytes(piece.dtype), itemsize_bytes(held.pieces[at].dtype))
             givers = tuple((held.ranks[entry], entry) for entry in held.givers(at, rank))
             meetings.append(
