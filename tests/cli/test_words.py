@@ -36,7 +36,7 @@ OF_PROGRAMS = {
     "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
     "checkpoint/full_tensors.py": "sw.full",
     "checkpoint/foreign/unread.py": "pickles, which no command reads",
-    "checkpoint/held.py": "a module given as a state",
+    "checkpoint/state_pieces.py": "a module given as a state",
     "checkpoint/pruning.py": "sw.checkpoint.prune; checkpoint.keep is checked with the configuration",
     "engine/engine.py": "sw.relayout",
     "engine/zero/unshard.py": "calls of the model past its engine",

@@ -332,9 +332,12 @@ class Conversion:
         self.outputs.check_agreement(self.store)
         with leaving_no_folder(store):
             kept = kept_files(self.given, self.files)
+            # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
+            # twice.
             has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
             made = make_save(self.store, self.outputs, store, to, {} if has_them else as_extra(kept), progress)
             certificate = self._certified_save(store, made) if certify else None
+        # Beside the saves, not in one: the tokenizer belongs to the model, and each save of the folder can use it.
         beside = {name: data for name, data in self.given.items() if name not in kept}
         for name, data in beside.items():
             with contextlib.suppress(FileExistsError):  # of an earlier save
@@ -343,8 +346,10 @@ class Conversion:
 
     def _certified_save(self, store: Store, made: WrittenCopy) -> Certificate:
         """Certify a save, or remove it."""
+        # In the folder of the save, so that pruning the save takes its certificate along.
         name = folder_of(made.number) + CERTIFICATE
         try:
+            # Read anew, not kept from the writing: what is certified is what a later reader finds.
             written = load_contents(metadata_files(store, made.number), made.number, location=store.location)
             certificate = self._certify(store, written, made.location)
             store.create(name, certificate.pack())
@@ -368,6 +373,8 @@ class Conversion:
         progress: Progress,
     ) -> ConvertReport:
         """Make a folder of Hugging Face files. Raises CheckpointError."""
+        # `finish` is called in the middle of the writing, before the folder gets its name; what it makes comes back in
+        # these.
         certificates: list[Certificate] = []
         added: list[str] = []
 
@@ -412,6 +419,7 @@ class Conversion:
         certificate: Certificate | None,
     ) -> ConvertReport:
         outputs = self.outputs
+        # A master that was written in the place of a working copy is not left out: its values are there.
         used = {*outputs.contents.tensors, *self.masters}
         left_out = tuple(name for name in self.contents.tensors if name not in used)
         return ConvertReport(
@@ -476,6 +484,7 @@ def casting(outputs: Contents, dtype: str) -> Rewrite | None:
 
 def main_dtype(tensors: Iterable[StoredTensor]) -> str | None:
     """The dtype of most floats; None where there are none."""
+    # By elements, not by tensors: a model may have many small norms in float32 and a few large matrices in bfloat16.
     sizes: Counter[str] = Counter()
     for each in tensors:
         if each.dtype in COMPUTE_DTYPES:

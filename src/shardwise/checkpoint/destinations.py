@@ -160,6 +160,7 @@ def _arrangement(outputs: Outputs, to: Literal["pieces", "whole"]) -> Arrangemen
     if to == "whole":
         whole = [each.whole for each in tensors]
         return Arrangement(file_layout=to, tensors=whole, written=[whole])
+    # Files of the source stand for ranks here: a commit knows files as those of ranks, and nothing else of them.
     names = {each.file for tensor in outputs.contents.tensors.values() for each in tensor.pieces}
     rank_of = {name: rank for rank, name in enumerate(sorted(names))}
     num_files = max(1, len(names))

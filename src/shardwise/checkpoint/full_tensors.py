@@ -8,7 +8,7 @@ A window is up to 8 MiB of whole tensors. Each rank fills one window at a time, 
     message     --- w[512:1024, 0:64] --->     <--- w[0:512, 64:128] ---
     then        writes or keeps its window     writes or keeps its window
 
-Beside its window a rank has one message each way in memory, each at most as large as a window.
+A rank has its window in memory, and one message each way, each at most as large as a window.
 """
 
 import contextlib
@@ -218,6 +218,7 @@ class _Supply:
         room = WINDOW_BYTES
         taken: set[Piece] = set()
         for name, whole in self.entries:
+            # A tied tensor is gathered once, whatever the number of its names.
             num_bytes = 0 if whole in taken else whole.num_elements * itemsize_bytes(whole.dtype)
             if batch and num_bytes > room:
                 yield batch
@@ -234,6 +235,7 @@ class _Supply:
         wholes = list(dict.fromkeys(whole for _, whole in batch))
         tensors: dict[Piece, torch.Tensor] = {}
         if self.is_receiver:
+            # Windows are flat parts of these, so that what comes needs no further copy.
             tensors = {each: torch.empty(each.global_shape, dtype=torch_dtype(each.dtype)) for each in wholes}
         for window in windows((each.num_elements, itemsize_bytes(each.dtype)) for each in wholes):
             parts = {part_of_piece(wholes[at], start, stop): (wholes[at], start, stop) for at, start, stop in window}
@@ -260,6 +262,7 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
             f"{requests[0].decode()}; make the same call on all ranks"
         )
     known = [json.loads(each) for each in facts]
+    # Ranks of a pipeline have parts of the model each; the first that knows a name says where it stands.
     order = list(dict.fromkeys(name for _, names in known for name in names))
     ties = [aliases for aliases, _ in known]
     if rewrite is not None:

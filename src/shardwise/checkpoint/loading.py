@@ -157,6 +157,7 @@ def load(
         for attempt in range(1, ATTEMPTS + 1):
             source = agree_on_source(used, path, step=step, shared=shared)
             try:
+                # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
                 extra = unpacked(source.contents.extra)
                 reading = _read(used, source, state, options)
             except CheckpointError:  # on all ranks
@@ -207,6 +208,7 @@ class _FilledTarget:
 
     def finish(self, extra: Mapping[str, Any]) -> Loaded:
         """What remains to be done on this rank alone."""
+        # All ranks are here together, after the last read: what an engine does there may take all of them.
         if self.target.restoration is not None:
             with torch.no_grad():
                 self.target.restoration.finish()
@@ -221,6 +223,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     sources = located.sources
     stored = [piece for name in located.names for piece in contents.tensors[name].pieces]
     verify = bool(options.verify) and contents.verifiable
+    # Each rank looks at what it wants itself; together they have looked at all that is read.
     findings = _coverage(sources[channel.rank], contents)
     if channel.rank in readers:
         # Each header is verified by one of the ranks that see it: a thousand ranks would otherwise read each a
@@ -230,6 +233,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
     compared_bytes = 0 if view is None else compare_numbers(channel, view, store, readers)
+    # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
     compared_bytes += compare_twins(channel, store, contents, view, found.twins, readers)
     with torch.no_grad():
         plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
@@ -290,6 +294,7 @@ def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence
     num_ranges, num_bytes = count_exact_ranges(stored, wanted)
     thin = num_bytes < num_ranges * _STRIP_BYTES
     exact = plan.read_bytes <= _READ_LIMIT * num_bytes
+    # All decide alike: otherwise some would wait for rounds that others do not make.
     answers = channel.exchange(json.dumps([thin, exact]).encode(), purpose="who reads thin strips")
     thin_of, exact_of = zip(*map(json.loads, answers), strict=True)
     return any(thin_of) and all(exact_of)
@@ -337,6 +342,7 @@ def _settle(
         findings += [*found.missing, *found.unexpected, *unfit]
     if findings:
         raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
+    # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend(unfit)
     present = [[piece for piece in pieces if WantedTensor.of(piece) in found.source] for pieces in wanted]
     return target, [[piece for piece in pieces if piece.num_elements] for pieces in present], found

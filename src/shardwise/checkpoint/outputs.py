@@ -153,6 +153,7 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
         found = parameters_of(config, lacking)
         _check_parameters(sorted(lacking - found.keys()), contents, has_config=config is not None)
         rewrite = rewrite.with_parameters(found)
+    # A rewrite that names optimizer state means it; then all of the source is there for it.
     if model_only and not names_state(rewrite):
         contents = model_of(contents)
     # Files of a model alone have no optimizers, so that the settings of these need not fit.
@@ -181,6 +182,7 @@ def _check_parameters(lacking: Sequence[str], contents: Contents, *, has_config:
 
 def view_back(contents: Contents, view: RewriteView, written: Contents) -> RewriteView:
     """What the inverse of a rewrite makes of what was written by it, where `contents` were converted."""
+    # A certificate says what does not come back, so that the way back must not refuse it.
     inverse = view.checked.inverse(lossy="allow")
     return RewriteView.of(written, inverse, recorded=metas_of_contents(contents), settings={})
 
@@ -198,6 +200,7 @@ def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
         if not model_only or is_model_name(name, contents.format)
     }
     sources = {name: sorted(checked.sources_of(name)) for name in made}
+    # Only of what is written: a checkpoint without all of its optimizer state can still become a model.
     needed = dict.fromkeys(each for found in sources.values() for each in found)
     check_whole(contents, (contents.tensors[name] for name in needed))
     groups = _groups(sources)
@@ -270,6 +273,7 @@ def _groups(sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
             leaders[name] = name = leaders[leaders[name]]
         return name
 
+    # Union-find: outputs that share a source come together, and so do those that share one with either.
     users: dict[str, str] = {}
     for name, found in sources.items():
         leaders[name] = name

@@ -323,6 +323,8 @@ def _block_ranges(move: Move, item_bytes: int, block_bytes: int) -> Iterator[tup
     steps: list[range] = []
     for size, block in zip(reversed(move.shape), reversed(move.source.block), strict=True):
         if size > 1:
+            # No block fits into the gap between two steps, so that none is skipped: one range from the first step to
+            # the last.
             if stride - extent < block_bytes:
                 extent += (size - 1) * stride
             else:
@@ -341,6 +343,7 @@ def _stretches(touched: Sequence[list[tuple[int, int]]]) -> Iterator[tuple[int, 
             changes.setdefault(border, set()).add(at)
     active = set[int]()
     for first, last in pairwise(sorted(changes)):
+        # A share that ends and one that begins at the same border change places here at once.
         active ^= changes[first]
         if active:
             yield first, last, tuple(sorted(active))
@@ -359,6 +362,7 @@ def _dealt(first: int, last: int, ranks: tuple[int, ...], rank: int, ordinal: in
     at = bisect_left(ranks, rank)
     if at == len(ranks) or ranks[at] != rank:
         return first, first
+    # Counted off, the first stretch of every tensor would go to the same rank, and with it all that is one block.
     scattered = ((ordinal + first) * _SCATTER % 2**32) * len(ranks) >> 32
     turn = (at - scattered) % len(ranks)
     return first + (last - first) * turn // len(ranks), first + (last - first) * (turn + 1) // len(ranks)

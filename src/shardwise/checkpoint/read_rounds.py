@@ -1,6 +1,6 @@
 """Rounds: all ranks read in step, and hand on what others need, in memory that does not grow with the state.
 
-First go the blocks of which others need something. A rank reads a batch of them into one half of its buffer and
+First come the blocks that others need too. A rank reads a batch of them into one half of its buffer and
 verifies it; all agree that theirs are good; then each takes what it needs out of all buffers::
 
     rank 0   read 0a | agree | take 0a, 0b | read 1a | agree | take 1a, 1b | read 2a | ...
@@ -8,7 +8,7 @@ verifies it; all agree that theirs are good; then each takes what it needs out o
     halves        0                             1                               0
 
 Ranks of one host see each other's buffers. Others get messages from the mover. Then each rank reads for itself the
-blocks that it alone needs, straight into the target where bytes lie there as they do in the file.
+blocks that it alone needs, straight into the target where that has the bytes in the order of the file.
 """
 
 import json
@@ -144,6 +144,8 @@ class _Rounds:
         at_once = cut(plan.reads, ONE_ROUND_BYTES_ALONE if channel.size == 1 else ONE_ROUND_BYTES)
         self.handed = cut(plan.handed_reads, ROUND_BYTES)
         batches: list[_OwnBatch] = []
+        # A large span may be read straight into its tensor. Small ones would each cost a call, so that they are read
+        # together and copied.
         for is_large, spans in groupby(plan.own_reads, lambda span: largest([[span]]) >= OWN_BYTES):
             # Small tensors together, in as few reads as possible; they are copied out of the cache.
             if not is_large:
@@ -167,7 +169,10 @@ class _Rounds:
                 "ranks have not found the same stored pieces in the same order, so that one would take what another "
                 "has read for something else; nothing was changed. This is a fault of shardwise: please report it"
             )
+        # The largest number of any rank: the others take part in the last rounds with nothing.
         counts = [max(column) for column in zip(*counts_of, strict=True)]
+        # One round for all, or for none: a rank that used its only batch at once would have changed its target when
+        # another one finds damage in its second.
         if counts[0] <= 1:
             self.handed, self.own, self.num_bytes = at_once, [], counts[1]
             num_handed, num_own = counts[0], 0
@@ -212,6 +217,8 @@ class _Buffers:
     def __init__(self, channel: Channel, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._rank = channel.rank
+        # Two halves: one is read into while slower ranks still take from the other. Alone, or over a network, nobody
+        # looks into it.
         self._shared = channel.share(2 * num_bytes) if channel.size > 1 and num_bytes else None
         self._alone = torch.empty(num_bytes if self._shared is None else 0, dtype=torch.uint8)
 
@@ -240,6 +247,8 @@ def _agreed(
     """What this rank has read, and which spans each rank has; raises the same error on all ranks if one could not."""
     with agreed(channel, purpose="verdict on blocks that were read") as agreement, _naming_damage(is_late=is_late):
         read = reader.read(batch, buffer)
+        # The spans go with the verdict: who reads what is planned, but how it is cut into batches is each rank's own
+        # affair, and this tells it without a message more.
         spans = [(each.ordinal, each.first_block, each.last_block) for each in batch]
         agreement.value = json.dumps(spans, separators=(",", ":")).encode()
     return read, [[BlockSpan(*each) for each in json.loads(answer)] for answer in agreement.values]
@@ -365,6 +374,8 @@ def read_exactly(
         try:
             for ordinal, source, index, target in exact_ranges(stored, [each.source for each in targets]):
                 piece, name = stored[ordinal], stored[ordinal].file
+                # Open until the end: pieces of one file come one after the other, but wanted pieces change between
+                # files.
                 if name not in readers:
                     readers[name] = store.open(name)
                 dtype = torch_dtype(piece.piece.dtype)

@@ -99,6 +99,7 @@ class StateRewriting:
         casts: dict[Piece, tuple[str, ...]] = {}
         for piece, found in counterparts:
             for each in found:
+                # A view of the state's own memory: nothing is copied before it is written or sent.
                 tensors[each.piece] = each.view(held.tensors[piece])
                 if len(dtypes := needed_casts(each.dtypes)) > 1:
                     casts[each.piece] = dtypes[1:]
@@ -135,6 +136,7 @@ class StateRewriting:
                 text: [each for each in pieces if each.name not in aliases] for text, pieces in pieces_of.items()
             }
             metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), num_ranks=num_ranks)
+            # In the model's order where that is known: outputs come in the order of their sources.
             sources = {name: metas[name] for name in dict.fromkeys([*order, *metas]) if name in metas}
             with agreed(channel, purpose="verdict on a rewrite"):
                 checked = self._checked(sources, aliases)

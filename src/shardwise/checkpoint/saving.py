@@ -68,6 +68,7 @@ class Arguments:
         step = self.step
         if step is None and type(extra.get("step")) is int:
             step = extra["step"]
+        # A copy: an asynchronous save writes it later, and the caller may have changed its dict by then.
         extra = packed(dict(extra), "extra")
         if self.file_layout not in get_args(FileLayout):
             raise CheckpointError(
@@ -82,6 +83,7 @@ class Arguments:
     def text(self) -> bytes:
         """What has to be equal on all ranks."""
         text = None if self.rewrite is None else str(self.rewrite)
+        # Sorted: dicts are equal whatever the order in which ranks filled them.
         return json.dumps([self.extra, self.step, self.file_layout, text], sort_keys=True).encode()
 
 
@@ -253,6 +255,7 @@ def prepare(
     """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse."""
     memory = memory if memory is not None else SaveMemory()
     with memory.gathering.agreed(channel) as gathered:
+        # All that may refuse on one rank alone is in here, so that every rank learns of it.
         arguments = arguments.checked()
         store = store_of(path)
         held = hold(state, known=memory.known_dtensors)
@@ -271,6 +274,7 @@ def prepare(
     number, name = json.loads(gathered.values[0])
     known = {text: json.loads(text) for text in dict.fromkeys(facts)}
     ties = [known[text][0] for text in facts]
+    # Ranks know different settings, such as the optimizers of their own stage.
     settings = merge_settings([settings for _, settings in known.values()])
     if arguments.rewrite is not None:
         became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties)
@@ -301,6 +305,8 @@ def write_pieces(pieces: Sequence[Piece], held: Held, sink: Sink) -> None:
     for piece in pieces:
         holding = piece if piece in held.tensors else _holding(piece, held.tensors)
         casts = [torch_dtype(each) for each in held.casts.get(holding, ())]
+        # A chunk may be memory of the tensor itself, or a bounce buffer that the next chunk takes over: it is written
+        # before the next is asked for.
         for chunk in row_major_bytes(piece, holding, held.tensors[holding], casts):
             sink.write(bytes_of(chunk))
 

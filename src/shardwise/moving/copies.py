@@ -105,6 +105,7 @@ def _put_rows(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.numel() < _LEAST_BY_ROWS or target.dtype != source.dtype or torch.get_num_threads() > 1:
         target.copy_(source)
         return
+    # As whole numbers: numpy has no bfloat16, and a float that is copied as a float might lose the payload of a NaN.
     bits = _BITS.get(target.element_size())
     if bits is None:  # 16 bytes
         target.copy_(source)
@@ -135,6 +136,7 @@ def _put_strided(target: torch.Tensor, source: torch.Tensor) -> None:
 def _merged(target: torch.Tensor, source: torch.Tensor) -> _Dims:
     """The dims of both, as few as can be, from the widest stride in the source to the narrowest."""
     strides = zip(target.shape, target.stride(), source.stride(), strict=True)
+    # Dims of size 1 have any stride, and say nothing of the order in memory.
     dims = sorted((each for each in strides if each[0] > 1), key=lambda each: (-each[2], -each[1]))
     merged: _Dims = []
     for size, ours, theirs in dims:
@@ -148,6 +150,7 @@ def _merged(target: torch.Tensor, source: torch.Tensor) -> _Dims:
 def _matrices(target: torch.Tensor, source: torch.Tensor, dims: _Dims) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Both as matrices: the source goes on along rows, the target along columns; a pair per index of other dims."""
     columns = len(dims) - 1
+    # The dim that is narrowest in the target, among those that are not the rows of the source.
     rows = min(range(columns), key=lambda dim: dims[dim][1])
     others = [dim for at, dim in enumerate(dims) if at not in (rows, columns)]
     (height, *row_strides), (width, *column_strides) = dims[rows], dims[columns]

@@ -115,6 +115,7 @@ def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, tor
         found += faults
         if not faults and tensor is not None and _folds(tensor):
             found.append(f"{piece} is to be written into a tensor whose elements share memory (expanded); clone() it")
+    # Faulty entries may have no memory that could be compared.
     if found:
         return found
     written = {

@@ -169,6 +169,7 @@ class Mover(Generic[S, T]):
                 works.append(self._channel.send(sent[start:stop], taker, purpose=purpose))
             else:
                 works.append(self._channel.receive(came[start:stop], giver, purpose=purpose))
+        # What stays on this rank has no message, and begins nowhere.
         placed = [(each, at + firsts.get((each.giver, each.taker), 0)) for each, at in arriving]
         return _Begun(works, placed, sent, came)
 

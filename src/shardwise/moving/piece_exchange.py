@@ -72,6 +72,7 @@ class Gathering:
         digests = [
             [answer[at : at + _DIGEST_BYTES] for at in range(0, width, _DIGEST_BYTES)] for answer in agreement.values
         ]
+        # The first rank that says a text sends it to all: each knows from the digests who that is, and in what order.
         first_of: dict[bytes, int] = {}
         for rank, each in enumerate(digests):
             for digest in each:
@@ -84,6 +85,7 @@ class Gathering:
             sent = [
                 iter(json.loads(each)) for each in channel.exchange(json.dumps(told).encode(), purpose=self._purpose)
             ]
+            # A rank's unknown texts come in the order in which all ranks go through the digests.
             known |= {digest: next(sent[first_of[digest]]).encode() for digest in unknown}
         known |= own
         # Only the last texts are kept: a state that changes its cut would otherwise be remembered in all its forms.
@@ -96,6 +98,7 @@ def pack_pieces(pieces: Sequence[Piece]) -> bytes:
     """Pieces as text: a row per tensor, then its pieces."""
     rows: dict[tuple[str, str, tuple[int, ...]], list[Any]] = {}
     for at, piece in enumerate(pieces):
+        # Most pieces are whole or runs of whole tensors: without their boxes the texts are much shorter.
         whole = piece.shape == piece.global_shape
         box = None if whole else (piece.offset, piece.shape)
         rows.setdefault((piece.name, piece.dtype, piece.global_shape), []).append((at, box, piece.run))

@@ -65,6 +65,7 @@ def reshard_tensor(
     Results are new tensors on the channel's device. Dtypes are kept, and a second derivative is not there.
     Raises PlanError, with every problem in it, or MismatchError, the same on all ranks, before anything is moved.
     """
+    # One piece in, one tensor out; sequences give tuples.
     alone = isinstance(target, Piece)
     tensors = [tensor] if isinstance(tensor, torch.Tensor) else list(tensor)
     sources = [source] if isinstance(source, Piece) else list(source)
@@ -72,6 +73,7 @@ def reshard_tensor(
     with given_or_default(channel, "a reshard of a tensor") as used:
         findings = _findings(tensors, sources, targets)
         tracks = any(each.requires_grad for each in tensors)
+        # Whether gradients flow is known on each rank alone, and a backward takes all: so the word goes along.
         word = _IGNORES if not torch.is_grad_enabled() else _TRACKS if tracks else _WATCHES
         agreed = consent(
             used,

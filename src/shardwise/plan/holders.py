@@ -122,7 +122,7 @@ class Holders:
         return sorted(self.positions[entry] for at in self.overlapping(piece) for entry in self._entries_of(at))
 
     def givers(self, at: int, taker: int) -> list[int]:
-        """The entries of the piece `at` of which one gives it to a rank: its own if it has one, else any.
+        """The entries of the piece `at` from which a rank may get it: its own if it has one, else all.
 
         Whole tensors take them in turn (`at` modulo their number); a reshard takes the one with the least to send.
         """
@@ -179,10 +179,12 @@ class Holders:
         """The first entry of each piece."""
         self._next = [_NONE] * len(self.ranks)
         """For each entry the next one of the same piece."""
-        if len(self.ranks) == 1:  # so it is with most tensors of a checkpoint, of which there may be a hundred thousand
+        if len(self.ranks) == 1:  # most tensors of a checkpoint, and there may be a hundred thousand
             self._piece_of, self._firsts = [0], [0]
             return [self._lists[self.ranks[0]][self.positions[0]]]
         for entry, (_, piece) in enumerate(self.entries()):
+            # Not the name: all are of one tensor. The dtype and the shape count, for ranks may disagree on these, and
+            # `check_cover` has to see it.
             at = known.setdefault((piece.offset, piece.shape, piece.run, piece.dtype, piece.global_shape), len(lasts))
             self._piece_of.append(at)
             if at == len(lasts):

@@ -61,12 +61,13 @@ def plan_reshard(
     for name, wants in wanted.items():
         holders = held.get(name) or Holders(())
         key = (tuple(map(_described, holders.entries())), tuple(map(_described, wants.entries())))
-        # Most tensors of a model lie like others: a model of thousands has a few dozen kinds.
+        # Most tensors of a model are cut like others: a model of thousands has a few dozen kinds.
         kind = kinds.get(key)
         if kind is None:
             kind = kinds[key] = _kind(holders, wants, cast=cast)
         for finding in kind.findings:
             problems.setdefault(finding, []).append(name)
+        # A tensor whose elements nobody wants does not travel.
         if kind.meetings:
             kind_of[name] = kind
     if problems:
@@ -149,6 +150,7 @@ def _choose(kind_of: Mapping[str, _AlikeTensors], num_ranks: int) -> dict[str, R
     """A route for every tensor; those that go alike share theirs."""
     load_bytes = [0] * num_ranks
     routes: dict[tuple[int, tuple[int, ...]], Route] = {}
+    # Found once per kind: a sum over all of its meetings does not belong into the key of a sort.
     facts = {id(kind): (kind.is_free, -kind.num_bytes) for kind in kind_of.values()}
     chosen = {}
     # Those without a choice have loaded their holders by the time that the others choose; of these the largest choose

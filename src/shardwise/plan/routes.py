@@ -79,6 +79,7 @@ class Route:
         chosen = Piece(
             name=source.name, dtype=self.dtype, global_shape=self.global_shape, offset=box.offset, shape=box.shape
         )
+        # The box is within one box of either piece, so that it is one move out of the one and one into the other.
         (taken,), (put,) = moves(source, chosen), moves(chosen, target)
         return [Move(box.shape, taken.source, put.target)]
 
@@ -198,6 +199,7 @@ def batches_of(plan: ReshardPlan, *, in_order: bool = False) -> Iterator[list[Lo
     batch: list[Lot] = []
     for tensor, (_, at) in enumerate(plan.tensors):
         if at not in items:
+            # Alike tensors are cut alike: it is found once per route.
             items[at] = _items(plan.routes[at], limit, in_order=in_order)
         for share, part, num_parts, traffic in items[at]:
             # One full rank ends the batch for all: batches are the same everywhere, without a word between ranks.
