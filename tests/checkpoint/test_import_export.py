@@ -15,7 +15,7 @@ from shardwise import checkpoint
 from shardwise.checkpoint import LocalStore, export_hf, import_hf
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.rewrite import Rewrite
-from shardwise.rewrite.shipped import shipped
+from shardwise.rewrite.rewrites import shipped
 from tests.checkpoint.cut_tensors import tensors_of
 from tests.checkpoint.faulty import Counting, FailingAt
 from tests.checkpoint.hugging_face_models import build, loaded, save

@@ -14,7 +14,7 @@ from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex
 from shardwise.rewrite import Rewrite
-from shardwise.rewrite.casts import holds_nans, keeps_values
+from shardwise.rewrite.metas import holds_nans, keeps_values
 from tests.checkpoint.cut_tensors import tensors_of
 
 NARROW = [dtype for dtype, size in ITEMSIZE_BYTES.items() if size <= 2 and holds_nans(dtype)]

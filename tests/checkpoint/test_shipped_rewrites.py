@@ -10,7 +10,7 @@ from shardwise import checkpoint
 from shardwise.checkpoint import import_hf
 from shardwise.errors import RewriteError
 from shardwise.rewrite import Rewrite
-from shardwise.rewrite.shipped import find_rewrite, shipped, shipped_names, shipped_text
+from shardwise.rewrite.rewrites import find_rewrite, shipped, shipped_names, shipped_text
 from tests.checkpoint.cut_tensors import tensors_of
 from tests.checkpoint.hugging_face_models import build, save
 from tests.checkpoint.small_states import same

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.rewrite.casts import keeps_values
+from shardwise.rewrite.metas import keeps_values
 
 KNOWN = (
     "bool",

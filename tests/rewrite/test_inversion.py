@@ -8,9 +8,8 @@ import pytest
 
 from shardwise.errors import RewriteError
 from shardwise.rewrite import Rewrite, TensorMeta
-from shardwise.rewrite.applied_statements import StatementTask
-from shardwise.rewrite.inverse_proof import Claim, gives_back, prove
-from shardwise.rewrite.inversion import undo
+from shardwise.rewrite.expansion import StatementTask
+from shardwise.rewrite.inversion import Claim, gives_back, prove, undo
 from shardwise.rewrite.sections import carry_out
 from shardwise.rewrite.syntax import parse
 

@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.errors import RewriteError
 from shardwise.rewrite import Rewrite
-from shardwise.rewrite.shipped import shipped
+from shardwise.rewrite.rewrites import shipped
 from tests.rewrite.filling import proved
 from tests.rewrite.oracle import Tensor
 from tests.rewrite.strategies import numbered

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from shardwise.rewrite.fragments import Fragment, Shapes, fragments_of
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.strided_views import ViewedTensor
+from shardwise.rewrite.strided_views import Fragment, Shapes, ViewedTensor, fragments_of
 from shardwise.space import Box
 
 Pair = tuple[ViewedTensor, np.ndarray]

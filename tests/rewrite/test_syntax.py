@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.rewrite.spelling import text_of
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
@@ -24,7 +25,7 @@ from shardwise.rewrite.statements import (
     TextPlace,
     Unstack,
 )
-from shardwise.rewrite.syntax import needed_parameters, parse, text_of
+from shardwise.rewrite.syntax import needed_parameters, parse
 
 
 def only(text: str, **parameters: int | str) -> Statement:

@@ -4,8 +4,7 @@ import pytest
 
 from shardwise.errors import RewriteError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.rewrite.findings import StatementFinding, raise_all
-from shardwise.rewrite.statements import TextPlace
+from shardwise.rewrite.statements import StatementFinding, TextPlace, raise_all
 from shardwise.rewrite.syntax import parse
 
 PARAMETERS: dict[str, int | str] = {"heads": 8, "text": "eight", "real": 1.5, "flag": True}  # type: ignore[dict-item]

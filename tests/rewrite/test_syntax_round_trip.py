@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import RewriteError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
+from shardwise.rewrite.spelling import text_of
 from shardwise.rewrite.statement_arguments import WORDS
 from shardwise.rewrite.statements import (
     Cast,
@@ -29,7 +30,7 @@ from shardwise.rewrite.statements import (
     TextPlace,
     Unstack,
 )
-from shardwise.rewrite.syntax import needed_parameters, parse, text_of
+from shardwise.rewrite.syntax import needed_parameters, parse
 
 proven: Callable[[Any], Any] = settings(deadline=None, max_examples=300)
 NOWHERE = TextPlace(1, 1, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.schedule_walk import chain
+from shardwise.plan.schedule_check import chain
 from shardwise.plan.schedules import make_schedule
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 from shardwise.train.chrome_trace import save_trace

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
-from shardwise.checkpoint.file_writing import DataFile, lay_out
+from shardwise.checkpoint.safetensors_files import DataFile, lay_out
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.holders import Holders, holders_by_tensor, in_order

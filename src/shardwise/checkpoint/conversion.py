@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
-from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.certificates import Certificate, certify_return
-from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, model_name_of_master
 from shardwise.checkpoint.destinations import (
     Progress,
     WrittenCopy,
@@ -24,8 +23,7 @@ from shardwise.checkpoint.destinations import (
     planned_shards,
 )
 from shardwise.checkpoint.foreign import read_foreign
-from shardwise.checkpoint.model_config import (
-    CONFIG,
+from shardwise.checkpoint.huggingface_files import (
     ConfigPath,
     as_extra,
     files_beside,
@@ -37,22 +35,14 @@ from shardwise.checkpoint.model_config import (
 )
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
 from shardwise.checkpoint.renamed_settings import rewrite_of_record
-from shardwise.checkpoint.saves import (
-    CERTIFICATE,
-    folder_of,
-    list_saves,
-    load_contents,
-    metadata_files,
-    reason,
-    remove_save,
-)
+from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, load_contents, metadata_files, remove_save
 from shardwise.checkpoint.sources import read_contents
-from shardwise.checkpoint.state_arguments import check_arguments
-from shardwise.checkpoint.stored_names import is_model_name, model_name_of_master
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.states import check_arguments
+from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
-from shardwise.plan.state_names import MASTER, state_name
+from shardwise.plan.names import MASTER, state_name
+from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.spelling import quoted
 

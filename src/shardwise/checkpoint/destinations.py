@@ -16,17 +16,17 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.checkpoint.addresses import Address, OneFile, store_of
 from shardwise.checkpoint.arrangement import Arrangement, assign_tensors
-from shardwise.checkpoint.commit import Description, Written, begin, commit, discard, storing
+from shardwise.checkpoint.commit import Description, Written, begin, commit, discard
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.file_writing import DataFile, FileFilling
 from shardwise.checkpoint.huggingface_files import ShardFile, check_folder, shards_of, write_folder
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.reading import GrowingBuffer
+from shardwise.checkpoint.safetensors_files import DataFile, FileFilling
+from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.state_pieces import bytes_of
-from shardwise.checkpoint.stores import Store, Writer
+from shardwise.checkpoint.stores import Address, OneFile, Store, Writer, store_of
 from shardwise.checkpoint.windows import BATCH_BYTES
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece

@@ -21,23 +21,21 @@ from typing import Literal
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement
-from shardwise.checkpoint.file_writing import DataFile, Sink
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
-from shardwise.checkpoint.state_arguments import wrong_rewrite
+from shardwise.checkpoint.safetensors_files import DataFile, Sink, cast_through
 from shardwise.checkpoint.state_pieces import Held, bytes_of, hold, merge_ties
-from shardwise.checkpoint.states import Ordered, State
-from shardwise.checkpoint.tensor_bytes import cast_through
+from shardwise.checkpoint.states import Ordered, State, wrong_rewrite
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
-from shardwise.comm.default import channel_of, given_or_default
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.moving.copies import fill, parts_of
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.holders import Holders, holders_by_tensor
-from shardwise.plan.state_names import is_state_name
+from shardwise.plan.names import is_state_name
 from shardwise.rewrite import Rewrite
 from shardwise.space import Move, Piece, check_cover, moves
 

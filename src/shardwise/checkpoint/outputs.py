@@ -6,12 +6,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.model_config import CONFIG, parameters_of
+from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
+from shardwise.checkpoint.huggingface_files import parameters_of
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
-from shardwise.checkpoint.stored_names import is_model_name
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import (
     LARGE_WINDOW_BYTES,
@@ -23,6 +22,7 @@ from shardwise.checkpoint.windows import (
 )
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Checked, Rewrite
 from shardwise.space import Piece
 

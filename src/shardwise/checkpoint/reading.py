@@ -20,10 +20,9 @@ import xxhash
 from shardwise.checkpoint.blocks import damaged_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.read_plan import BlockSpan
-from shardwise.checkpoint.saves import reason
 from shardwise.checkpoint.state_pieces import bytes_of
-from shardwise.checkpoint.stores import Reader, Store
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.checkpoint.stores import Reader, Store, reason
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 

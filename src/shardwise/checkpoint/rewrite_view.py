@@ -30,9 +30,9 @@ from shardwise.checkpoint.windows import PieceReader, ReadTarget, windows
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.state_names import split_state_name
+from shardwise.plan.names import split_state_name
 from shardwise.rewrite import Checked, Fragment, Rewrite, TensorMeta
-from shardwise.rewrite.casts import needed_casts
+from shardwise.rewrite.metas import needed_casts
 from shardwise.space import Box, Piece, Run
 from shardwise.space.boxes import row_major_strides
 from shardwise.space.moves import blocks_of

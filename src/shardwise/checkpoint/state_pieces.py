@@ -24,9 +24,7 @@ import torch
 
 from shardwise.checkpoint.states import State, Stateful
 from shardwise.comm import Channel
-from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
-from shardwise.comm.host_memory import extent, span_elements
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name, extent, is_dtensor, local_pieces, local_tensor, span_elements
 from shardwise.errors import CheckpointError, MismatchError, in_words
 from shardwise.moving.piece_exchange import Gathering
 from shardwise.plan.dtypes import ITEMSIZE_BYTES

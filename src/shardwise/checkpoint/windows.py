@@ -19,9 +19,9 @@ import torch
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.read_plan import plan_reads
 from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, batches_of
+from shardwise.checkpoint.safetensors_files import cast_through, is_plain
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.tensor_bytes import cast_through, is_plain
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes

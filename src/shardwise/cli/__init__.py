@@ -3,6 +3,7 @@
 import click
 
 from shardwise.cli.ckpt import ckpt
+from shardwise.cli.convert import convert
 from shardwise.cli.schedule import schedule
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
@@ -16,5 +17,6 @@ def main() -> None:
 
 main.add_command(train)
 main.add_command(verify)
+ckpt.add_command(convert)
 main.add_command(ckpt)
 main.add_command(schedule)

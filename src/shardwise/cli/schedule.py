@@ -45,10 +45,8 @@ def schedule(
     Exit codes: 0 done, 1 failed, 2 wrong usage or a schedule that cannot be run, 130 stopped by Ctrl-C.
     """
     with told(debug=debug):
-        from shardwise.plan.schedule_check import adapt, check
-        from shardwise.plan.schedule_walk import chain
-        from shardwise.plan.timeline import simulate_schedule
-        from shardwise.plan.timeline_text import draw_timeline
+        from shardwise.plan.schedule_check import adapt, chain, check
+        from shardwise.plan.timeline import draw_timeline, simulate_schedule
 
         asked = _schedule(schedule, ranks, chunks, microbatches)
         moved = chain(asked.num_stages) if transfers is None else _transfers(transfers)

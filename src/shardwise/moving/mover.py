@@ -19,11 +19,10 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.moving.copies import fill, parts_of, put
 from shardwise.plan.dtypes import aligned
-from shardwise.plan.reshard import ReshardPlan, Route, Share
-from shardwise.plan.routes import Lot, batches_of
+from shardwise.plan.routes import Lot, ReshardPlan, Route, Share, batches_of
 from shardwise.space import Move, Piece
 from shardwise.space.moves import stretch_of
 

@@ -20,9 +20,10 @@ import xxhash
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, compare
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
-from shardwise.plan.reshard import ReshardPlan, plan_reshard
+from shardwise.plan.reshard import plan_reshard
+from shardwise.plan.routes import ReshardPlan
 from shardwise.space import Piece
 
 __all__ = ["Consent", "Gathering", "consent", "pack_pieces", "unpack_alike", "unpack_pieces"]

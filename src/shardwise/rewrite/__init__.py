@@ -4,10 +4,9 @@ A `Rewrite` is text of a small language, checked against names, shapes and dtype
 which box of which source every box of every output is, and the other way round. Pure: no torch, no files but its own.
 """
 
-from shardwise.rewrite.fragments import Fragment
 from shardwise.rewrite.metas import TensorMeta, metas_of
-from shardwise.rewrite.rewrites import Checked, Rewrite
-from shardwise.rewrite.shipped import find_rewrite, shipped, shipped_names, shipped_text
+from shardwise.rewrite.rewrites import Checked, Rewrite, find_rewrite, shipped, shipped_names, shipped_text
+from shardwise.rewrite.strided_views import Fragment
 
 __all__ = [
     "Checked",

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from shardwise.rewrite.casts import keeps_values
-from shardwise.rewrite.metas import TensorMeta
+from shardwise.rewrite.metas import TensorMeta, keeps_values
 from shardwise.rewrite.op_steps import (
     Arrange,
     AxisSlice,
@@ -38,8 +37,6 @@ from shardwise.rewrite.statements import (
     Unstack,
 )
 
-__all__ = ["OPEN", "CompiledOps", "Degrees", "InverseOps", "OpsRefusal", "compile_ops"]
-
 Degrees: TypeAlias = tuple[int | None, int | None]
 """For how many ranks along `tp` the fused tensor on the left is laid out, and that on the right.
 
@@ -56,6 +53,7 @@ class OpsRefusal(Exception):  # noqa: N818 - it is a verdict that travels upward
         super().__init__(text)
         self.text = text
 
+    # A refusal is worked out once for all instances of a statement, before it is known which of them report it.
     def of(self, left: Sequence[str]) -> str:
         """The message for an instance with these left names."""
         return _TENSOR.sub(lambda match: left[int(match[1])], self.text)
@@ -100,10 +98,14 @@ class CompiledOps:
         self.inverse = inverse
         self.undo = undone(steps)
         """The steps that lead back."""
+        # One chain may narrow and widen again: float32 -> bfloat16 -> float32 ends in its dtype and has lost the
+        # values. So each pair counts, not the two ends.
         casts = [step for step in steps if isinstance(step, Casts)]
         pairs = dict.fromkeys(pair for step in casts for pair in zip(step.old, step.dtypes, strict=True))
         self.narrowed = tuple([pair for pair in pairs if not keeps_values(*pair)])
         """Casts (from, to) that do not keep all values."""
+        # Proved at the first instance that uses it. A statement with 100,000 instances has one object, and so one
+        # proof.
         self.proved = False
         """Whether it was shown that `undo` leads back."""
         self._undoing: dict[CompiledOps, bool] = {}
@@ -117,6 +119,8 @@ class CompiledOps:
         """Whether other operations, on what these made, do nothing but lead back; casts that lost something do not."""
         found = self._undoing.get(other)
         if found is None:
+            # A pair of casts leads back by its steps alone. After a narrowing cast the values are others, so the nodes
+            # have to be others too: a proof that took them for the same would prove nothing.
             found = self._undoing[other] = not self.narrowed and self.undo == other.steps
         return found
 
@@ -139,6 +143,7 @@ def compile_ops(
     try:
         return _Working(metas, num_results, degrees).through(operations, transposed)
     except OpsRefusal as refusal:
+        # The refusal is kept as a value. Its traceback would keep every frame of this call alive with it.
         return refusal.with_traceback(None)
 
 
@@ -159,18 +164,21 @@ class _Working:
         """What undoes those before it."""
 
     def through(self, operations: Sequence[StatementOperation], transposed: Sequence[bool]) -> CompiledOps:
+        # `^T` stands at a name, so it comes before every operation, whatever their order.
         if any(transposed):
             self._permute(
                 [tuple(range(len(s)))[::-1] if t else None for s, t in zip(self.shapes, transposed, strict=True)]
             )
         for operation in operations:
             self._take(operation)
+        # The count of names is checked last: until then an operation may still join or split.
         if len(self.shapes) != self.num_results:
             raise OpsRefusal(
                 f"{len(self.shapes)} tensors are to become {self.num_results}: say how, by axis=, stack= or a fused_ "
                 f"operation"
             )
         metas = tuple([TensorMeta(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)])
+        # Without an operation that joins or splits there is one phase, and it belongs to the tensors that went in.
         after, before = (self.back, self.before) if self.before is not None else ([[]], self.back)
         inverse = InverseOps(tuple(map(tuple, after)), self.join_or_split, tuple(map(tuple, before)))
         return CompiledOps(tuple(self.steps), metas, inverse)
@@ -202,6 +210,8 @@ class _Working:
     def _join(self, steps: Sequence[Step], back: StatementOperation) -> None:
         """Take the steps of an operation that joins or splits, which `back` undoes."""
         self.steps += steps
+        # From here on there are other tensors. What undoes the earlier operations is put aside for those that were
+        # there, and the new ones begin with nothing to undo.
         self.join_or_split, self.before = back, self.back
         self.back = [[] for _ in range(self.num_results)]
 
@@ -221,6 +231,7 @@ class _Working:
         return dims
 
     def _permute(self, orders: list[tuple[int, ...] | None]) -> None:
+        # A permute that changes nothing leaves no step, so that its tensor stays the same node.
         orders = [None if order is None or order == tuple(range(len(order))) else order for order in orders]
         if all(order is None for order in orders):
             return
@@ -238,6 +249,7 @@ class _Working:
                 f"the tensors that the rewrite was made for, or write reshape='[..]'"
             )
         elements, known = prod(shape), prod(size for size in asked if size != -1)
+        # With a size of 0 beside it, -1 could be any number: it is refused rather than guessed.
         fits = elements == known if -1 not in asked else known != 0 and elements % known == 0
         if not fits:
             raise OpsRefusal(
@@ -246,6 +258,7 @@ class _Working:
         return tuple([elements // known if size == -1 else size for size in asked])
 
     def _reshape(self, shapes: list[tuple[int, ...]]) -> None:
+        # The inverse needs no reshape either: it is built from what was done, not from what was written.
         if shapes == self.shapes:
             return
         self.steps.append(Reshapes(tuple(shapes), tuple(self.shapes)))
@@ -270,12 +283,15 @@ class _Working:
         self.steps.append(Casts(tuple(dtypes), tuple(self.dtypes)))
         for back, old, new in zip(self.back, self.dtypes, dtypes, strict=True):
             if old != new:
+                # Out of which dtype a cast was made is what text alone does not say. Here it is known, and so the
+                # inverse is exact.
                 _prepend(back, Cast(old))
         self.dtypes = dtypes
 
     def _axis(self, place: int, axis: int | None, *, new: bool = False) -> int:
         """The dim that is meant, counted from the front."""
         rank = len(self.shapes[place]) + new
+        # AOA's default: the fused dim of weights that are stored (in, out).
         if axis is None:
             axis = 1 if rank > 1 else 0
         if not -rank <= axis < rank:
@@ -292,6 +308,8 @@ class _Working:
     def _alike(self, axis: int | None) -> None:
         """All tensors have one dtype, and one shape but for a dim."""
         first = self.shapes[0]
+        # Tensors of different dtypes are not promoted here. The statement has to say the cast, or its inverse would not
+        # know it.
         for place, shape in enumerate(self.shapes[1:], 1):
             same = len(shape) == len(first) and all(
                 a == b for dim, (a, b) in enumerate(zip(shape, first, strict=True)) if dim != axis
@@ -317,6 +335,7 @@ class _Working:
         actual = self._sizes(axis)
         if sizes is not None and sizes != actual:
             raise OpsRefusal(f"sizes says {list(sizes)} along dim {axis}, but the tensors have {list(actual)} there")
+        # A star may stand for one tensor only, and joining one tensor changes nothing. Neither does the way back.
         if len(actual) > 1:
             self._arrange([_fuse(axis, actual, 1)], SplitStatement(axis, None if len(set(actual)) == 1 else actual))
 
@@ -325,6 +344,8 @@ class _Working:
         axis = self._axis(0, split.axis)
         size, parts = self.shapes[0][axis], self.num_results
         sizes = split.sizes
+        # `recorded` comes from an inverse of text whose target is not known. Equal parts would be a guess that often
+        # fits.
         if sizes is None and split.recorded and parts > 1:
             raise OpsRefusal(
                 f"what sizes the {parts} parts of {self._named(0)} had along dim {axis} is not known: check the "
@@ -358,6 +379,7 @@ class _Working:
         axis = self._axis(0, asked_axis, new=True)
         self._alike(None)
         shape, count = self.shapes[0], len(self.shapes)
+        # A stack of one tensor is a reshape, and its inverse needs nothing that splits.
         if count == 1:
             self._reshape([(*shape[:axis], 1, *shape[axis:])])
             return
@@ -384,6 +406,7 @@ class _Working:
     def _heads(self, axis: int, qkv: Qkv | QkvPerRank) -> tuple[int, ...]:
         """Sizes of query, key and value along the axis, whether they are fused or not."""
         num_heads, num_groups = qkv.num_heads, qkv.num_groups
+        # One size: a fused tensor is there. Three: query, key and value are.
         there = self._sizes(axis)
         by_size = _heads_of_fused(sum(there), num_heads, num_groups)
         if len(there) == 1 and qkv.sizes is None:
@@ -400,6 +423,8 @@ class _Working:
         wrong = _heads_of_three(sizes, num_heads, num_groups)
         if wrong is not None:
             raise OpsRefusal(f"along dim {axis}, {wrong}")
+        # Multi-head latent attention has value heads of their own size. Fused without `sizes`, such a tensor would part
+        # into heads of one size on the way back, without an error and wrongly.
         if qkv.sizes is None and by_size not in (None, sizes):
             raise OpsRefusal(
                 f"along dim {axis}, value heads have another size than key heads, and the fused tensor could also "
@@ -416,6 +441,8 @@ class _Working:
         axis = self._joined_axis(qkv.axis)
         sizes = self._heads(axis, qkv)
         made = _fuse if qkv.joins else _unfuse
+        # The inverse says the axis and, where they are not the obvious ones, the sizes: it shall not depend on
+        # defaults.
         back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=_unlike(sizes, qkv.num_heads, qkv.num_groups))
         self._arrange([made(axis, sizes, qkv.num_groups)], back)
 
@@ -436,8 +463,12 @@ class _Working:
             ("left", "src_tp", operation.sources, self.source_degree),
             ("right", "dst_tp", operation.targets, self.target_degree),
         ):
+            # Three tensors on a side are not fused, and have no degree. None says that nothing tells one, and 1 is
+            # meant.
             if count != 1 or degree is None:
                 continue
+            # 0: a layout cuts the tensor, and FSDP may have done so as well as tensor parallelism. To guess would be to
+            # shuffle rows silently.
             if not degree:
                 raise OpsRefusal(
                     f"the {side} tensor is cut along dim {axis} by its layout, which does not tell for how many ranks "
@@ -474,10 +505,14 @@ class _Working:
         left = self.source_degree if sources == 1 else None
         right = self.target_degree if targets == 1 else None
         back = replace(operation, axis=axis, sources=targets, targets=sources, source_degree=right, target_degree=left)
+        # From one degree to the same nothing moves. Still the inverse names the operation while a side is open: on the
+        # way back a layout may be known, and then elements do move.
         if sources == targets and (left or 1) == (right or 1):
             if left is None or right is None:
                 self._join([], back)
             return
+        # Between two degrees the way is through the unfused tensors: there are two ways to and from them, and not one
+        # for each pair of degrees.
         steps = [_unfuse(axis, sizes, left or 1)] if sources == 1 else []
         steps += [_fuse(axis, sizes, right or 1)] if targets == 1 else []
         self._arrange(steps, back)
@@ -486,6 +521,8 @@ class _Working:
 def _prepend(back: list[StatementOperation], operation: Permute | Reshape | Cast) -> None:
     """Let an operation be carried out before others: with the first of them in one, where they are of one kind."""
     if back and type(back[0]) is type(operation):
+        # Two permutes are one, which has to be composed. Of two reshapes or casts the earlier result is only passed
+        # through: what is already in `back` leads all the way.
         if isinstance(operation, Permute) and isinstance(back[0], Permute):
             dims, others = operation.dims, back[0].dims
             assert dims is not None
@@ -510,6 +547,7 @@ def _interleaved(sizes: Sequence[int], parts: int) -> tuple[AxisSlice, ...]:
         return tuple([(tensor, 0, size) for tensor, size in enumerate(sizes)])
     return tuple(
         [
+            # Part outside, tensor inside: q0 k0 v0 q1 k1 v1. This order is the whole difference to a concatenation.
             (tensor, part * size // parts, (part + 1) * size // parts)
             for part in range(parts)
             for tensor, size in enumerate(sizes)
@@ -524,6 +562,7 @@ def _fuse(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
 
 def _unfuse(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
     """Return what makes tensors of these sizes of the one that `_fuse` makes of them."""
+    # The inverse of the other direction, so that the two cannot come to disagree.
     (step,) = undone([_fuse(axis, sizes, parts)])
     assert isinstance(step, Arrange)
     return step

@@ -13,14 +13,11 @@ from typing import NamedTuple, TypeAlias
 
 from shardwise.rewrite.compiled_ops import OPEN, Degrees
 from shardwise.rewrite.expansion import Expanded
-from shardwise.rewrite.fragments import Shapes, fragments_of, turned
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
 from shardwise.rewrite.statements import Ffn, QkvPerRank, StatementOperation
-from shardwise.rewrite.strided_views import StridedView, ViewedTensor
+from shardwise.rewrite.strided_views import Shapes, StridedView, ViewedTensor, fragments_of, turned
 from shardwise.space import Box
-
-__all__ = ["Fusings", "Laid", "Where", "apart", "leaves_open", "said"]
 
 Where: TypeAlias = tuple[int, Expanded]
 """Which task of a section, and which instance."""

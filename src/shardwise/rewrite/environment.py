@@ -1,15 +1,14 @@
 """Environment: the variables that there are at one point of a rewrite, and what became of them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from typing import NamedTuple
 
-from shardwise.plan.state_names import is_state_name, split_state_name
+from shardwise.plan.names import is_state_name, split_state_name, state_name
 from shardwise.rewrite.compiled_ops import OPEN, OpsRefusal, compile_ops
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Cast, Statement, Unstack
-
-__all__ = ["Environment", "Variable", "note_key"]
+from shardwise.rewrite.statements import Cast, Statement, StatementOperation, Unstack
 
 _COMPARED = 4000
 """Names among which one that was perhaps meant is looked for."""
@@ -38,6 +37,13 @@ class Variable:
         self.dropped: Statement | None = None
         """What dropped it."""
 
+    # Figure 1. Variables of `a, b -> c, axis=0; a -> a; c -> d; _ -> e`. What nobody read comes out::
+    #
+    #     a   read by the first statement, kept by the second     comes out
+    #     b   read                                                is used up
+    #     c   read                                                is used up: a temporary
+    #     d                                                       comes out
+    #     e   added: no elements                                  the target keeps its value
     @property
     def live(self) -> bool:
         """Whether it would be an output if nothing followed."""
@@ -74,6 +80,7 @@ class Environment:
         name = variable.name
         before = self.variables.get(name)
         self.variables[name] = variable
+        # The index and the keys have this name already: names are what they hold, not variables.
         if before is not None and before.dropped is None:
             return
         if self._index is not None:
@@ -82,6 +89,7 @@ class Environment:
 
     def drop(self, variable: Variable, statement: Statement) -> None:
         """Let a variable go."""
+        # The variable stays in the dict: a later statement that names it learns in which line it was dropped.
         variable.dropped = statement
         if self._index is not None:
             self._index.remove(variable.name)
@@ -96,6 +104,7 @@ class Environment:
     @property
     def index(self) -> NameIndex:
         """The names that there are."""
+        # Plain names and instances need no index: an exact inverse consists of instances.
         if self._index is None:
             self._index = NameIndex(name for name, each in self.variables.items() if each.dropped is None)
         return self._index
@@ -107,12 +116,14 @@ class Environment:
         """
         variables = self.variables
         found = [match for match in self.index.find(pattern) if not variables[match[0]].added]
+        # `layers.*.w -> all` after `layers.0.w -> first` means the layers that are left. If none are, it means a copy.
         live = [match for match in found if variables[match[0]].live]
         return live or found
 
     def nearest(self, pattern: NamePattern) -> str:
         """Say which variables were perhaps meant by a pattern that stands for none; empty where none were."""
         self._suggested += 1
+        # A rewrite for another model misses everywhere. Twenty hints show that as well as thousands would.
         return self.index.nearest(pattern) if self._suggested <= _SUGGESTED else ""
 
     def count(self, name: str, statement: Statement) -> int | None:
@@ -121,6 +132,8 @@ class Environment:
         at = next((at for at, each in enumerate(operations) if isinstance(each, Unstack)), None)
         if node is None or at is None:
             return None
+        # Casts change no shape, and a cast that is `recorded` would be refused: only the number of indices is asked
+        # here.
         before = tuple([each for each in operations[:at] if not isinstance(each, Cast)])
         unstack, ops = operations[at], compile_ops(before, (statement.left[0].transposed,), (node.meta,), 1, OPEN)
         if isinstance(ops, OpsRefusal) or not isinstance(unstack, Unstack):
@@ -138,12 +151,14 @@ class Environment:
             return f"there is no tensor {name}"
         tail = name.rpartition(".")[2]
         names = [each for each, variable in self.variables.items() if variable.dropped is None]
+        # difflib compares letter by letter. Among 100,000 names only those with the same last word are worth it.
         near = names if len(names) <= _COMPARED else [each for each in names if each.endswith(tail)][:_COMPARED]
         close = get_close_matches(name, near, n=3, cutoff=0.6)
         return f"there is no tensor {name}" + (f"; there is {' and '.join(close)}" if close else "")
 
     # What is not known because of findings
 
+    # By skeleton, not by name: the statement that failed never said for which numbers it stands.
     def hide(self, pattern: NamePattern) -> None:
         """Remember that names like these might have been there, had nothing been wrong."""
         self._hidden.add(pattern.skeleton)
@@ -156,3 +171,109 @@ class Environment:
     def hidden(self, pattern: NamePattern) -> bool:
         """Whether names like these might have been there."""
         return pattern.skeleton in self._hidden
+
+
+_SCALAR = "step"
+"""The key of state without dims also of parameters without dims, whose other state has their shape."""
+
+
+class Follow(NamedTuple):
+    """What becomes of the state under one key: one value for all, or the same as of the parameters, or a refusal."""
+
+    shared: bool = False
+    undecided: bool = False
+    """Whether nobody can tell what it is."""
+    refused: str = ""
+    leaning: bool = False
+    """Whether only parameters with dims tell what it is; then what comes out has to tell it too, for the way back."""
+
+
+def without_casts(operations: tuple[StatementOperation, ...]) -> tuple[StatementOperation, ...]:
+    """What operations on parameters do to their optimizer state, which has dtypes of its own."""
+    return tuple([each for each in operations if not isinstance(each, Cast)])
+
+
+def keys_by_parameter(names: Iterable[str]) -> dict[str, dict[str, None]]:
+    """Return the keys of the optimizer state of each parameter among `names`."""
+    keys: dict[str, dict[str, None]] = {}
+    for name in names:
+        note_key(keys, name)
+    return keys
+
+
+def states_of(left: tuple[str, ...], key: str, variables: dict[str, Variable]) -> tuple[Variable | None, ...]:
+    """The state under `key` of parameters; None for those that have none, or whose state a statement read by name."""
+    found = [variables.get(state_name(name, key)) for name in left]
+    # A statement that read the state by its own name has decided about it, and it does not go along any more.
+    return tuple([None if each is None or each.dropped or each.reads else each for each in found])
+
+
+def is_scalar(key: str, nodes: Mapping[str, Node]) -> bool | None:
+    """Whether state under `key` is one value for a parameter, or has one per element, as parameters with dims tell.
+
+    None where there is no such state, or of both kinds. Of parameters without dims both have no dims.
+    """
+    # AdamW's exp_avg has one number per element and step one per parameter. Only shapes tell which, and only where the
+    # parameter has dims: () is the shape of both kinds otherwise.
+    kinds = set()
+    for name, node in nodes.items():
+        split = split_state_name(name)
+        if split is not None and split[1] == key:
+            parameter = nodes.get(split[0])
+            if parameter is not None and parameter.meta.shape and node.meta.shape in ((), parameter.meta.shape):
+                kinds.add(node.meta.shape == ())
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def undecided(name: str, *, back: bool = False) -> str:
+    """Say that nobody can tell what state of a parameter without dims is, and what to do; `back`: on the way back."""
+    goes = "comes out" if back else "goes in"
+    return (
+        f"{name}: a parameter without dims {goes}, and no parameter with dims that {goes} tells whether this state is "
+        f'one value for a parameter or has one per element; drop it by its name, in quotes (`"{name}" -> _`), or leave '
+        "the parameter as it is"
+    )
+
+
+def follow(
+    key: str,
+    parameters: tuple[Node, ...],
+    states: tuple[Node, ...],
+    results: tuple[Node, ...],
+    scalar: Callable[[str], bool | None],
+    plain: bool,
+) -> Follow:
+    """Decide what becomes of the states of parameters, which become `results`.
+
+    `scalar` is what `is_scalar` says of a key; `plain`: the parameter gets another name and nothing else.
+    """
+    # Figure 2. What becomes of state, by shape, when `q` (4, 2) and `k` (2, 2) become `qk` (6, 2)::
+    #
+    #     exp_avg   (4, 2) and (2, 2)     as the parameters: joined to (6, 2)
+    #     step      () and ()             one value for all: it must be equal in both
+    #     row       (4,) and (2,)         neither: refused, for only a rename would fit
+    shapes = {node.meta.shape for node in states}
+    taken, made = {node.meta.shape for node in parameters}, {node.meta.shape for node in results}
+    # Torch counts updates by one number per parameter. Shapes do not tell it from state of a parameter without dims.
+    if key == _SCALAR and shapes == {()}:
+        return Follow(shared=True)
+    # A rename moves any state, whatever its shape: nothing has to be known about it.
+    if plain or (shapes == taken == made == {()} and len(states) == len(results) == 1):
+        return Follow(shared=shapes == {()})
+    # What comes out without dims does not tell its kind to the way back; another parameter with dims has to.
+    leaning = () in made
+    if shapes == {()}:
+        one = scalar(key) if () in taken else True
+        if one is None:
+            return Follow(undecided=True)
+        if one:
+            return Follow(shared=True, leaning=leaning)
+    # Factored state, as Adafactor's, has no element for each element of the parameter, so boxes say nothing about it.
+    for parameter, state in zip(parameters, states, strict=True):
+        if parameter.meta.shape != state.meta.shape:
+            shape = list(state.meta.shape)
+            return Follow(
+                refused=f"has shape {shape} and not the parameter's {list(parameter.meta.shape)}, so that it can only "
+                f"be renamed with it: drop it by its name, in quotes, or leave the parameter as it is"
+            )
+    return Follow(leaning=leaning)

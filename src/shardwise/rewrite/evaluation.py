@@ -9,16 +9,12 @@ from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 
-from shardwise.plan.state_names import is_state_name, state_name
-from shardwise.rewrite.applied_statements import AppliedInstance, StatementTask
+from shardwise.plan.names import is_state_name, state_name
 from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, OpsRefusal, compile_ops
 from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
-from shardwise.rewrite.environment import Environment, Variable
-from shardwise.rewrite.expansion import Expanded, expand
-from shardwise.rewrite.findings import SHOWN, StatementFinding
-from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.nodes import Node, apply_ops
-from shardwise.rewrite.optimizer_state_rules import (
+from shardwise.rewrite.environment import (
+    Environment,
+    Variable,
     follow,
     is_scalar,
     keys_by_parameter,
@@ -26,10 +22,11 @@ from shardwise.rewrite.optimizer_state_rules import (
     undecided,
     without_casts,
 )
+from shardwise.rewrite.expansion import AppliedInstance, Expanded, StatementTask, expand
+from shardwise.rewrite.metas import TensorMeta
+from shardwise.rewrite.nodes import Node, apply_ops
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Statement, StatementOperation
-
-__all__ = ["Evaluation", "evaluate"]
+from shardwise.rewrite.statements import SHOWN, Statement, StatementFinding, StatementOperation
 
 
 @dataclass(slots=True)

@@ -6,16 +6,15 @@ are. What only right names have (a placeholder, a star) is taken from the target
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardwise.rewrite.environment import Environment
-from shardwise.rewrite.findings import SHOWN, StatementFinding
+from shardwise.rewrite.compiled_ops import CompiledOps
+from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.op_steps import inverted
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Name, Stack, Statement
-
-__all__ = ["Expanded", "expand"]
+from shardwise.rewrite.statements import SHOWN, Name, Stack, Statement, StatementFinding, StatementOperation
 
 
 class Expanded(NamedTuple):
@@ -44,6 +43,7 @@ def expand(
 
     `wanted` are the target's names, None where no target is known. To `notes` is added what may be wrong.
     """
+    # A statement without patterns is its own instance. An inverse that is spelled out has nothing else.
     if all(name.plain is not None for name in (*statement.left, *statement.right)):
         return _expand_plain(statement, names)
     expansion = _Expansion(statement, names, wanted, [] if notes is None else notes)
@@ -57,6 +57,7 @@ def _expand_plain(statement: Statement, names: Environment) -> tuple[list[Expand
     if not absent:
         transposed = tuple([name.transposed for name in statement.left])
         return [Expanded(left, right, transposed if any(transposed) else None)], []
+    # `optional=1` says that all may be absent. A statement of which a part is there is wrong all the same.
     if statement.optional and len(absent) == len(left):
         return [], []
     return [], [StatementFinding.of(statement, names.absence(name.text), at=name.place) for name in absent]
@@ -77,10 +78,12 @@ class _Expansion:
 
     def instances(self) -> list[Expanded]:
         for name, pattern in zip((*self.statement.left, *self.statement.right), (*self.left, *self.right), strict=True):
+            # Before anything is matched: a pattern that can be read in two ways would silently take one of them.
             if pattern.ambiguous:
                 self._find(
                     name, f"nothing but digits stands between two placeholders of {pattern.text}: put text there"
                 )
+        # A speedup only: what it returns is what the general way below would return.
         if not self.findings and (simple := self._simple()) is not None:
             return simple
         rows = [] if self.findings else self._left_rows()
@@ -92,7 +95,10 @@ class _Expansion:
             if pattern.star is None and all(variable in self.bound for variable in pattern.variables):
                 columns.append(self._filled(name, pattern, rows))
                 continue
+            # The target's names may turn one row into several (a star on the right) or into none. The columns that are
+            # done have to follow.
             rows, origins = self._from_target(name, pattern, rows)
+            # r0 becomes two rows, r1 none, r2 one:    origins 0, 0, 2    lefts l0, l0, l2
             lefts = [lefts[origin] for origin in origins]
             columns = [[column[origin] for origin in origins] for column in columns]
             columns.append([groups[-1] for _, groups in rows])
@@ -144,6 +150,13 @@ class _Expansion:
         """The combinations of digits that all left names have, each with the names."""
         if not self.left:
             return [((), ())]
+        # Figure 1. `$L.$E.w, $L.router -> ...` for layers of 2 and 1 experts: a join on what is shared.
+        #
+        #     $L.$E.w      (0, 0) (0, 1) (1, 0)          rows   L=0 E=0:  0.0.w, 0.router
+        #     $L.router    (0) (1)                              L=0 E=1:  0.1.w, 0.router
+        #                                                       L=1 E=0:  1.0.w, 1.router
+        #
+        # The product of all L and all E would have a fourth row, for an expert that is not there.
         groups = [self._groups(name, pattern) for name, pattern in zip(self.statement.left, self.left, strict=True)]
         empty = [
             (name, pattern)
@@ -151,6 +164,7 @@ class _Expansion:
             if not found
         ]
         if empty:
+            # Again: a part that is there needs the rest.
             if not self.statement.optional or len(empty) < len(groups):
                 self._find_empty(empty)
             else:
@@ -164,6 +178,8 @@ class _Expansion:
         for place in order[1:]:
             rows = self._join(rows, self.statement.left[place], self.left[place], groups[place], first)
         if order != sorted(order):
+            # Names were joined in the order of their placeholders. Operations want them in the order in which they are
+            # written.
             rows = [(bindings, tuple([found[place] for place in inverted(order)])) for bindings, found in rows]
         return rows
 
@@ -186,6 +202,7 @@ class _Expansion:
 
     def _groups(self, name: Name, pattern: NamePattern) -> _NamesByDigits:
         """What a left name stands for."""
+        # A name without placeholders is the partner of every row.
         if name.plain is not None:
             return {(): (name.plain,)} if self.names.exists(name.plain) else {}
         groups = self._grouped(name, pattern, self.names.find(pattern))
@@ -197,6 +214,8 @@ class _Expansion:
         """Note how many names a star stands for; what its numbers lack is a finding where it stacks."""
         gaps = [gap for bindings, found in sorted(groups.items()) if (gap := _gap_of(pattern, bindings, found))]
         stacks = any(isinstance(each, Stack) for each in self.statement.operations)
+        # A stack numbers its experts anew. With expert 3 missing, expert 4 would become number 3, and no shape would
+        # show it.
         if stacks and not self.statement.gaps:
             self._find_all(name, [f"{gap}; write gaps=1 if numbers may be missing" for gap in gaps])
         line = self.statement.place.line
@@ -238,10 +257,12 @@ class _Expansion:
             matches = partners.get(key)
             if matches is None:
                 known = dict(zip(self.bound, bindings, strict=True))
+                # Dropping the row instead would leave a q without its k out of the fused tensor, and nobody would know.
                 lonely.append(f"{_shown(pattern, known)} is not there, which {done[0][0]} needs beside it")
                 continue
             used.add(key)
             joined.extend([((*bindings, *extra), (*done, found)) for extra, found in matches])
+        # The other direction: something is there that no row asks for.
         for key, matches in partners.items():
             if key not in used:
                 known = dict(
@@ -264,6 +285,7 @@ class _Expansion:
         for bindings, found in groups.items():
             key = tuple([bindings[place] for place in shared]) if fresh else bindings
             partners.setdefault(key, []).append((tuple([bindings[place] for place in fresh]), found))
+        # Most names share all placeholders in the same order. Then a row's digits are the key as they are.
         places = [self.bound.index(pattern.variables[place]) for place in shared]
         if places == list(range(len(self.bound))):
             return partners, lambda bindings: bindings
@@ -273,6 +295,7 @@ class _Expansion:
         """What a right name stands for in each row, where the left names say it all."""
         if name.plain is not None:
             return [(name.plain,)] * len(rows)
+        # As above: mostly the digits of a row are what the pattern wants.
         places = [self.bound.index(variable) for variable in pattern.variables]
         same = places == list(range(len(self.bound)))
         column: list[tuple[str, ...]] = []
@@ -302,6 +325,7 @@ class _Expansion:
         origins = []
         lonely: list[str] = []
         for origin, (bindings, done) in enumerate(rows):
+            # The target knows best. A star that parts a tensor of known shape can be counted where no target is given.
             matches = partners.get(key_of(bindings), []) or self._counted(pattern, bindings, done)
             if not matches and not (self.statement.optional and not self.statement.left):
                 near = self.wanted.nearest(pattern) if self.wanted is not None and not (groups or lonely) else ""
@@ -317,6 +341,7 @@ class _Expansion:
         self, pattern: NamePattern, bindings: Sequence[str], done: Sequence[tuple[str, ...]]
     ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """What the star of a right name stands for in a row where no target says it: the indices of a dim that goes."""
+        # With `gaps=1` the numbers need not be 0, 1, 2, so counting would invent names.
         if pattern.star is None or self.statement.gaps or not self.statement.left:
             return []
         if not all(variable in self.bound for variable in pattern.variables):
@@ -342,6 +367,7 @@ def _gap_of(pattern: NamePattern, bindings: Sequence[str], names: Sequence[str])
 
     names: in the order of their numbers, which differ. Names that are lacking behind the last cannot be seen.
     """
+    # Numbers that differ, of which the largest is n - 1, are 0 to n - 1.
     if _number(pattern, names[-1]) == str(len(names) - 1):
         return ""
     numbers = {_number(pattern, name) for name in names}
@@ -367,3 +393,42 @@ def _counts_in_words(pattern: NamePattern, groups: Mapping[tuple[str, ...], Sequ
 def _number(pattern: NamePattern, name: str) -> str:
     """The number for which the star stands in a name, without zeros that lead."""
     return pattern.star_in(name).lstrip("0") or "0"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceGroup:
+    """Instances to which the same operations apply."""
+
+    operations: tuple[StatementOperation, ...]
+    instances: tuple[Expanded, ...] | None = None
+    """None: what the statement is expanded to."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatementTask:
+    """Instances that are carried out at once: those of one statement, or of what undoes one."""
+
+    statement: Statement
+    """What findings show."""
+    groups: tuple[InstanceGroup, ...]
+
+    @classmethod
+    def of(cls, statement: Statement) -> "StatementTask":
+        """Return the task that a statement is."""
+        return cls(statement, (InstanceGroup(statement.operations),))
+
+
+class AppliedInstance:
+    """An instance that was carried out."""
+
+    __slots__ = ("along", "left", "ops", "right")
+
+    def __init__(
+        self, left: tuple[Variable, ...], right: tuple[Variable, ...], ops: CompiledOps | None, along: bool
+    ) -> None:
+        self.left = left
+        self.right = right
+        self.ops = ops
+        """None: nothing but names changed; or one value without dims stands for all."""
+        self.along = along
+        """Whether this is optimizer state that went along with its parameter."""

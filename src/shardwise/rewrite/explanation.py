@@ -8,11 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from shardwise.rewrite.fragments import Fragment
 from shardwise.rewrite.metas import TensorMeta
+from shardwise.rewrite.strided_views import Fragment
 from shardwise.space import Box
-
-__all__ = ["Explained", "explain"]
 
 _LONG = 40
 """Lines from which on lines that are alike become one."""

@@ -4,15 +4,15 @@ Tensors that come about in the same way (the same operations on the same shapes)
 of their sources. So the views are found once for all of them, as a `Form`, and a node is a form and the names in it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.op_steps import apply_steps
-from shardwise.rewrite.strided_views import StridedView, ViewedTensor
-
-__all__ = ["Application", "Form", "Node", "apply_ops", "source_node"]
+from shardwise.rewrite.strided_views import Fragment, Shapes, StridedView, ViewedTensor, fragments_of, turned
+from shardwise.space import Box
 
 
 class Form:
@@ -24,6 +24,8 @@ class Form:
         self.meta = meta
         self._parts = parts
         """Of what it is made; None for a source."""
+        # Compiled operations are compared by identity. Instances of a statement share them (`_TaskEvaluator.compiled`),
+        # and so thousands of layers share one form and one list of views.
         self._made: dict[_FormParts, tuple[Form, ...]] = {}
         """What was made of this and others, this being the first."""
         self._value: ViewedTensor | None = None
@@ -32,6 +34,7 @@ class Form:
         """The forms that operations make of forms of which this is the first."""
         made = self._made.get(parts)
         if made is None:
+            # The views stay unknown here. Most variables are temporaries whose views nobody asks for.
             made = self._made[parts] = tuple([Form(meta, parts) for meta in parts[0].results])
         return made
 
@@ -59,11 +62,14 @@ class Form:
             if missing:
                 waiting.extend(missing)
                 continue
+            # Each input numbers its own sources from 0. Joined, they get the numbers that `apply_ops` gave the leaves
+            # of all.
             values = [
                 _named(each._value, numbering) if numbering else each._value
                 for each, numbering in zip(forms, numbers or [()] * len(forms), strict=True)
                 if each._value is not None
             ]
+            # A split makes all its parts at once: its siblings are found by the way.
             for made, value in zip(forms[0].through(form._parts), apply_steps(ops.steps, values), strict=True):
                 made._value = value
 
@@ -91,6 +97,7 @@ def _named(value: ViewedTensor, names: Sequence[str]) -> ViewedTensor:
     return ViewedTensor(value.shape, value.dtype, tuple(views))
 
 
+# Applications link results to what they were made of. A form cannot do that, for it does not know names.
 class Application:
     """One use of compiled operations: what they took and what they gave."""
 
@@ -129,6 +136,8 @@ class Node:
     @property
     def used(self) -> set[str]:
         """The sources of which elements are there; also those that have none."""
+        # A tensor without elements has no views that name a source. Its sources count as used all the same: otherwise
+        # they would be reported as dropped.
         if len(self.leaves) == 1 or 0 in self.meta.shape:
             return set(self.leaves)
         return {self.leaves[number] for number in self.form.used}
@@ -148,11 +157,14 @@ def apply_ops(ops: CompiledOps, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
     What undoes operations on exactly their results gives the tensors back, unless a cast has lost something on the way.
     """
     # A way there and back ends at the very nodes where it began: a proof sees that before it compares views.
+    #     a, b --join--> ab --split--> a, b       the nodes `a` and `b` again, not equal ones
     before = inputs[0].made_by
     if before is not None and before.results == inputs and before.ops.undone_by(ops):
         return before.inputs
+    # What follows makes new tensors.
     application = Application(ops, inputs)
     first = inputs[0]
+    # One input keeps its numbering. This is the common case, and needs no dict.
     if len(inputs) == 1:
         leaves = first.leaves
         forms = first.form.through((ops, (first.form,), ()))
@@ -166,3 +178,123 @@ def apply_ops(ops: CompiledOps, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
         forms = first.form.through((ops, tuple([node.form for node in inputs]), numbers))
     application.results = tuple([Node(form.meta, form, leaves, application) for form in forms])
     return application.results
+
+
+_KNOWN_FRAGMENTS = 1 << 13
+"""Answers of about so many fragments in all are kept; when there are more, all are forgotten.
+
+Ranks ask for the same boxes of tensors that come about alike.
+"""
+
+_MOST_FRAGMENTS = 1 << 10
+"""An answer of more is not kept."""
+
+_Template = list[tuple[int, Fragment]]
+"""The number of the source in its form, and the fragment, whose name is of no account."""
+
+
+# A model has 100,000 tensors, and a rank asks for the few that it holds. So views are named on demand.
+class ViewedTensors(Mapping[str, ViewedTensor]):
+    """Viewed tensors by name, found when they are asked for."""
+
+    def __init__(self, nodes: Mapping[str, Node], aliases: Mapping[str, str]) -> None:
+        self._nodes = nodes
+        self._aliases = aliases
+        self._values: dict[str, ViewedTensor] = {}
+
+    def __getitem__(self, name: str) -> ViewedTensor:
+        found = self._values.get(name)
+        if found is None:
+            found = self._values[name] = self._nodes[name].value_under(self._aliases)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+
+class Correspondence:
+    """Sources, and the outputs that have their elements."""
+
+    def __init__(
+        self, *, sources: Mapping[str, TensorMeta], nodes: Mapping[str, Node], aliases: Mapping[str, str]
+    ) -> None:
+        self.sources = sources
+        """What goes in, by name; without ties."""
+        self.values: Mapping[str, ViewedTensor] = ViewedTensors(nodes, aliases)
+        """What comes out, by name, as views of sources; without ties."""
+        self.aliases = aliases
+        """Other names of sources: alias -> source."""
+        self._nodes = nodes
+        # Answers are kept by form and box. What a rank asks about layer 0 answers the same question about layers 1 to
+        # 31.
+        self._templates: dict[tuple[Form, Box], _Template] = {}
+        self._num_known = 0
+        """Fragments of the templates, and one for each."""
+        self._pushed: dict[str, list[ViewedTensor]] | None = None
+        self._target_shapes = Shapes(self.outputs)
+
+    @property
+    def outputs(self) -> Mapping[str, TensorMeta]:
+        """Shape and dtype of what comes out, by name."""
+        return {name: node.meta for name, node in self._nodes.items()}
+
+    def resolve(self, name: str, box: Box) -> list[Fragment]:
+        """Where the elements of a box of an output come from: fragments that cover it once, boxes of sources.
+
+        Raises KeyError for what is no output.
+        """
+        node = self._nodes[name]
+        template = self._templates.get((node.form, box))
+        if template is None:
+            template = self._template(node, box)
+        # Only the names differ from one tensor of the form to the next.
+        leaves, aliases = node.leaves, self.aliases
+        if aliases:
+            return [each._replace(other=aliases.get(leaves[number], leaves[number])) for number, each in template]
+        return [each._replace(other=leaves[number]) for number, each in template]
+
+    def _template(self, node: Node, box: Box) -> _Template:
+        """The answer for all tensors that come about as this one does."""
+        met = list(node.form.value.meeting(box))
+        # Shapes of sources are part of the form, so those of this node's sources serve for all.
+        metas = {view.source: self._source(node.leaves[int(view.source)]) for view in met}
+        found = [(int(each.other), each) for each in fragments_of(met, Shapes(metas))]
+        # A box that falls into thousands of fragments would push out everything else, and is seldom asked for twice.
+        if len(found) > _MOST_FRAGMENTS:
+            return found
+        if self._num_known >= _KNOWN_FRAGMENTS:
+            self._templates.clear()
+            self._num_known = 0
+        self._templates[node.form, box] = found
+        self._num_known += 1 + len(found)
+        return found
+
+    def _source(self, leaf: str) -> TensorMeta:
+        return self.sources[self.aliases.get(leaf, leaf)]
+
+    def push(self, name: str, box: Box) -> list[Fragment]:
+        """Where the elements of a box of a source go: boxes of outputs; in several for copies, in none when dropped."""
+        # Loads and conversions ask the other way round, and never pay for this.
+        if self._pushed is None:
+            self._pushed = self._turned()
+        # A source may go into several outputs, each of which has its own views.
+        met = chain.from_iterable(value.meeting(box) for value in self._pushed.get(name, ()))
+        return fragments_of(met, self._target_shapes)
+
+    def sources_of(self, name: str) -> frozenset[str]:
+        """The sources from which an output has elements. Raises KeyError for what is no output."""
+        return frozenset(self.aliases.get(leaf, leaf) for leaf in self._nodes[name].used)
+
+    def _turned(self) -> dict[str, list[ViewedTensor]]:
+        """For each source what of it goes into each output, as views whose sources are the outputs."""
+        found: dict[str, list[ViewedTensor]] = {}
+        for target, node in self._nodes.items():
+            shape = node.meta.shape
+            views = turned(self.resolve(target, Box((0,) * len(shape), shape)), shape, target)
+            for source, parts in views.items():
+                value = ViewedTensor(self.sources[source].shape, node.meta.dtype, tuple(parts))
+                found.setdefault(source, []).append(value)
+        return found

@@ -10,24 +10,12 @@ from typing import TypeAlias
 
 from shardwise.rewrite.strided_views import ViewedTensor
 
-__all__ = [
-    "Arrange",
-    "AxisSlice",
-    "Casts",
-    "Permutes",
-    "Reshapes",
-    "Stacks",
-    "Step",
-    "Unstacks",
-    "apply_steps",
-    "inverted",
-    "undone",
-]
-
 AxisSlice: TypeAlias = tuple[int, int, int]
 """Which tensor; from which index along the axis; to which (exclusive)."""
 
 
+# Steps are data, so that a step and its inverse can be compared, and the same steps serve both for the views of a
+# tensor and for the proof.
 @dataclass(frozen=True, slots=True)
 class Permutes:
     """Dim i of result j is dim `dims[j][i]` of tensor j; a tensor whose `dims` are None stays as it is."""
@@ -51,6 +39,14 @@ class Casts:
     old: tuple[str, ...]
 
 
+# Figure 1. `qkv -> q, k, v, fused_qkv, num_heads=4, num_key_value_groups=2` for heads of one element: one tensor of
+# size 8 in, three out. Each row of the table is a result; (0, 4, 6) are indices 4 and 5 of tensor 0::
+#
+#     qkv   0  1  2  3  4  5  6  7        table = (((0, 0, 2), (0, 4, 6)),      q
+#           q  q  k  v  q  q  k  v                 ((0, 2, 3), (0, 6, 7)),      k
+#                                                  ((0, 3, 4), (0, 7, 8)))      v
+#
+# Back, the table has one row of six slices: in the order of qkv, which result has each, and where.
 @dataclass(frozen=True, slots=True)
 class Arrange:
     """Result j consists of the stretches `table[j]`, one after the other along `axis`. Each index is used once."""
@@ -88,7 +84,9 @@ def undone(steps: Sequence[Step]) -> tuple[Step, ...]:
 def _undo(step: Step) -> Step:
     match step:
         case Permutes(dims):
+            # A tensor that stayed as it was has no order to invert.
             return Permutes(tuple([None if each is None else inverted(each) for each in dims]))
+        # Steps carry what they replaced (`old`, `count`, `sizes`), because a step alone has to say how it is undone.
         case Reshapes(shapes, old):
             return Reshapes(old, shapes)
         case Casts(dtypes, old):
@@ -108,6 +106,7 @@ def inverted(dims: Sequence[int]) -> tuple[int, ...]:
 
 def _rearranged(step: Arrange) -> Arrange:
     """Where each stretch went, in the order in which the tensors have them."""
+    # For each tensor: the index of each of its slices, and where that slice went.
     went: list[list[tuple[int, AxisSlice]]] = [[] for _ in step.sizes]
     sizes = []
     for result, stretches in enumerate(step.table):
@@ -118,6 +117,7 @@ def _rearranged(step: Arrange) -> Arrange:
         sizes.append(at)
     # In the order of the tensor's own indices, whatever order the results took them in.
     table = tuple([tuple([stretch for _, stretch in sorted(stretches)]) for stretches in went])
+    # An index that no result takes could not be given back, and would vanish without a word.
     for size, stretches in zip(step.sizes, table, strict=True):
         assert size == sum(stop - start for _, start, stop in stretches), "an arrangement uses every index once"
     return Arrange(step.axis, tuple(sizes), table)
@@ -141,6 +141,7 @@ def _applied(step: Step, values: list[ViewedTensor]) -> list[ViewedTensor]:
             return [value.cast(dtype) for value, dtype in zip(values, dtypes, strict=True)]
         case Stacks(axis, _):
             return [ViewedTensor.stack(values, axis)]
+        # This is the only step that makes several views of each view, and `crop` looks only at those near its index.
         case Unstacks(axis, count):
             return [values[0].crop(axis, index, index + 1).drop_dim(axis) for index in range(count)]
         case Arrange(axis, sizes, table):
@@ -151,6 +152,7 @@ def _arranged(
     values: list[ViewedTensor], axis: int, sizes: tuple[int, ...], stretches: tuple[AxisSlice, ...]
 ) -> ViewedTensor:
     parts = [
+        # A slice of all is the tensor itself, with its views as they are.
         values[tensor] if stop - start == sizes[tensor] else values[tensor].crop(axis, start, stop)
         for tensor, start, stop in stretches
     ]

@@ -11,8 +11,13 @@ from difflib import get_close_matches
 
 from shardwise.rewrite.statements import Name, Placeholder, Star
 
-__all__ = ["NameIndex", "NamePattern", "shifted"]
-
+# Figure 1. A pattern and a name meet in their skeleton (with _ for the mark). Then only runs of digits are compared::
+#
+#     pattern    layers.$L.experts.$E.w1        name    layers.10.experts.3.w1
+#     skeleton   layers._.experts._.w_          skeleton  layers._.experts._.w_
+#     runs       $L, $E, constant 1             runs    10, 3, 1                 L=10, E=3
+#
+# Trying each of 200 patterns on each of 100,000 names would take 20 million matches.
 _DIGITS = re.compile("[0-9]+")
 _MARK = "\0"
 """In skeletons in place of digits: no name holds it."""
@@ -35,6 +40,7 @@ def shifted(digits: str, shift: int) -> str | None:
     """
     if not shift:
         return digits
+    # Decimals have no limit of digits, but are slower.
     if len(digits) <= _SHORT:
         number: int | Decimal = int(digits) + shift
         moved = str(number)
@@ -42,6 +48,7 @@ def shifted(digits: str, shift: int) -> str | None:
         exact = Context(prec=len(digits) + len(str(shift)), Emax=MAX_EMAX)
         number = exact.add(Decimal(digits), Decimal(shift))
         moved = f"{number:f}"
+    # `w.007` and `w.7` are two names, so the width of a number with leading zeros is part of it.
     return None if number < 0 else moved.zfill(len(digits) if digits.startswith("0") else 1)
 
 
@@ -67,6 +74,8 @@ class NamePattern:
         runs = _runs_of(name)
         self.text = name.text
         self.num_runs = len(runs)
+        # A placeholder becomes a digit before the mark is put in, so that text digits at its side fall into the same
+        # run.
         sample = "".join(part if isinstance(part, str) else "0" for part in name.parts)
         self.skeleton = _DIGITS.sub(_MARK, sample)
         self.variables = tuple(dict.fromkeys(part.name for part in name.parts if isinstance(part, Placeholder)))
@@ -80,6 +89,7 @@ class NamePattern:
         self.ambiguous = False
         """Whether digits could be told apart in several ways: only digits stand between two placeholders."""
         for place, run in enumerate(runs):
+            # $A, the text 1, $B on 1111: is $A 1 or 11? Both read all of it.
             self.ambiguous |= sum(not isinstance(part, str) for part in run) > 1
             for part in run:
                 if isinstance(part, Placeholder):
@@ -87,10 +97,12 @@ class NamePattern:
                 elif isinstance(part, Star):
                     self.star = place
             if len(run) > 1:
+                # `w1$L` stands for `w10` but not for `w20`: the constant digit is part of the run.
                 expression = "".join(part if isinstance(part, str) else "([0-9]+)" for part in run)
                 self.mixed.append((place, re.compile(expression)))
             elif isinstance(run[0], str):
                 self.constants.append((place, run[0]))
+        # The common case: each run is a variable of its own, and the runs of a name are the answer as they are.
         distinct = len(self.variables) == len(self.numbers) == len(runs)
         self.takes_all = distinct and not any(shift for _, _, shift in self.numbers)
         """Whether the runs of a name are what its variables are."""
@@ -98,6 +110,7 @@ class NamePattern:
         """The parts, with those that are filled in left empty."""
         self._places: list[tuple[int, int, int]] = []
         """Which part is filled in, with which variable (-1: the star), and the shift."""
+        # Filling in is done per instance. Which part is which variable is found once here.
         for place, part in enumerate(name.parts):
             if isinstance(part, Placeholder):
                 self._places.append((place, self.variables.index(part.name), part.shift))
@@ -106,6 +119,7 @@ class NamePattern:
 
     def fill(self, bindings: Sequence[str], star: str = "") -> str | None:
         """Return the name for the digits of `variables` and of the star; None where a number would be negative."""
+        # No format string: names may hold braces and percent signs.
         parts = self._text.copy()
         for place, variable, shift in self._places:
             digits = star if variable < 0 else bindings[variable]
@@ -182,6 +196,8 @@ class _NamesOfSkeleton:
 
     def add(self, name: str, runs: tuple[str, ...]) -> None:
         self.names[name] = runs
+        # Statements add names and remove them while others search. The groups that were asked for are kept up to date,
+        # since to build them anew for each statement would be quadratic.
         for places, groups in self.by_runs.items():
             groups.setdefault(tuple([runs[place] for place in places]), {})[name] = runs
 
@@ -193,6 +209,8 @@ class _NamesOfSkeleton:
     def having(self, constants: list[tuple[int, str]]) -> dict[str, tuple[str, ...]]:
         if not constants:
             return self.names
+        # `layers.0.mlp.experts.$E.w` must not walk through the experts of all layers: names are grouped by the runs
+        # that the pattern fixes, at the first question that fixes these.
         places = tuple([place for place, _ in constants])
         groups = self.by_runs.get(places)
         if groups is None:
@@ -227,6 +245,7 @@ class NameIndex:
 
     def nearest(self, pattern: NamePattern) -> str:
         """Say which names are spelled nearly as those that a pattern stands for; empty where none are."""
+        # Skeletons, not names: a model has a few hundred of them.
         kinds = sorted([each for each, bucket in self._buckets.items() if bucket.names])
         if len(kinds) > _COMPARED:
             tail = pattern.skeleton.rpartition(".")[2]

@@ -3,24 +3,155 @@
 A composed rewrite has several sections: each sees only what the one before gives out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from difflib import get_close_matches
+from itertools import chain, pairwise
+from os import PathLike
+from typing import Any, NamedTuple
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite.applied_statements import AppliedInstance, StatementTask
 from shardwise.rewrite.degrees import Fusings, Laid, leaves_open
 from shardwise.rewrite.evaluation import Evaluation, evaluate
-from shardwise.rewrite.findings import StatementFinding
-from shardwise.rewrite.inversion import Undoing, undo
+from shardwise.rewrite.expansion import AppliedInstance, StatementTask
+from shardwise.rewrite.inversion import Claim, Undoing, prove, undo
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
-from shardwise.rewrite.statements import Statement
+from shardwise.rewrite.statement_arguments import TextParameters
+from shardwise.rewrite.statements import Statement, StatementFinding
+from shardwise.rewrite.strided_views import ViewedTensor
+from shardwise.rewrite.syntax import needed_parameters, parse
 from shardwise.rewrite.text_inverse import inverse_of_text, textual_losses
 
-__all__ = ["AppliedSection", "Metas", "Section", "carry_out", "nodes_of", "refuse_losses"]
+BOUNDARY = "---"
+"""A line of its own between two sections: what follows sees only what has come out so far."""
 
-Metas = Mapping[str, TensorMeta]
+
+_INVERSE = "# inverse of:"
+"""A line before what is written the way there, and is carried out backward."""
+
+
+_AOA_KEYS = frozenset({"aoa_statements", "aoa_config_reverse"})
+
+
+class Text(NamedTuple):
+    """A section as it was written, which way it is carried out, and the parameters that were given to it."""
+
+    text: str
+    inverted: bool
+    lossy: bool
+    given: tuple[tuple[str, int | str], ...] = ()
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """What the text names in braces."""
+        return needed_parameters(self.text) if "{" in self.text else frozenset()
+
+    @property
+    def lacking(self) -> frozenset[str]:
+        """What of it has no value."""
+        return self.needed - dict(self.given).keys()
+
+    def with_parameters(self, parameters: TextParameters) -> "Text":
+        """The text with those of the parameters that it lacks; what it was given it keeps."""
+        lacking = self.lacking
+        given = {**dict(self.given), **{name: value for name, value in parameters.items() if name in lacking}}
+        return self._replace(given=tuple(sorted(given.items())))
+
+    def __str__(self) -> str:
+        """As it was written, under a comment that says so where it is undone."""
+        written = self.text.strip("\n")
+        return f"{_INVERSE}\n{written}" if self.inverted else written
+
+
+def texts_of(source: object, parameters: object) -> tuple[Text, ...]:
+    """The sections of a rewrite in the order in which they are carried out. Raises RewriteError for what is none."""
+    text, inverted = _read(source)
+    texts = [Text(part, inverted, lossy=False) for part in _parts(text)]
+    return with_parameters(reversed(texts) if inverted else texts, parameters)
+
+
+def _read(source: object) -> tuple[str, bool]:
+    """The text of a rewrite, and whether it is to be undone."""
+    if isinstance(source, Mapping):
+        return _configured(source)
+    text = _joined(source)
+    if text is None:
+        hint = "; read a file by Rewrite.file(path)" if isinstance(source, PathLike) else ""
+        raise RewriteError(
+            f"a rewrite is text, a sequence of statements, or an AOA configuration, not {source!r:.100}{hint}"
+        )
+    return text, False
+
+
+def _configured(source: Mapping[Any, Any]) -> tuple[str, bool]:
+    if not source.keys() <= _AOA_KEYS or "aoa_statements" not in source:
+        has = ", ".join(map(repr, source)) or "nothing"
+        raise RewriteError(f"an AOA configuration has aoa_statements and perhaps aoa_config_reverse; this has {has}")
+    problems = []
+    text = _joined(source["aoa_statements"])
+    if text is None:
+        problems.append(f"aoa_statements are text or a sequence of statements, not {source['aoa_statements']!r:.100}")
+    inverted = source.get("aoa_config_reverse", False)
+    if not isinstance(inverted, bool):
+        problems.append(f"aoa_config_reverse is True or False, not {inverted!r:.100}")
+    if problems or text is None:
+        raise RewriteError(*problems)
+    return text, inverted
+
+
+def _joined(statements: object) -> str | None:
+    if isinstance(statements, str):
+        return statements
+    if isinstance(statements, Sequence) and all(isinstance(each, str) for each in statements):
+        return "\n".join(statements)
+    return None
+
+
+def _parts(text: str) -> list[str]:
+    """The text of each section, at its line of the whole."""
+    lines = text.splitlines()
+    bounds = [-1, *(at for at, line in enumerate(lines) if line.strip() == BOUNDARY), len(lines)]
+    return ["\n" * (start + 1) + "\n".join(lines[start + 1 : stop]) for start, stop in pairwise(bounds)]
+
+
+def with_parameters(texts: Iterable[Text], parameters: object) -> tuple[Text, ...]:
+    """Give each text the parameters that it names and lacks.
+
+    Raises RewriteError for those that none names, for bad values, and for another value of what none lacks.
+    """
+    if not isinstance(parameters, Mapping):
+        raise RewriteError(f"parameters are a mapping of names to integers or text, not {parameters!r:.100}")
+    known = tuple(texts)
+    named = sorted(frozenset().union(*[each.needed for each in known]))
+    problems = []
+    for name, value in parameters.items():
+        if name not in named:
+            close = get_close_matches(str(name), named, n=1)
+            hint = f"; the nearest is {close[0]!r}" if close else ""
+            has = f"it names {', '.join(map(repr, named))}" if named else "it names none"
+            problems.append(f"the rewrite has no parameter {name!r}: {has}{hint}")
+        elif not isinstance(value, int | str) or isinstance(value, bool):
+            problems.append(f"the parameter {name!r} is {value!r:.100}; parameters are integers or text")
+        elif (held := _held(known, name)) and value not in held:
+            has = " and ".join(map(repr, held))
+            problems.append(
+                f"the parameter {name!r} is {has} already, and is not changed to {value!r:.100}; make the rewrite "
+                "anew, from its text"
+            )
+    if problems:
+        raise RewriteError(*problems)
+    return tuple([each.with_parameters(parameters) for each in known])
+
+
+def _held(texts: Iterable[Text], name: str) -> list[int | str]:
+    """The values that a parameter has; none while a text lacks it."""
+    naming = [each for each in texts if name in each.needed]
+    if any(name in each.lacking for each in naming):
+        return []
+    return list(dict.fromkeys([dict(each.given)[name] for each in naming]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +177,33 @@ class Section:
     def turned(self, *, lossy: bool) -> "Section":
         """The inverse; of an inverse that is what was written."""
         return replace(self, inverted=not self.inverted, lossy=lossy)
+
+
+def parsed(texts: Sequence[Text]) -> tuple[Section, ...] | None:
+    """The sections, None while parameters are lacking. Raises RewriteError with what is wrong in any."""
+    if any(each.lacking for each in texts):
+        return None
+    sections = []
+    problems: list[str] = []
+    for each in texts:
+        try:
+            sections.append(Section(parse(each.text, dict(each.given)), each.inverted, each.lossy))
+        except RewriteError as error:
+            problems += error.problems
+    if problems:
+        raise RewriteError(*problems)
+    return tuple(sections)
+
+
+def refuse_losses(losses: Sequence[str]) -> None:
+    """Raise RewriteError where something is lost."""
+    if losses:
+        way = 'inverse(lossy="allow") (--lossy) of the rewrite as it is written undoes what can be'
+        about = f"the rewrite cannot be undone exactly; {way}"
+        raise RewriteError(*losses, about=about)
+
+
+Metas = Mapping[str, TensorMeta]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +232,6 @@ class AppliedSection:
         environment = self.evaluation.environment
         outputs = {name: environment.variables[name] for name in self.evaluation.outputs}
         return undo(self.applied_instances, environment.first, outputs, aliases)
-
-
-def nodes_of(metas: Metas) -> dict[str, Node]:
-    """Tensors as sources."""
-    forms: dict[TensorMeta, Form] = {}
-    return {name: source_node(name, meta, forms) for name, meta in metas.items()}
 
 
 def carry_out(
@@ -177,9 +329,138 @@ def _tasks(
     return [StatementTask.of(each) for each in section.effective], unfit
 
 
-def refuse_losses(losses: Sequence[str]) -> None:
-    """Raise RewriteError where something is lost."""
-    if losses:
-        way = 'inverse(lossy="allow") (--lossy) of the rewrite as it is written undoes what can be'
-        about = f"the rewrite cannot be undone exactly; {way}"
-        raise RewriteError(*losses, about=about)
+def nodes_of(metas: Metas) -> dict[str, Node]:
+    """Tensors as sources."""
+    forms: dict[TensorMeta, Form] = {}
+    return {name: source_node(name, meta, forms) for name, meta in metas.items()}
+
+
+class Proved(NamedTuple):
+    """A section that was carried out, its way back, and what was proved of that."""
+
+    done: AppliedSection
+    undoing: Undoing
+    claim: Claim
+
+
+def fit(
+    sections: Sequence[Section],
+    sources: Metas,
+    wanted: Metas | None,
+    recorded: Metas | None,
+    aliases: Mapping[str, str],
+) -> list[Proved]:
+    """Carry sections out and prove each one's way back. Raises RewriteError with all findings."""
+    proved = []
+    done = carry_out(sections, sources, wanted, recorded)
+    findings = done[-1].evaluation.findings
+    if findings:
+        problems = [str(each) for each in sorted(findings, key=lambda each: (each.place.line, each.place.column))]
+        if done[-1].unfit:
+            hint = "what the target tells of this inverse could not be used, since the rewrite does not fit the target"
+            problems.append(f"{hint}: {done[-1].unfit[0]}")
+        raise RewriteError(*problems)
+    for place, each in enumerate(done):
+        other_names = {} if place else aliases
+        undoing = each.undoing(other_names)
+        evaluation = each.evaluation
+        applied_instances = [applied for instances in evaluation.trace for applied in instances]
+        claim = Claim(
+            sources=each.sources,
+            outputs=evaluation.outputs,
+            agree=evaluation.agree,
+            lost=undoing.lost | other_names.keys(),
+            aliases=other_names,
+        )
+        prove(claim, applied_instances, undoing.tasks)
+        proved.append(Proved(each, undoing, claim))
+    return proved
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for no cyclic garbage meanwhile: all that is planned stays, and looking takes half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def mismatches(outputs: Metas, added: Collection[str], ties: Mapping[str, str], target: Metas) -> Iterator[str]:
+    """Say what of the outputs is not as a target wants it."""
+    for name, meta in target.items():
+        made = outputs.get(name)
+        if made is None:
+            if name not in added:
+                close = get_close_matches(name, outputs, n=1) if len(outputs) < 4000 else []
+                hint = f"; it makes {close[0]}" if close else ""
+                yield f"{name}: the target wants it, and the rewrite does not make it{hint}"
+        elif made.shape != meta.shape:
+            yield f"{name}: shape {list(meta.shape)} in the target, {list(made.shape)} by the rewrite"
+        elif made.dtype != meta.dtype:
+            here = f"{made.dtype} by the rewrite; cast it by dtype={meta.dtype!r}"
+            yield f"{name}: dtype {meta.dtype} in the target, {here}"
+    for name in (*outputs, *added):
+        if name not in target and name not in ties:
+            what = "adds it" if name in added else "makes it"
+            yield f"{name}: the rewrite {what}, and the target has no such tensor; drop it by `{name} -> _`"
+
+
+def agreeing(proved: Sequence[Proved], aliases: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """The groups of sources without dims of which one stands for all."""
+    groups = []
+    for each in proved:
+        for nodes in each.done.evaluation.agree:
+            names = dict.fromkeys([aliases.get(leaf, leaf) for node in nodes for leaf in node.leaves])
+            if len(names) > 1:
+                groups.append(tuple(names))
+    return tuple(dict.fromkeys(groups))
+
+
+def dropped_sources(
+    proved: Sequence[Proved], outputs: Mapping[str, Node], groups: Sequence[Sequence[str]], aliases: Mapping[str, str]
+) -> frozenset[str]:
+    """The sources of which nothing comes out."""
+    if not any(each.undoing.lost for each in proved):
+        return frozenset()
+    used: set[str] = set()
+    for node in outputs.values():
+        used.update(node.used)
+    for group in groups:
+        if not used.isdisjoint(group):
+            used.update(group)
+    used = {aliases.get(name, name) for name in used}
+    return frozenset([name for name in proved[0].done.sources if name not in aliases and name not in used])
+
+
+def ties_of(outputs: Mapping[str, Node], aliases: Mapping[str, str], wanted: Collection[str] | None) -> dict[str, str]:
+    """Return alias -> output for outputs that have the same elements as another only through a tie of the sources.
+
+    A statement that copies a tensor makes a tensor of its own. Of tied outputs the one that the target wants stands for
+    the others, else the one whose sources are no aliases.
+    """
+    tied = set(aliases.values())
+    groups: list[tuple[ViewedTensor, dict[tuple[str, ...], str]]] = []
+    for name, node in outputs.items():
+        if tied.isdisjoint([aliases.get(leaf, leaf) for leaf in node.leaves]):
+            continue
+        value = node.value_under(aliases)
+        for other, members in groups:
+            if other.same_elements(value):
+                members.setdefault(node.leaves, name)
+                break
+        else:
+            groups.append((value, {node.leaves: name}))
+    ties = {}
+    for _, members in groups:
+
+        def rank(each: tuple[tuple[str, ...], str]) -> tuple[bool, bool]:
+            leaves, name = each
+            return wanted is not None and name not in wanted, any(leaf in aliases for leaf in leaves)
+
+        (_, first), *others = sorted(members.items(), key=rank)
+        ties.update({name: first for _, name in others})
+    return ties

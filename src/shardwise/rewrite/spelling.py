@@ -1,17 +1,33 @@
 """Spelling: the names of a statement, from how they are written to their parts, and back."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Final
 
 from lark import Token
 
-from shardwise.rewrite.findings import Faults
-from shardwise.rewrite.statement_arguments import WORDS
-from shardwise.rewrite.statements import Name, NamePart, Placeholder, Star, TextPlace
-
-__all__ = ["names_of", "place_of", "quoted", "text_of_name"]
+from shardwise.rewrite.statement_arguments import RECORDED, WORDS, StatementNames
+from shardwise.rewrite.statements import (
+    Cast,
+    Concat,
+    Faults,
+    Ffn,
+    Name,
+    NamePart,
+    Permute,
+    Placeholder,
+    Qkv,
+    QkvPerRank,
+    Reshape,
+    SplitStatement,
+    Stack,
+    Star,
+    Statement,
+    StatementOperation,
+    TextPlace,
+    Unstack,
+)
 
 OFFSET: Final = "LAYER_ID_OFFSET"
 """AOA's placeholder that stands, on the right, for the number before the one on the left."""
@@ -22,6 +38,7 @@ _MOST_DIGITS: Final = 8
 _MOST_NAMES: Final = 1_000_000
 """In one array."""
 
+# A placeholder and its shift, a star, text, an escaped character, a stray `$` or backslash: in this order.
 _PARTS = re.compile(r"\$([A-Z][A-Z0-9_]*)([-+][0-9]+)?|(\*)|([^$*\\]+)|\\((?s:.))|(\$|\\)")
 _UNQUOTED = re.compile(r"(?:\$[A-Z][A-Z0-9_]*(?:[-+][0-9]+)?|[A-Za-z0-9_.*])+")
 
@@ -45,6 +62,7 @@ def names_of(token: Token, faults: Faults, *, right: bool) -> list[Name]:
         numbers = _counted(text, bounds[:-1], place, faults)
     if transposed and right:
         faults.append((place, _transposed_target(body)))
+    # `_^T` and `_[0:3]`: without quotes `_` stands for no tensor.
     if body == "_":
         faults.append((place, f"'_' in {text} is no tensor; one that is called so is written \"_\""))
     parts = _parts(body, token, faults, right=right)
@@ -56,6 +74,7 @@ def names_of(token: Token, faults: Faults, *, right: bool) -> list[Name]:
 def _counted(text: str, bounds: str, place: TextPlace, faults: Faults) -> list[str]:
     """What is appended to the name of an array, one by one."""
     digits = [bound.strip() for bound in bounds.split(":")]
+    # `w[0:99999999999]` would take all memory before anybody sees that it is a slip.
     first, last = (int(bound) if len(bound) <= _MOST_DIGITS else _MOST_NAMES for bound in digits)
     if max(map(len, digits)) > _MOST_DIGITS or last - first > _MOST_NAMES:
         faults.append((place, f"{text} stands for more names than any state has"))
@@ -75,6 +94,7 @@ def _transposed_target(body: str) -> str:
 def _parts(body: str, token: Token, faults: Faults, *, right: bool) -> tuple[NamePart, ...]:
     """The parts of a name without its suffixes."""
     in_quotes = body[0] in "\"'"
+    # Nothing to scan, as in by far the most names.
     if not in_quotes and "$" not in body and "*" not in body:
         if body.isdecimal():
             faults.append(
@@ -93,6 +113,8 @@ def _scanned(body: str, token: Token, faults: Faults, *, right: bool) -> Iterato
         if name is not None:
             if len(shift or "") > _MOST_DIGITS:
                 faults.append((place_of(token), f"'{shift}' in {token} is more than any number in a name"))
+            # `right and ...` is 1 there: AOA's $LAYER_ID_OFFSET is L on the left and L - 1 on the right. As a shift it
+            # needs no rule of its own in matching, filling or the inverse.
             yield Placeholder(name, int((shift or "0")[:_MOST_DIGITS]) - (right and name == OFFSET))
         elif star is not None:
             yield Star()
@@ -141,10 +163,13 @@ def text_of_name(name: Name, *, right: bool) -> str:
     """Return how a name is written, in quotes where it has to be."""
     suffix = "^T" if name.transposed else ""
     text = "".join(_symbol(part, right=right) for part in name.parts)
+    # A word that is also an attribute needs quotes on the right. They do no harm on the left.
     if _UNQUOTED.fullmatch(text) and text != "_" and not text.isdecimal() and text not in WORDS:
         again: Faults = []
         if name.plain == text and "$" not in text and "*" not in text:
             return text + suffix
+        # Text that looks like a placeholder is text again only in quotes. Reading it back is the proof that it needs
+        # none.
         if _merged(_scanned(text, Token("NAME", text), again, right=right)) == name.parts:
             return text + suffix
     return _in_quotes(name.parts, right=right) + suffix
@@ -161,9 +186,81 @@ def _in_quotes(parts: tuple[NamePart, ...], *, right: bool) -> str:
     for part in parts:
         text = _symbol(part, right=right)
         if isinstance(part, str):
+            # Escapes as the grammar takes them: a backslash makes any character after it plain text.
             text = re.sub(r'[\\"$*\r\n]', r"\\\g<0>", text)
             if after_number and re.match(r"[A-Z0-9_]|[-+][0-9]", text):  # else it would belong to the placeholder
                 text = "\\" + text
         written += text
         after_number = isinstance(part, Placeholder)
     return f'"{written}"'
+
+
+def text_of(statement: Statement) -> str:
+    """Return how a statement is written: on one line, names in quotes where they have to be.
+
+    Parsing it gives an equal statement, but for places and text. What an inverse takes from the tensors that the
+    forward rewrite was applied to is written as `recorded`: `a -> b, dtype=recorded`.
+    """
+    left, right = _side(statement.left, right=False), _side(statement.right, right=True)
+    # AOA configurations write `a -> b, axis=0`. What it does not do is not written back.
+    names = StatementNames.of(statement.left, statement.right)
+    alone = not names.joins and not names.parts  # then joining or parting along a dim changes nothing
+    operations = [each for each in statement.operations if not (alone and isinstance(each, Concat | SplitStatement))]
+    arguments = [each for operation in operations for each in _arguments(operation)]
+    if statement.optional:
+        arguments.append("optional=1")
+    if statement.gaps:
+        arguments.append("gaps=1")
+    return ", ".join([f"{left} -> {right}", *arguments])
+
+
+def _side(names: Iterable[Name], *, right: bool) -> str:
+    return ", ".join(text_of_name(name, right=right) for name in names) or "_"
+
+
+def _arguments(operation: StatementOperation) -> Iterator[str]:
+    match operation:
+        case Permute(dims):
+            yield f"permute={_list(dims or ())}"
+        case Reshape(shape):
+            yield f"reshape={_list(shape) if shape is not None else RECORDED}"
+        case Cast(to, None):
+            yield f"dtype={_word(to)}"
+        case Cast(to, source):
+            yield f"src_dtype={_word(source)}"
+            yield f"dst_dtype={_word(to)}"
+        case Concat(axis, sizes):
+            yield f"axis={axis}"
+            yield from [f"sizes={_list(sizes)}"] if sizes is not None else []
+        case SplitStatement(axis, sizes, recorded):
+            yield f"axis={axis}"
+            yield from [f"sizes={RECORDED}"] if recorded else [f"sizes={_list(sizes)}"] if sizes is not None else []
+        case Stack(axis) | Unstack(axis):
+            yield f"stack={axis}"
+        case Qkv() | QkvPerRank() | Ffn():
+            yield from _fused(operation)
+
+
+def _fused(operation: Qkv | QkvPerRank | Ffn) -> Iterator[str]:
+    match operation:
+        case Qkv(heads, groups, axis):
+            values = {"fused_qkv": None, "num_heads": heads, "num_key_value_groups": groups, "axis": axis}
+        case QkvPerRank(heads, groups, axis):
+            values = {"fused_qkv_old": None, "num_heads": heads, "num_key_value_groups": groups, "axis": axis}
+        case Ffn(axis):
+            values = {"fused_ffn": None, "axis": axis}
+    # The flag comes first, and has no value.
+    yield next(iter(values))
+    if not isinstance(operation, Qkv):
+        values |= {"src_tp": operation.source_degree, "dst_tp": operation.target_degree}
+    yield from (f"{word}={value}" for word, value in values.items() if value is not None)
+    if not isinstance(operation, Ffn) and operation.sizes is not None:
+        yield f"sizes={_list(operation.sizes)}"
+
+
+def _word(dtype: str | None) -> str:
+    return f"'{dtype}'" if dtype is not None else RECORDED
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return f"'[{','.join(map(str, numbers))}]'"

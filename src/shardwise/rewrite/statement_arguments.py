@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.rewrite.findings import Faults
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Faults,
     Ffn,
     JoinOrSplit,
     Name,
@@ -25,8 +25,6 @@ from shardwise.rewrite.statements import (
     TextPlace,
     Unstack,
 )
-
-__all__ = ["RECORDED", "WORDS", "Argument", "StatementNames", "TextParameters", "hint_of", "operations_of"]
 
 RECORDED: Final = "recorded"
 """The value of what an inverse takes from the tensors that the forward rewrite was applied to."""
@@ -68,6 +66,7 @@ _DETAILS = ("sizes", "num_heads", "num_key_value_groups", "src_tp", "dst_tp", "o
 _SWITCHES = {"optional": "a statement that may match nothing", "gaps": "a star whose numbers may have gaps"}
 
 _DTYPES = ", ".join(ITEMSIZE_BYTES)
+# Eighteen digits fit in 64 bits, and int() refuses texts of thousands of digits with an error of its own.
 _LIST = re.compile(r"\[\s*(?:-?[0-9]{1,18}\s*(?:,\s*-?[0-9]{1,18}\s*)*,?\s*)?\]")
 _PARAMETER = re.compile(r"\{([^{}]*)\}")
 
@@ -160,6 +159,7 @@ def operations_of(
 ) -> tuple[tuple[StatementOperation, ...], bool, bool]:
     """Return the operations of a statement in their order, whether it is optional, and whether it allows gaps."""
     given = [each for argument in arguments if (each := _given(argument, parameters, faults)) is not None]
+    # All checks run, whatever was found before: a user gets every fault of a statement at once.
     _find_repeated(given, faults)
     its_word, join_or_split = _join_or_split_of(given, names, place, faults)
     operations: list[StatementOperation] = []
@@ -176,6 +176,8 @@ def operations_of(
                 operations.append(Cast(None if each.value == RECORDED else str(each.value)))
             case "src_dtype" | "dst_dtype":
                 cast = _paired(cast, each, operations, faults)
+            # Here and not at the end: `permute=..., axis=0` permutes each tensor, `axis=0, permute=...` the one that
+            # they become.
             case word if word == its_word and join_or_split is not None:
                 operations.append(join_or_split)
     if cast is not None:
@@ -184,6 +186,7 @@ def operations_of(
     optional, gaps = [word in flags and flags[word].value == 1 for word in _SWITCHES]
     if gaps and not names.stars:
         faults.append((flags["gaps"].place, f"{flags['gaps'].shown} is about the numbers of a star, and there is none"))
+    # Who wrote `a -> _, dtype='float16'` did not mean a drop.
     of_tensors = [each for each in given if each.word not in _SWITCHES]
     if of_tensors and not (names.left and names.right):
         what = "dropped: '_' takes nothing" if names.left else "added: it keeps the value that it has"
@@ -214,6 +217,7 @@ def _paired(
     """Add the cast that `src_dtype` and `dst_dtype` make; where the other is still to come, return what there is."""
     if first is None:
         return second
+    # `src_dtype=..., src_dtype=...`: the second may still find its partner, so the first is the one that is wrong.
     if first.word == second.word:
         faults.append((first.place, _unpaired(first)))
         return second
@@ -231,6 +235,7 @@ def _unpaired(cast: ReadArgument) -> str:
 def _given(argument: Argument, parameters: TextParameters, faults: Faults) -> ReadArgument | None:
     """What an argument says; None where there is no such argument."""
     word, place = argument.word, argument.place
+    # Quotes say that a word is a name. `"axis"=0` is neither a name nor an attribute.
     if word[0] in "\"'":
         faults.append((place, f"{word} is a name, as it is in quotes, and takes no value; attributes have no quotes"))
         return None
@@ -239,6 +244,7 @@ def _given(argument: Argument, parameters: TextParameters, faults: Faults) -> Re
         hint = f"the nearest is {near[0]}" if near else f"there are {', '.join(_EXAMPLES)}"
         faults.append((place, f"there is no attribute {word}; {hint}"))
         return None
+    # A list may have newlines in it, and a message is one line.
     shown = " ".join(f"{word}={argument.text}".split()) if argument.text else word
     fault: str | None = None
     value: int | str | tuple[int, ...] | None = None
@@ -338,6 +344,7 @@ def _join_or_split_of(
 ) -> tuple[str | None, JoinOrSplit | None]:
     """Return the argument that says how a statement joins or splits tensors, and the operation."""
     once = {each.word: each for each in given}
+    # `axis` says where a fused attribute works, and is an operation of its own only where there is none.
     fused = [each for each in once.values() if each.word in _FORMS]
     asked = [*fused, *(once[word] for word in ("stack",) if word in once)]
     if "axis" in once and not fused:
@@ -383,6 +390,7 @@ def _one_side_has_one(
     names: StatementNames, once: Mapping[str, ReadArgument], place: TextPlace, faults: Faults
 ) -> bool:
     left, right = names.counts
+    # Many to many has no single meaning: by pairs, or all joined and parted again?
     if names.joins and names.parts:
         each = "use a placeholder such as $EXPERT_ID, not a star," if names.stars else "write a statement for each"
         each += " for one each" if names.stars else ""
@@ -440,7 +448,9 @@ def _fused(
     flag: ReadArgument, once: Mapping[str, ReadArgument], names: StatementNames, faults: Faults
 ) -> JoinOrSplit | None:
     left, right = names.counts
+    # The counts of names decide the direction: there is no word for parting.
     forms = _FORMS[flag.word]
+    # A star does not say how many names it stands for, and a fused operation takes three or two.
     if names.stars:
         faults.append(
             (
@@ -508,6 +518,7 @@ def _heads(flag: ReadArgument, once: Mapping[str, ReadArgument], faults: Faults)
     heads, groups = once["num_heads"].value, once["num_key_value_groups"].value
     if not isinstance(heads, int) or not isinstance(groups, int):
         return None
+    # Each key-value head serves equally many query heads: that is what a group is.
     if heads % groups:
         faults.append(
             (

@@ -5,29 +5,11 @@ its right names. An operation either changes each tensor that is there (`Permute
 tensors of them (the others: one joins several into one, or parts one into several).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = [
-    "Cast",
-    "Concat",
-    "Ffn",
-    "JoinOrSplit",
-    "Name",
-    "NamePart",
-    "Permute",
-    "Placeholder",
-    "Qkv",
-    "QkvPerRank",
-    "Reshape",
-    "SplitStatement",
-    "Stack",
-    "Star",
-    "Statement",
-    "StatementOperation",
-    "TextPlace",
-    "Unstack",
-]
+from shardwise.errors import RewriteError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +61,7 @@ class Name:
     @property
     def plain(self) -> str | None:
         """The name itself, where it is one."""
+        # Most names of most rewrites are plain, and skip all matching.
         return self.parts[0] if len(self.parts) == 1 and isinstance(self.parts[0], str) else None
 
     @property
@@ -209,3 +192,85 @@ class Statement:
     """As it was written, for messages; of statements that were derived: as it would be written."""
     gaps: bool = False
     """Whether the numbers of a star that stacks may be others than 0, 1, 2 and so on (`gaps=1`)."""
+
+
+Faults: TypeAlias = list[tuple[TextPlace, str]]
+"""What is wrong within one statement, and where: findings, before they are told of which statement."""
+
+SHOWN = 3
+"""Instances or combinations that one finding names; of more it says how many there are."""
+
+_SHOWN_WIDTH = 100
+"""Characters shown of a line; of longer ones, those around the fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatementFinding:
+    """One thing that is wrong; `str()` shows the message, the statement with carets, and what it was expanded to."""
+
+    place: TextPlace
+    """What is wrong: carets stand under it."""
+    text: str
+    """The statement as it was written."""
+    message: str
+    """What was asked, what holds, what to do."""
+    expansion: tuple[str, ...] = ()
+    """What became of the statement before the fault showed: from the first expansion to the last."""
+    start: TextPlace | None = None
+    """Where the statement begins; None: at the place."""
+
+    @classmethod
+    def of(
+        cls, statement: Statement, message: str, *, at: TextPlace | None = None, expansion: Iterable[str] = ()
+    ) -> "StatementFinding":
+        """Return a finding about a statement, at the place of one of its names, or of all of it."""
+        # The place of a name lies within the statement; `start` says where the text begins, so that carets can be
+        # counted.
+        return cls(at or statement.place, statement.text, message, tuple(expansion), statement.place)
+
+    def __str__(self) -> str:
+        """Several lines, without a newline at the end."""
+        lines = [f"line {self.place.line}, column {self.place.column}: {self.message}", *self._shown()]
+        return "\n".join([*lines, *(f"    in: {each}" for each in self.expansion)])
+
+    def _shown(self) -> list[str]:
+        """The line of the statement in which the fault is, and carets under it."""
+        start = self.start or self.place
+        written = self.text.split("\n")
+        index = self.place.line - start.line
+        # A derived statement has the place of the one that it undoes, and maybe fewer lines: no line of it has the
+        # fault.
+        if not 0 <= index < len(written):
+            return [f"    {_plain(line)}" for line in written]
+        line = _plain(written[index])
+        first = self.place.column - (start.column if index == 0 else 1)
+        # A name in quotes may end on a later line of the statement: carets stop with this one.
+        stop = min(first + self.place.width, len(line))
+        indent = 0 if index == 0 else len(line) - len(line.lstrip())
+        line, first, stop = line[indent:], first - indent, stop - indent
+        line, first, stop = _around(line.rstrip(), first, stop)
+        return [f"    {line}", f"    {' ' * first}{'^' * max(stop - first, 1)}"]
+
+
+def _plain(line: str) -> str:
+    """As many characters, all of which are shown, each as one."""
+    return "".join(character if character.isprintable() else " " for character in line)
+
+
+def _around(line: str, first: int, stop: int) -> tuple[str, int, int]:
+    """What is shown of a long line: what stands around a part of it; and the part in what is shown."""
+    if len(line) <= _SHOWN_WIDTH:
+        return line, first, stop
+    begin = max(0, min(first - _SHOWN_WIDTH // 3, len(line) - _SHOWN_WIDTH))
+    end = begin + _SHOWN_WIDTH
+    before, after = "... " if begin else "", " ..." if end < len(line) else ""
+    moved = len(before) - begin
+    return before + line[begin:end] + after, first + moved, min(stop, end) + moved
+
+
+def raise_all(findings: Iterable[StatementFinding]) -> None:
+    """Raise one RewriteError that carries all findings, in the order of their places; nothing where there are none."""
+    # In the order of the text, however they were found.
+    ordered = sorted(findings, key=lambda each: (each.place.line, each.place.column))
+    if ordered:
+        raise RewriteError(*map(str, ordered))

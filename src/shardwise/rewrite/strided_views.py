@@ -12,7 +12,7 @@ qkv is six views, each of one source::
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from operator import mul
@@ -20,9 +20,7 @@ from typing import NamedTuple
 
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.space import Box, Run, boxes_of_run
-from shardwise.space.boxes import row_major_strides
-
-__all__ = ["StridedView", "ViewedTensor"]
+from shardwise.space.boxes import index_of_element, row_major_strides
 
 _FEW = 8
 """So many views are asked one by one; more are sorted first."""
@@ -63,6 +61,7 @@ class ViewedTensor:
     def source(name: str, meta: TensorMeta) -> "ViewedTensor":
         """The whole of a source."""
         shape = meta.shape
+        # Views are compared as tuples, so each has one form only: no step is written for a dim that takes none.
         strides = _normal(shape, row_major_strides(shape))
         return ViewedTensor(
             shape, meta.dtype, (StridedView((0,) * len(shape), shape, name, 0, strides, (meta.dtype,)),)
@@ -94,6 +93,8 @@ class ViewedTensor:
         """The indices from `start` to `stop` of one dim."""
         shape = _put(self.shape, axis, stop - start)
         views = []
+        # Of a fused tensor with thousands of views only those near the cut are looked at. Otherwise splitting into n
+        # parts would cost n times the number of views.
         for view in self._meeting(axis, start, stop):
             first = view.offset[axis]
             low, high = max(first, start), min(first + view.shape[axis], stop)
@@ -105,6 +106,7 @@ class ViewedTensor:
                     _put(view.offset, axis, low - start),
                     _put(view.shape, axis, size),
                     view.source,
+                    # The source is entered later by as many steps as were cut off in front. No element moves.
                     view.base + (low - first) * view.strides[axis],
                     view.strides if size > 1 else _put(view.strides, axis, 0),
                     view.dtypes,
@@ -120,6 +122,9 @@ class ViewedTensor:
         for value in values:
             for view in value.views:
                 moved = view._replace(offset=_put(view.offset, axis, view.offset[axis] + start)) if start else view
+                # What was split and is joined again becomes one view again, and so one read of the file. Only
+                # neighbours are compared, which keeps this linear in the number of views. Views that stay apart cost a
+                # read more and change nothing.
                 joined = _joined(views[-1], moved, axis) if views else None
                 if joined is None:
                     views.append(moved)
@@ -165,6 +170,7 @@ class ViewedTensor:
         """The same row-major elements in another shape, which has as many."""
         if shape == self.shape:
             return self
+        # Sizes cannot be paired in `_groups` where one is 0, and there is nothing to map.
         if 0 in shape:
             return ViewedTensor(shape, self.dtype, ())
         return ViewedTensor(shape, self.dtype, tuple(_reshaped(self, shape)))
@@ -172,6 +178,8 @@ class ViewedTensor:
     def meeting(self, box: Box) -> Iterator[StridedView]:
         """The parts of views that lie in a box of the tensor."""
         if len(self.views) > _FEW:
+            # A stack of experts is cut along its first dim, a fused matrix along another one. Sorting along the dim
+            # with the most different offsets leaves the fewest views to look at for a box.
             if self._most_cut is None:
                 self._most_cut = max(
                     range(len(self.shape)), key=lambda dim: len({view.offset[dim] for view in self.views})
@@ -183,10 +191,12 @@ class ViewedTensor:
         stop = box.stop
         for view in found:
             offset, shape, source, base, strides, dtypes = view
+            # This loop runs for each view of each box that a rank asks for: plain tuples, no objects for corners.
             low = tuple(map(max, offset, box.offset))
             sizes = tuple([min(a + n, b) - c for a, n, b, c in zip(offset, shape, stop, low, strict=True)])
             if min(sizes, default=1) <= 0:
                 continue
+            # A view that is asked for as a whole stays the same object.
             if sizes == shape:
                 yield view
                 continue
@@ -203,11 +213,18 @@ class ViewedTensor:
             views = sorted(self.views, key=lambda view: view.offset[axis])
             starts = [view.offset[axis] for view in views]
             self._sorted[axis] = views, starts, max(view.shape[axis] for view in views)
+        #     start - longest     start         stop
+        #     -----|----------------|=============|----->  first indices of views, in order
+        #      too short to reach | these may | too late
+        #
+        # No view is longer than `longest`, so none that begins at or before `start - longest` reaches `start`. The
+        # caller crops, and drops those that end too early.
         views, starts, longest = self._sorted[axis]
         return views[bisect_right(starts, start - longest) : bisect_left(starts, stop)]
 
     def is_identity_of(self, name: str, meta: TensorMeta) -> bool:
         """Whether every element is the element of source `name` that has its place there."""
+        # Dtypes do not count here: the caller wants to know whether elements change their places.
         if self.shape != meta.shape:
             return False
         strides = row_major_strides(self.shape)
@@ -222,8 +239,11 @@ class ViewedTensor:
         """Whether every element is the same element of the same source as in another tensor, by the same casts."""
         if self.shape != other.shape or self.dtype != other.dtype:
             return False
+        # Nearly always the two were made by the same steps. Only what was cut elsewhere is compared box by box.
         if self.views == other.views:
             return True
+        # Views of a tensor are disjoint and cover it. So it is enough that each part of theirs within one of ours
+        # enters the same source at the same element with the same steps.
         for view in self.views:
             box = Box(view.offset, view.shape)
             for theirs in other.meeting(box):
@@ -249,6 +269,8 @@ def _joined(a: StridedView, b: StridedView, axis: int) -> StridedView | None:
     if a.source != b.source or a.dtypes != b.dtypes:
         return None
     size, more = a.shape[axis], b.shape[axis]
+    # A view of one index has no step of its own along this dim and takes that of its neighbour. Two views of one index
+    # each have no step to agree on and stay apart.
     stride = a.strides[axis] or b.strides[axis]
     if (
         not stride
@@ -300,6 +322,7 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[_DimGroup]:
 
 def _reshaped(value: ViewedTensor, shape: tuple[int, ...]) -> Iterator[StridedView]:
     """The views of a tensor with elements under another shape."""
+    # Dims of size 1 hold no steps, and a pairing by products of sizes could not say to which side they belong.
     old = [dim for dim, size in enumerate(value.shape) if size > 1]
     new = [dim for dim, size in enumerate(shape) if size > 1]
     old_shape, new_shape = (tuple([sizes[dim] for dim in dims]) for sizes, dims in ((value.shape, old), (shape, new)))
@@ -308,6 +331,8 @@ def _reshaped(value: ViewedTensor, shape: tuple[int, ...]) -> Iterator[StridedVi
         if 0 in view.shape:
             continue
         offset, sizes, strides = (tuple([each[dim] for dim in old]) for each in (view.offset, view.shape, view.strides))
+        # Pairs of dims are independent: a view is cut in each for itself, and the product of the cuts makes up the
+        # view.
         parts = [list(_regrouped(old_shape[a], offset[a], sizes[a], strides[a], new_shape[b])) for a, b in groups]
         for chosen in product(*parts):
             offsets, lengths, steps = [0] * len(shape), [1] * len(shape), [0] * len(shape)
@@ -339,9 +364,171 @@ def _regrouped(
     stretch = prod(sizes[dim:])
     passed, steps = row_major_strides(old), tuple([step * each for each in row_major_strides(new)])
     begin = sum(map(mul, offset, passed))
+    # Outer dims are passed one index at a time: between two rows the source makes another step. A run of the remaining
+    # elements is a few boxes of the new dims (at most 2n - 1 for n dims), as `boxes_of_run` cuts it.
     for index in product(*map(range, sizes[:dim])):
         start = begin + sum(map(mul, index, passed))
         first = sum(map(mul, index, strides))
         for box in boxes_of_run(new, Run(start, start + stretch)):
             yield box.offset, box.shape, first, _normal(box.shape, steps)
             first += box.num_elements * step
+
+
+# Figure 3. Fragments of `w` of shape (3, 4), flattened and cropped to elements 2 to 11. The view is one loop of nine
+# steps of one element. A box of `w` cannot turn a corner, so the loop is cut at rows::
+#
+#     . . a a      first=(0,)  offset=(0, 2)  shape=(1, 2)
+#     b b b b      first=(2,)  offset=(1, 0)  shape=(1, 4)
+#     c c c .      first=(6,)  offset=(2, 0)  shape=(1, 3)
+#
+# Flattened after a transpose, `w` is four views, one for each column, and each view is one fragment with `step` 1: the
+# box goes down a column of `w` while the result goes along its only dim.
+class Fragment(NamedTuple):
+    """Elements that two tensors have in common: one was asked about, and here is a box of the other.
+
+    In memory that holds the elements asked for with `strides`, index `origin` first, the other's box is a view: its
+    shape is `shape`, its strides are `view_strides(strides)`, and its first element `view_start(strides, origin)`.
+    """
+
+    other: str
+    """The tensor on the other side: the source where a target was asked about, and the target where a source was."""
+    offset: tuple[int, ...]
+    """Where in the other tensor the box begins."""
+    shape: tuple[int, ...]
+    first: tuple[int, ...]
+    """The index, in the tensor asked about, of the element with which the box begins."""
+    dims: tuple[tuple[int, int], ...]
+    """For each dim of the box (d, step): one step along it is `step` steps along dim d of the tensor asked about.
+
+    (0, 0) for dims of size 1.
+    """
+    dtypes: tuple[str, ...]
+    """The dtypes that a value passes through, the source's first; no two alike next to each other."""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def view_strides(self, strides: Sequence[int]) -> tuple[int, ...]:
+        """The strides of the box in memory in which the tensor asked about has `strides`."""
+        return tuple([step * strides[dim] if step else 0 for dim, step in self.dims])
+
+    def view_start(self, strides: Sequence[int], origin: Sequence[int]) -> int:
+        """How many elements after that of index `origin` the box begins there."""
+        return sum([(index - zero) * step for index, zero, step in zip(self.first, origin, strides, strict=True)])
+
+
+class _Loop(NamedTuple):
+    """`size` steps of `stride` elements of the source, each `step` steps along dim `dim` of the tensor."""
+
+    size: int
+    stride: int
+    dim: int
+    step: int
+
+
+# Many fragments ask for the same few tensors: strides are computed at the first question.
+class Shapes(dict[str, tuple[tuple[int, ...], tuple[int, ...]]]):
+    """Shape and row-major strides of tensors by name; strides are found when first asked for."""
+
+    def __init__(self, tensors: Mapping[str, TensorMeta] | Mapping[str, ViewedTensor]) -> None:
+        self._tensors = tensors
+
+    def __missing__(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        shape = self._tensors[name].shape
+        self[name] = found = shape, row_major_strides(shape)
+        return found
+
+
+def fragments_of(views: Iterable[StridedView], shapes: Shapes) -> list[Fragment]:
+    """The views as boxes of their sources, whose shapes are known by name."""
+    found: list[Fragment] = []
+    for view in views:
+        # A box without elements has no first one.
+        if 0 in view.shape:
+            continue
+        shape, strides = shapes[view.source]
+        loops = [
+            _Loop(size, stride, dim, 1)
+            for dim, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True))
+            if size > 1
+        ]
+        found += _boxes(view, shape, strides, view.base, view.offset, loops)
+    return found
+
+
+def turned(fragments: Iterable[Fragment], shape: tuple[int, ...], name: str) -> dict[str, list[StridedView]]:
+    """For each other tensor its boxes, as views whose source is the tensor asked about: `name`, of this shape."""
+    strides = row_major_strides(shape)
+    views: dict[str, list[StridedView]] = {}
+    for each in fragments:
+        # A fragment says where in the tensor asked about each step of its box leads. Read from the box, that is a view.
+        base = sum(map(mul, each.first, strides))
+        view = StridedView(each.offset, each.shape, name, base, each.view_strides(strides), each.dtypes)
+        views.setdefault(each.other, []).append(view)
+    return views
+
+
+def _boxes(
+    view: StridedView,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    base: int,
+    first: tuple[int, ...],
+    loops: list[_Loop],
+) -> Iterator[Fragment]:
+    """What the loops visit from element `base` of the source on, as boxes of it."""
+    # The box begins at `index`. Each loop may widen it along the one dim of the source along which the loop goes.
+    index = index_of_element(shape, base)
+    sizes = [1] * len(shape)
+    dims = [(0, 0)] * len(shape)
+    for number, loop in enumerate(loops):
+        dim = _dim_of(loop.stride, shape, strides)
+        # Steps that skip indices: a box has no holes, so each index is a box of its own.
+        if loop.stride != strides[dim]:
+            cut = _singly(loop)
+        # Steps that run past the end of a row go on in the next one, which a box cannot do.
+        elif index[dim] + loop.size > shape[dim]:
+            cut = _at_rows(loop, index[dim], shape[dim])
+        else:
+            sizes[dim], dims[dim] = loop.size, (loop.dim, loop.step)
+            continue
+        # Every part of the loop that was cut begins at another element, so the other loops are looked at again from
+        # there.
+        others = loops[:number] + loops[number + 1 :]
+        for skipped, inner in cut:
+            start = base + skipped * loop.stride
+            moved = first[loop.dim] + skipped * loop.step
+            corner = (*first[: loop.dim], moved, *first[loop.dim + 1 :])
+            yield from _boxes(view, shape, strides, start, corner, others + inner)
+        return
+    yield Fragment(view.source, index, tuple(sizes), first, tuple(dims), view.dtypes)
+
+
+def _dim_of(stride: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """The dim of the source along which steps of `stride` elements go."""
+    # Row-major strides fall from the first dim to the last. A dim of size 1 may have the stride of its neighbour, and
+    # no step can go along it.
+    return next(dim for dim, each in enumerate(strides) if shape[dim] > 1 and each <= stride)
+
+
+def _singly(loop: _Loop) -> Iterator[tuple[int, list[_Loop]]]:
+    """Cut a loop whose steps skip indices of the source: one index at a time."""
+    return ((index, []) for index in range(loop.size))
+
+
+def _at_rows(loop: _Loop, index: int, row: int) -> Iterator[tuple[int, list[_Loop]]]:
+    """Cut a loop that begins at `index` of a row and goes on through more rows: a part, whole rows, a part."""
+    done = 0
+    if index:
+        done = row - index
+        yield 0, [loop._replace(size=done)] if done > 1 else []
+    num_rows, rest = divmod(loop.size - done, row)
+    if num_rows:
+        inner = [loop._replace(size=row)]
+        if num_rows > 1:
+            inner.append(_Loop(num_rows, loop.stride * row, loop.dim, loop.step * row))
+        yield done, inner
+    if rest:
+        yield done + num_rows * row, [loop._replace(size=rest)] if rest > 1 else []

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardwise.checkpoint import AsyncSaver, SaveReport, State, prune, save, store_of
-from shardwise.checkpoint.shared_storage import check_shared_storage
+from shardwise.checkpoint.commit import check_shared_storage
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.errors import CheckpointError

@@ -14,7 +14,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.plan.optimizer_settings import take_over
+from shardwise.plan.saved_settings import take_over
 from shardwise.train.config import RunConfig
 from shardwise.train.loop import Position
 from shardwise.train.run_state import RunState, Samples, Settings

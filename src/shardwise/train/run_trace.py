@@ -15,8 +15,7 @@ from shardwise.engine import Engine
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule
-from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
-from shardwise.plan.timeline_text import draw_timeline, seconds_text
+from shardwise.plan.timeline import Timeline, TimeSpan, draw_timeline, seconds_text, simulate_schedule
 from shardwise.train.chrome_trace import save_trace
 from shardwise.train.timeline_figure import save_picture
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.torch_dtypes import dtype_name, torch_dtype
+from shardwise.comm.local_tensors import dtype_name, torch_dtype
 from shardwise.errors import MismatchError, PeerError
 
 _MAX_DIMS = 16

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory, named_places
 from shardwise.engine.meta_init import with_values
 from shardwise.plan import Parameter, Placement

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.stage_parameters import StageParameters

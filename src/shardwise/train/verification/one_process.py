@@ -21,7 +21,7 @@ from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.batches import LossOfModel
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
-from shardwise.engine.tensor.deciding import decide
+from shardwise.engine.tensor.tensor_decision import decide
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program

@@ -12,8 +12,8 @@ import torch
 
 from shardwise.checkpoint import Catalogue
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.torch_dtypes import dtype_name
-from shardwise.plan.state_names import is_state_name
+from shardwise.comm.local_tensors import dtype_name
+from shardwise.plan.names import is_state_name
 from shardwise.train.verification.closeness import EQUAL, Closeness, by_element, by_size
 from shardwise.train.verification.error_model import UNIT_ROUNDOFF, UPDATE_ROUNDINGS, ErrorModel, Path
 from shardwise.train.verification.layout_notes import LayoutNotes

@@ -1,27 +1,117 @@
-"""Plan tensor parallelism: from rules to cuts of parameters and styles of modules, or every reason why not."""
+"""Plan tensor parallelism: from rules to cuts of parameters and styles of modules, or every reason why not.
+
+What is cut for heads must not go through the middle of one. A projection whose outputs are viewed as heads is cut
+between groups: a key-value head with the query heads that read it. All projections of one attention have a whole number
+of outputs per group, so one number serves query, key, value, a gate per head and a sink per head. With 8 query heads
+and 2 key-value heads of size 8, on 2 ranks:
+
+    parameter       size    group    rank 0              rank 1
+    q outputs         64       32    0:32  heads 0-3     32:64  heads 4-7
+    k, v outputs      16        8    0:8   head 0        8:16   head 1
+    o inputs          64       32    0:32                32:64
+    on 4 ranks      refused: "it works with 2 key-value heads, which cannot be cut over 4 ranks"
+
+A module of the library peft holds a linear map as `base_layer`, and an adapter up(down(x)) in `lora_B` and `lora_A`
+(Hu et al., 2021, LoRA, arXiv:2106.09685). Columns: `base_layer` and `up` have this rank's outputs, `down` is whole.
+Rows: `base_layer` and `down` have this rank's inputs, `up` is whole. The sum of both is that of the uncut module.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.errors import PlanError
-from shardwise.plan.tensor_adapters import Adapted, adapted_in
-from shardwise.plan.tensor_heads import GROUPS, HEADS, groups_of_heads
-from shardwise.plan.tensor_matching import around as modules_around
-from shardwise.plan.tensor_matching import match_rules
-from shardwise.plan.tensor_outline import TensorModule, TensorOutline
-from shardwise.plan.tensor_plan import ParameterCut, Ranges, Style, TensorPlan
+from shardwise.plan.outlines import TensorModule, TensorOutline
+from shardwise.plan.tensor_matching import RuleTarget, check_uses, match_rules, modules_around
+from shardwise.plan.tensor_plan import CUTS_THE_MODULE, ParameterCut, Ranges, Style, TensorPlan
 from shardwise.plan.tensor_rules import Rule
-from shardwise.plan.tensor_uses import check_uses
 from shardwise.space import even_cuts
 
-__all__ = ["TensorPlan", "plan_tensor"]
+# Names of attributes of attention modules and their configurations, as model families spell them. A family with another
+# spelling is cut without regard to heads: the proof of its first forward refuses it, and `groups=` in the rule helps.
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_head", "nhead", "nheads", "attention_heads")
+GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_query_groups", "n_head_kv")
+HEADS_PER_GROUP = ("num_key_value_groups", "n_rep", "num_kv_groups", "num_queries_per_kv")
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "d_kv")
+
+WORDS = frozenset((*HEADS, *GROUPS, *HEADS_PER_GROUP, *_HEAD_SIZES))
+"""Attributes that say how a module works with heads."""
+
+_LEVELS = 2
+"""How far around a projection a module of heads is looked for: it holds the projection, or what wraps it."""
+
+
+def groups_of_heads(around: Iterable[TensorModule]) -> int | None:
+    """The number of groups (key-value heads) of the nearest module that works with heads; None where there is none.
+
+    `around`: the module that is cut, and those around it, from the inside out.
+    """
+    for module, _ in zip(around, range(_LEVELS + 1), strict=False):
+        if not WORDS & module.numbers.keys():
+            continue
+        # The module's own numbers go before its configuration: layers of one model may differ from what it says.
+        own, configured = module.numbers, module.configured
+        if groups := _first(own, GROUPS):
+            return groups
+        heads = _first(own, HEADS) or _first(configured, HEADS)
+        if heads and (per_group := _first(own, HEADS_PER_GROUP)) and heads % per_group == 0:
+            return heads // per_group
+        if groups := _first(configured, GROUPS):
+            return groups
+        # Nothing counts key-value heads: each head has its own (multi-head attention).
+        if heads:
+            return heads
+    return None
+
+
+def _first(numbers: Mapping[str, int], words: Iterable[str]) -> int | None:
+    return next((numbers[word] for word in words if numbers.get(word, 0) > 0), None)
+
+
+_BASE, _DOWN, _UP = "base_layer", "lora_A", "lora_B"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapted:
+    """A map and its adapters."""
+
+    base: TensorModule
+    downs: tuple[TensorModule, ...]
+    ups: tuple[TensorModule, ...]
+    others: tuple[str, ...]
+    """Parameters that belong to none of these."""
+
+
+def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> Adapted | None:
+    """What a module adapts; None for one that holds no `base_layer`. `modules`: by first name."""
+    base = modules.get(f"{module.name}.{_BASE}")
+    if base is None or base.computes == "other":
+        return None
+
+    def inside(name: str) -> tuple[TensorModule, ...]:
+        within = f"{module.name}.{name}."
+        return tuple(each for each in modules.values() if each.name.startswith(within) and each.parameters)
+
+    downs, ups = inside(_DOWN), inside(_UP)
+    known = {each.name for each in (base, *downs, *ups)}
+    others = [
+        f"{each.name}.{attribute}"
+        for each in modules.values()
+        if (each is module or each.name.startswith(f"{module.name}.")) and each.name not in known
+        for attribute in each.parameters
+    ]
+    odd = [
+        f"{each.name}.{attribute}"
+        for each in (*downs, *ups)
+        if each.computes != "linear"
+        for attribute in each.parameters
+    ]
+    return Adapted(base=base, downs=downs, ups=ups, others=(*others, *odd))
+
 
 _ROPE_SIZE = "qk_rope_head_dim"
-
-_CUT_MAPS = frozenset({"column", "row", "vocab", "channels"})
-"""Kinds of rules for maps with a weight."""
+"""Outputs of a latent attention's `kv_a_proj` that hold positions: all heads read them."""
 
 _SUM_THEMSELVES = frozenset({"column", "row", "vocab", "sum"})
 """Styles that sum outputs, or gradients of inputs."""
@@ -49,6 +139,8 @@ class _Planner:
         self._outline = outline
         self._num_ranks = num_ranks
         self._modules = {module.name: module for module in outline.modules}
+        # By parameter, and by where it is held (module, attribute): a tie is cut at each place, and `_check_ties`
+        # compares the cuts.
         self._cuts: dict[str, dict[tuple[str, str], ParameterCut]] = {}
         self._styles: dict[str, list[Style]] = {}
         self._summed: set[str] = set()
@@ -72,6 +164,7 @@ class _Planner:
             )
 
     def plan(self) -> TensorPlan:
+        # In the order of the model, and not of the rules: equal plans have equal texts, however the rules are written.
         order = {name: at for at, name in enumerate(self._outline.shapes)}
         return TensorPlan(
             num_ranks=self._num_ranks,
@@ -84,7 +177,7 @@ class _Planner:
     # Modules ------------------------------------------------------------------------------------------------------
 
     def _apply_to_module(self, module: TensorModule, rule: Rule) -> None:
-        if rule.kind in _CUT_MAPS and (adapted := adapted_in(self._modules, module)) is not None:
+        if rule.kind in CUTS_THE_MODULE and (adapted := adapted_in(self._modules, module)) is not None:
             self._cut_adapted(module, adapted, rule)
             return
         if rule.kind not in ("heads", "split"):  # which say nothing of the parameters inside
@@ -106,8 +199,9 @@ class _Planner:
                 self._count_heads(module, rule)
 
     def _cut_adapted(self, module: TensorModule, adapted: Adapted, rule: Rule) -> None:
-        """A map with adapters beside it; what gives or takes whole values is cut alone."""
+        """A map with adapters; a map that gives or takes whole values is cut without them."""
         self._apply_to_module(adapted.base, rule)
+        # Whole inputs and whole outputs: the adapter may stay whole, its result is added to a whole value.
         if rule.gathers or rule.splits or rule.kind not in ("column", "row"):
             return
         if adapted.others:
@@ -133,8 +227,10 @@ class _Planner:
             self._refuse(module, rule, "the setting dim is for bare parameters; leave it out")
             return
         weight = module.parameters["weight"]
+        # A Linear has its outputs as rows of the weight, a transposed one (Conv1D of GPT-2) as columns.
         outputs = 0 if module.computes == "linear" else 1
         dim = outputs if rule.kind == "column" else 1 - outputs
+        # What is gathered again at once may be cut anywhere: no forward looks at a part.
         needs_heads = not (rule.gathers or rule.splits)
         around = (heads_around or module) if needs_heads else None
         ranges = self._ranges(_named(module), self._outline.shapes[weight][dim], rule, around)
@@ -157,10 +253,13 @@ class _Planner:
         else:
             style = Style(kind="row", ranges=ranges, splits=rule.splits, scatter=rule.scatter)
             if rule.scatter is not None and "bias" in module.parameters:
-                self._summed.add(module.parameters["bias"])  # each rank adds it to its positions
+                # Each rank adds it to its own positions, and so has the gradient of those alone.
+                self._summed.add(module.parameters["bias"])
         self._add_style(module, style)
 
     def _cut_embedding(self, module: TensorModule, rule: Rule) -> None:
+        # A head over a vocabulary is a linear map. Cut by rows with its logits gathered, it agrees with the embedding
+        # that it may be tied to.
         if module.computes in ("linear", "transposed linear") and rule.kind == "vocab" and rule.gathers:
             if rule.scatter is not None:
                 self._refuse(module, rule, "a head gives logits, which are not summed; leave the setting scatter out")
@@ -185,7 +284,8 @@ class _Planner:
             self._cut(module, "weight", dim, ranges)
             if is_vocab:
                 self._add_style(module, Style(kind="vocab", ranges=ranges, scatter=rule.scatter))
-                self._summed |= self._held(module)  # what it does with the rows, it does with those of this rank
+                # A whole parameter in the module sees this rank's rows alone, and so has a part of its gradient.
+                self._summed |= self._held(module)
             else:
                 self._add_style(module, Style(kind="channels", ranges=ranges, gathers=rule.gathers))
 
@@ -252,6 +352,7 @@ class _Planner:
         styles = self._styles.setdefault(module.name, [])
         hidden = next((style for style in styles if style.kind == "hide"), None)
         if hidden is None:
+            # Innermost (styles are listed from the inside out): it changes what the module's own forward reads.
             styles.insert(0, Style(kind="hide", attributes=(attribute,)))
         else:
             styles[styles.index(hidden)] = replace(hidden, attributes=(*hidden.attributes, attribute))
@@ -270,6 +371,7 @@ class _Planner:
                 f"{what} ({rule.text}): the parts {'+'.join(map(str, sizes))} are {sum(sizes)} indices, not {size}"
             )
             return None
+        # What the rule says goes before what modules around say.
         found = None
         if rule.unit is None and rule.groups is None and heads_around is not None:
             found = groups_of_heads(modules_around(self._modules, heads_around.name))
@@ -283,10 +385,13 @@ class _Planner:
             if rule.groups is not None and groups is not None and length % groups:
                 self.findings.append(f"{what} ({rule.text}): {length} indices are not {groups} equal groups")
                 return None
+            # Groups that were found, not given, and that do not divide the length mean something else: a module near
+            # the attention that has nothing to do with heads (a router, say) is cut index by index.
             by_heads = groups is not None and length % groups == 0
             unit = rule.unit or (length // groups if groups is not None and by_heads else 1)
             if not self._check_units(what, rule, length, unit, groups if by_heads else None):
                 return None
+            # Each part for itself: rank 0 has the first of query, of key and of value, and not all of the query.
             cuts.append([(start + a, start + b) for a, b in even_cuts(length, self._num_ranks, unit=unit)])
             start += length
         return tuple(_joined(each) for each in zip(*cuts, strict=True))
@@ -394,5 +499,4 @@ def _instead(module: TensorModule) -> str:
 
 
 def _named(module: TensorModule, attribute: str | None = None) -> str:
-    name = ".".join(filter(None, (module.name, attribute)))
-    return repr(name) if name else "the model itself"
+    return str(RuleTarget(module.name, attribute))

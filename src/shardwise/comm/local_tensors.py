@@ -1,6 +1,13 @@
-"""DTensors: which pieces of the global tensor this rank holds, in torch's own words for it.
+"""Tensors of this rank as torch has them, in the words of pieces: dtype names, extents in memory, shards of DTensors.
 
-Works with torch 2.11 to 2.13; whoever has no DTensor does not pay for the import of `torch.distributed.tensor`.
+A DTensor stores one local tensor per rank. FSDP2 over tensor parallel cuts a dim in strides, so that the local tensor
+may be several boxes of the global one. 8 rows over 2 ranks, with `_StridedShard(0, split_factor=2)`::
+
+    global rows     0 1 | 2 3 | 4 5 | 6 7
+    rank 0          0 1         2 3              local rows: one tensor of 4 rows, two pieces
+    rank 1                0 1         2 3        pieces w[2:4] and w[6:8]
+
+Works with torch 2.11 to 2.13; a program without DTensors does not pay for the import of `torch.distributed.tensor`.
 """
 
 import sys
@@ -13,10 +20,84 @@ import torch
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that plans and pieces give a torch dtype: `torch.bfloat16` -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name in a plan or a piece."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def span_elements(tensor: torch.Tensor) -> int:
+    """Elements of memory from the first element of a tensor to its last; gaps count, and a tensor without has none."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first byte of a tensor that has elements, and the one after its last; gaps are within."""
+    start = tensor.data_ptr()
+    return start, start + span_elements(tensor) * tensor.element_size()
+
+
+def share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one device really share bytes (columns of one matrix interleave without sharing).
+
+    Where their extents overlap and one has gaps, every byte is looked at: it takes as many on the CPU.
+    """
+    (start, stop), (other_start, other_stop) = extent(first), extent(second)
+    if not (first.numel() and second.numel()) or max(start, other_start) >= min(stop, other_stop):
+        return False
+    # Without gaps the extents say all. With gaps they may interleave, as the columns of a matrix do.
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    return first_shared([first, second]) is not None
+
+
+def first_shared(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """The positions of two tensors of one device that share bytes, None where no two do.
+
+    Every byte of what they span together is looked at once, on the CPU: that takes as many.
+    """
+    spans = [extent(each) if each.numel() else None for each in tensors]
+    known = [each for each in spans if each is not None]
+    if len(known) < 2:
+        return None
+    # One mark per byte, and each tensor marks its own through a view with its own strides: torch does the arithmetic of
+    # shapes and strides, whatever they are.
+    begin = min(start for start, _ in known)
+    touched = torch.zeros(max(stop for _, stop in known) - begin, dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.element_size()
+        strides = (*(size * each for each in tensor.stride()), 1)
+        return touched.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - begin)
+
+    marked: list[int] = []
+    for at, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        view = bytes_of(tensor)
+        # Another tensor has these bytes. Marking one at a time finds which: only the message needs to know.
+        if bool(view.any()):
+            for other in marked:
+                touched.fill_(False)
+                bytes_of(tensors[other]).fill_(True)
+                if bool(bytes_of(tensor).any()):
+                    return other, at
+        view.fill_(True)
+        marked.append(at)
+    return None
+
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-__all__ = ["is_dtensor", "local_pieces", "local_stretches", "local_tensor", "with_local_tensor"]
 
 _Stretch = tuple[int, int]
 """Consecutive indices of one dim: the first, and the one after the last."""
@@ -38,7 +119,7 @@ def local_tensor(tensor: "DTensor") -> torch.Tensor:
 
 
 def with_local_tensor(tensor: "DTensor", local: torch.Tensor) -> "DTensor":
-    """Return a DTensor like `tensor` of which this rank stores `local`, a tensor of the same shape as before."""
+    """Return a DTensor like `tensor` with `local` as the part of this rank, a tensor of the same shape as before."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -65,7 +146,7 @@ def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor
             f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements}, which give this "
             f"rank a local tensor of shape {lengths}, but it has {tuple(local.shape)}: make it with distribute_tensor"
         )
-    if 0 in tensor.shape:  # its name shall not be lost
+    if 0 in tensor.shape:  # its name must not be lost
         return [(_piece(name, tensor, None, None), local.new_empty(tensor.shape))]
     return _boxed(name, tensor, local, held)
 
@@ -79,6 +160,7 @@ def local_stretches(name: str, tensor: "DTensor") -> list[list[_Stretch]]:
     _check_readable(name, tensor)
     if coordinate is None:
         raise CheckpointError(f"{name} is a DTensor on {tensor.device_mesh}, in which this rank is not")
+    # In the order of the mesh dims: each placement cuts what those before it have left of the dim.
     held: list[list[_Stretch]] = [[(0, size)] for size in tensor.shape]
     for mesh_dim, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
@@ -123,6 +205,7 @@ def _share(placement: Any, size: int, num_parts: int, part: int) -> list[_Stretc
         )
         stops = list(accumulate(each.size(placement.dim) for each in parts))
         return [(stops[part - 1] if part else 0, stops[part])]
+    # A strided shard says which indices it has only by giving them: split the indices themselves, and look for steps.
     parts, _ = placement._split_tensor(torch.arange(size).view(shape), num_parts, with_padding=False, contiguous=False)
     indices = parts[part].flatten()
     breaks = (indices.diff() != 1).nonzero().flatten()
@@ -155,18 +238,20 @@ def _length(stretches: Sequence[_Stretch]) -> int:
 def _boxed(
     name: str, tensor: "DTensor", local: torch.Tensor, held: Sequence[Sequence[_Stretch]]
 ) -> list[tuple[Piece, torch.Tensor]]:
-    """Every choice of one stretch per dim is a box, and lies in the local tensor where its stretches do."""
+    """Every choice of one stretch per dim is a box; its place in the local tensor is that of its stretches."""
     places = [accumulate((stop - start for start, stop in stretches), initial=0) for stretches in held]
     choices = [list(zip(stretches, where, strict=False)) for stretches, where in zip(held, places, strict=True)]
     pieces = []
     for choice in product(*choices):
         offset = tuple(start for (start, _), _ in choice)
         shape = tuple(stop - start for (start, stop), _ in choice)
+        # A view: a load writes through it into the DTensor.
         part = local[tuple(slice(at, at + size) for (_, at), size in zip(choice, shape, strict=True))]
         pieces.append((_piece(name, tensor, offset, shape), part))
     return pieces
 
 
 def _piece(name: str, tensor: "DTensor", offset: tuple[int, ...] | None, shape: tuple[int, ...] | None) -> Piece:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Piece(name=name, dtype=dtype, global_shape=tuple(tensor.shape), offset=offset, shape=shape)
+    return Piece(
+        name=name, dtype=dtype_name(tensor.dtype), global_shape=tuple(tensor.shape), offset=offset, shape=shape
+    )

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from shardwise.cli.ckpt.progress_bar import byte_progress
-from shardwise.cli.ckpt.table import plural
+from shardwise.cli.ckpt import byte_progress, plural
 from shardwise.cli.exit_verdicts import told
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def _pointing_back(*, is_blind: bool) -> Iterator[None]:
 def _rewrite(source: str, step: int | None, name: str | None, parameters: dict[str, int | str]) -> "Rewrite":
     """The rewrite that was asked for by name, else the one by which the source was made."""
     from shardwise import checkpoint
-    from shardwise.rewrite.shipped import find_rewrite
+    from shardwise.rewrite import find_rewrite
 
     if name is None:
         return checkpoint.recorded_rewrite(source, step=step)
@@ -216,7 +215,7 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
 
 def _some(names: Sequence[str]) -> str:
     """The first of names, and how many more there are."""
-    from shardwise.checkpoint.stored_names import printable
+    from shardwise.checkpoint.contents import printable
 
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return ", ".join(map(printable, names[:3])) + more

@@ -1,13 +1,24 @@
-"""A module run apart from the training: on copies of its inputs, with other parameters, and nothing left behind."""
+"""A module run in isolation from the training, and how far two such runs differ.
+
+`run_apart` runs a module on copies of its inputs, with other parameters, and leaves nothing behind: no gradients, no
+write to buffers, attributes, lists or dicts, no random number drawn from the program's streams. The training that goes
+on around a proof has the same bits with and without it.
+
+`differ` measures two runs against each other, `rounded` what rounding alone makes of one. A change of one last digit in
+every input and parameter shows how a module amplifies an error; right plans differ by a few such roundings:
+
+    float32    one last digit 1.2e-7    its effect on an output 1.7e-7    allowed 64 x 1.7e-7 = 1.1e-5    wrong: > 1e-3
+"""
 
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import xxhash
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
@@ -16,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.engine.pipeline.nested import is_plain, tensors_in, transform
 from shardwise.engine.precision import stop_following
 from shardwise.engine.randomness import StreamSplit
-from shardwise.engine.tensor.vocabulary import forget_heads
+from shardwise.engine.tensor.styles import forget_heads
+from shardwise.engine.tensor.tp_collectives import widened
 from shardwise.engine.wrapping import Forward, eager, strip
 
 Parameters = Mapping[nn.Parameter, torch.Tensor]
@@ -24,8 +36,6 @@ Parameters = Mapping[nn.Parameter, torch.Tensor]
 
 _TF32 = 2.0**-10
 """The precision of float32 products of 10 bits."""
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +45,7 @@ class CopiedInputs:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     has_state: bool
-    """Whether tensors are hidden in objects (a cache of keys and values), and nobody knows how they are cut."""
+    """Whether tensors are inside of objects (a cache of keys and values): how they are cut is unknown."""
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "CopiedInputs":
@@ -45,6 +55,7 @@ class CopiedInputs:
 
         def copied(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
+                # Subclasses and sparse tensors may not be what `clone` and arithmetic take them for.
                 if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout != torch.strided:
                     raise TypeError(f"a {type(leaf).__name__} of layout {leaf.layout}")
                 return leaf.detach().clone()
@@ -52,6 +63,7 @@ class CopiedInputs:
                 return leaf
             found = _tensors_of(leaf)
             hidden.extend(found)
+            # deepcopy refuses tensors with a graph. It finds these copies in its memo and takes them.
             known.update({id(each): each.detach().clone() for each in found})
             return copy.deepcopy(leaf, known)
 
@@ -79,6 +91,7 @@ class CopiedInputs:
             if isinstance(leaf, torch.Tensor):
                 return change(leaf)
             for each in _tensors_of(leaf):
+                # The tensors of an object are changed where the object holds them: `fresh` is a copy.
                 each.data = change(each)
             return leaf
 
@@ -86,23 +99,13 @@ class CopiedInputs:
         return CopiedInputs(args, kwargs, self.has_state)
 
 
-def is_half(value: torch.Tensor) -> bool:
-    """Whether it is in half precision."""
-    return value.dtype in _HALVES
-
-
-def widened(value: torch.Tensor) -> torch.Tensor:
-    """Half precision as float32; everything else as it is."""
-    return value.float() if is_half(value) else value
-
-
 class Way(NamedTuple):
     """How a module runs."""
 
     is_cut: bool
-    """As the plan has it; else it runs, and all in it, with its own forward."""
+    """As the plan has it; else the module, and all inside, runs with its own forward."""
     is_wide: bool
-    """Half precision is float32 meanwhile."""
+    """Half precision is replaced by float32."""
     trains: bool
     """In training mode, where dropout gives what it takes; else in evaluation mode."""
 
@@ -118,7 +121,7 @@ class ModuleRun(NamedTuple):
 
 
 def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun:
-    """What the module gives. Random numbers begin where they are now, each time. Raises what the module raises."""
+    """What the module gives; raises what it raises. Each run begins with the random state of now."""
     device = next((each.device for each in parameters.values()), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
     precision = _PrecisionWatch()
@@ -126,15 +129,20 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
     with (
         _left_alone(module),
         torch.no_grad(),
+        # The streams go on after a proof as before it. And since all ranks along tp draw from one stream, whole and cut
+        # runs begin with the same numbers on every rank: what is drawn for a whole value is alike in both.
         torch.random.fork_rng(devices=devices),
+        # Under autocast a wide run would be rounded to half precision again.
         torch.autocast(device.type, enabled=False),
         NoDropout(),
         precision,
     ):
         _prepare(module, parameters, way)
         if way.is_cut:
+            # Not what module.compile() made of it: it would be compiled anew for these parameters.
             forward = eager(forward)
         else:
+            # A model that computes its loss inside would take whole logits for a part of a cut head.
             forget_heads(module)
             forward = strip(module, forward)
         before = random_states(device)
@@ -155,6 +163,7 @@ class NoDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Whole and cut would drop other places of the same value: each rank draws for its part.
         if func in _dropouts():
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
@@ -177,7 +186,9 @@ def _dropouts() -> frozenset[Any]:
 def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
     buffers: dict[torch.Tensor, torch.Tensor] = {}
     modules = list(module.modules())
-    is_in_training = any(each.training for each in modules)  # then each keeps its own mode
+    # In training mode each module keeps its own mode (frozen norms are in evaluation mode). A model that is called in
+    # evaluation mode as a whole says nothing of modes, so all train.
+    is_in_training = any(each.training for each in modules)
     for each in modules:
         each.training = way.trains and (each.training or not is_in_training)
         vars(each)["_compiled_call_impl"] = None
@@ -190,17 +201,20 @@ def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
         for name, buffer in each._buffers.items():
             if buffer is not None:
                 fresh = widened(buffer).clone() if way.is_wide else buffer.clone()
+                # A buffer that two modules share stays one: what one writes the other reads.
                 each._buffers[name] = buffers.setdefault(buffer, fresh)
     if way.is_wide:
+        # The casts of inputs to the dtype of parameters would undo the widening.
         stop_following(module)
 
 
 @contextmanager
 def _left_alone(module: nn.Module) -> Iterator[None]:
-    """What a forward writes into the modules, their lists and dicts is taken back."""
+    """Put back what a forward writes into the modules, their lists and dicts."""
     saved = []
     for each in module.modules():
         attributes = dict(vars(each))
+        # Lists and dicts are emptied and filled again, not replaced: others may hold the same object.
         contents = [(held, copy.copy(held)) for held in attributes.values() if isinstance(held, list | dict | set)]
         saved.append((each, attributes, contents))
     try:
@@ -215,7 +229,7 @@ def _left_alone(module: nn.Module) -> Iterator[None]:
 
 
 class _PrecisionWatch(TorchDispatchMode):
-    """Notes the coarsest precision of all that is computed inside."""
+    """Notes the coarsest precision of all that is computed inside: what a forward casts itself, too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -223,6 +237,7 @@ class _PrecisionWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        # Every operation counts, not only the output: a forward may cast to bfloat16 inside and back again.
         for each in made if isinstance(made, tuple | list) else (made,):
             if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
                 self.eps = max(self.eps, torch.finfo(each.dtype).eps, _eps_inside(str(func), each))
@@ -230,7 +245,7 @@ class _PrecisionWatch(TorchDispatchMode):
 
 
 def _eps_inside(operation: str, made: torch.Tensor) -> float:
-    """Of products that torch is allowed to take in less precision than they are given in."""
+    """The precision of products that torch may take in fewer digits than those of their dtype (TF32)."""
     if made.dtype != torch.float32:
         return 0.0
     if "convolution" in operation:
@@ -247,6 +262,7 @@ def _is_kept(hook: Any, way: Way) -> bool:
 
     In training mode nothing is drawn to split streams: it would look as if the module had drawn.
     """
+    # A split draws one number from the stream around (see `engine.randomness`).
     if way.trains and isinstance(getattr(hook, "__self__", hook), StreamSplit):
         return False
     origin = getattr(hook, "__module__", None) or type(hook).__module__
@@ -274,3 +290,101 @@ def _tensors_of(thing: Any) -> list[torch.Tensor]:
 
 def _same(value: torch.Tensor) -> torch.Tensor:
     return value
+
+
+_FACTOR, _COARSE_FACTOR = 64.0, 8.0
+"""A plan is refused where outputs differ more than this times what rounding makes of them.
+
+Rounding is measured: every input and parameter is changed by up to one last digit. A sum over ranks takes another order
+of the same additions, and changes no result by more than a few such roundings; wrong plans change a thousandth or more.
+So the factor is generous where digits are fine (float32, as which half precision is computed, and float64), and small
+where a forward insists on coarse ones.
+"""
+
+PERTURBATION = 0.1
+"""How much parameters are changed before outputs are compared: zeros and ones would hide faults."""
+
+_CHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes in which torch calculates; values of others are taken as they are."""
+
+Leaf = Literal["alike", "part", "unlike"]
+"""A tensor of the cut module: of the whole one's shape, the part of this rank, or something else."""
+
+
+def differ(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """The largest relative difference (2-norms) between floating tensors and those of the same place; inf where one of
+    them is not finite and the other is."""
+    return max((_difference(*pair) for pair in zip(tensors, others, strict=True)), default=0.0)
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    if not (one.is_floating_point() or one.is_complex()) or one.numel() == 0:
+        return 0.0
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    # In float64, so that the difference of two close tensors is not itself a rounding.
+    one, other = one.to(wide), other.to(wide)
+    finite = one.isfinite()
+    # Masks of -inf in both are alike; an inf in one only is a difference that no norm would show (inf - x is inf).
+    if not torch.equal(finite, other.isfinite()):
+        return torch.inf
+    one, other = one[finite], other[finite]
+    apart, size = float((one - other).abs().norm()), float(other.abs().norm())
+    return apart / size if size else apart
+
+
+def factor_of(eps: float) -> float:
+    """How many times the rounding is allowed, where the coarsest value has this precision."""
+    return _FACTOR if eps <= torch.finfo(torch.float32).eps else _COARSE_FACTOR
+
+
+def finest_eps(tensors: Sequence[torch.Tensor]) -> float:
+    """The precision of the finest dtype among what a module gives."""
+    floats = [each.dtype for each in tensors if each.is_floating_point() or each.is_complex()]
+    return min((torch.finfo(dtype).eps for dtype in floats), default=torch.finfo(torch.float32).eps)
+
+
+def leaf_of(
+    cut: torch.Tensor, whole: torch.Tensor, sizes: Sequence[tuple[int, ...]], rank: int
+) -> tuple[Leaf, torch.Tensor]:
+    """What a tensor of the cut module is, and what it is compared with; `sizes`: its shapes on all ranks."""
+    if len({*sizes, tuple(whole.shape)}) == 1:
+        return "alike", whole
+    dims = [dim for dim, size in enumerate(whole.shape) if cut.dim() == whole.dim() and cut.shape[dim] != size]
+    if len(dims) == 1 and all(len(each) == whole.dim() for each in sizes):
+        (dim,) = dims
+        along = [each[dim] for each in sizes]
+        if sum(along) == whole.shape[dim]:
+            return "part", whole.narrow(dim, sum(along[:rank]), along[rank])
+    return "unlike", cut
+
+
+def perturbed(value: torch.Tensor, name: str, attempt: int) -> torch.Tensor:
+    """Other values of the same kind: signs stay, and what is zero everywhere is not any more."""
+    if value.dtype not in _CHANGED or value.numel() == 0:
+        return value
+    noise = _uniform(value, f"{name} {attempt}")
+    # In proportion: a scale stays a scale, and a small weight is not drowned. Zeros need something to be seen at all.
+    if bool(value.any()):
+        return value * (1 + PERTURBATION * noise)
+    return PERTURBATION * noise
+
+
+def rounded(
+    inputs: CopiedInputs, parameters: Parameters, eps: float
+) -> tuple[CopiedInputs, dict[nn.Parameter, torch.Tensor]]:
+    """Inputs and parameters, each changed by up to one last digit of this precision."""
+    numbers = iter(range(1 << 30))
+
+    def change(value: torch.Tensor) -> torch.Tensor:
+        if value.dtype not in _CHANGED:
+            return value
+        return value * (1 + eps * _uniform(value, f"rounding {next(numbers)}"))
+
+    return inputs.changed(change), {each: change(value) for each, value in parameters.items()}
+
+
+def _uniform(like: torch.Tensor, key: str) -> torch.Tensor:
+    """Numbers between -1 and 1, the same on every rank: the key decides, and no state of a generator."""
+    generator = torch.Generator(like.device).manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
+    noise = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    return noise.uniform_(-1, 1, generator=generator).to(like.dtype)

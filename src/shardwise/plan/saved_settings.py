@@ -1,21 +1,117 @@
-"""What a checkpoint knows of optimizers beside their numbers, and how a live optimizer takes it over.
+"""What a save keeps of a training besides its tensors: JSON settings, and how live optimizers take theirs over.
 
-Parameters are named, never counted: a parameter that was added, frozen or moved to another group is found and reported,
-and shifts nothing. The JSON form, for each optimizer:
+Settings of the model are its configuration files, and the record of a rewrite by which its tensors were made. Settings
+of optimizers name parameters and never count them: a parameter that was added, frozen or moved to another group is
+found and reported, and shifts nothing. For each optimizer:
 
     {"kind": "AdamW",
      "groups": [{"parameters": ["w", "b"], "settings": {"lr": 0.001, "betas": [0.9, 0.999]}}],
      "plain": {"step": "int"},       state keys that are Python values, saved as 0-d tensors
      "none": {"buffer": true}}       state keys that may be None, which is saved by leaving it out
+
+Taken over by name, here with one parameter that moved to another group since the save:
+
+    saved   group 0 (lr 0.1): w, b     group 1 (lr 0.2): scale
+    live    group 0: w, scale          group 1: b
+    ->      refused: group 0 "was several groups": lr is 0.1 for 'w' and 0.2 for 'scale'; group 1 takes lr 0.1
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.errors import CheckpointError, few_of, in_words
+from shardwise.errors import CheckpointError, MismatchError, few_of, in_words
+
+CONFIG = "config.json"
+"""The file from which `from_pretrained` makes a model."""
+
+MODEL_FILES = "model_files"
+"""Under this key the settings of a save have the files that describe the model: file name -> JSON."""
+
+REWRITE = "rewrite"
+"""Under this key the settings of a save have the record of the rewrite by which its tensors were made."""
+
+LOADED_BY = "loaded_by"
+"""Under this key they have the record of the rewrite by which the values were made that training went on from."""
+
+_GENERATION = "generation_config.json"
+
+_MOST_BYTES = 1 << 20
+"""Of one file: the manifest has it, and every rank reads that."""
+
+
+def settings_of_model(model: object) -> dict[str, Any]:
+    """The files that `save_pretrained` would write next to the tensors of a model, as settings; {} for other models.
+
+    A configuration is known by its method `to_json_string`, as those of transformers have it.
+    """
+    # A model that torch.compile wrapped has another class, and the name of the class goes into the configuration.
+    model = getattr(model, "_orig_mod", model)
+    # By what the object can do, not by its class: this room imports no torch and the library needs no transformers.
+    config = _written(getattr(model, "config", None))
+    if config is None:
+        return {}
+    if hasattr(type(model), "config_class"):  # a class that `from_pretrained` can make
+        config["architectures"] = [type(model).__name__]
+    files = {CONFIG: config}
+    can_generate = getattr(model, "can_generate", None)
+    if callable(can_generate) and can_generate():
+        generation = _written(getattr(model, "generation_config", None))
+        files |= {} if generation is None else {_GENERATION: generation}
+    return {MODEL_FILES: files}
+
+
+def origin_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the settings of a save, what says by which rewrite its values came into the form that they have."""
+    # Its own rewrite, or that of the save it went on from: an origin is handed on from save to save.
+    record = settings.get(REWRITE, settings.get(LOADED_BY))
+    return {} if record is None else {LOADED_BY: record}
+
+
+def _written(config: Any) -> dict[str, Any] | None:
+    """A configuration as JSON; None where there is none, or none that a save could keep."""
+    write = getattr(config, "to_json_string", None)
+    if not callable(write):
+        return None
+    try:
+        text = write()
+        found = json.loads(text) if len(text) <= _MOST_BYTES else None
+    # A configuration may be of the user's own and raise anything. It only describes the model: a save goes on without.
+    except Exception:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def merge_settings(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings that ranks know together. Raises MismatchError where two say different things under one key."""
+    merged: dict[str, Any] = {}
+    for rank, settings in enumerate(by_rank):
+        merged = _merge(merged, settings, rank, "settings")
+    return merged
+
+
+def _merge(one: Any, other: Any, rank: int, place: str) -> Any:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return {
+            **one,
+            **{key: _merge(one.get(key, value), value, rank, f"{place}.{key}") for key, value in other.items()},
+        }
+    # Lists of one length are merged by position (the groups of an optimizer are lists with settings inside), others
+    # must be equal: nothing says how entries of lists of several lengths belong together.
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [
+            _merge(mine, yours, rank, f"{place}[{at}]") for at, (mine, yours) in enumerate(zip(one, other, strict=True))
+        ]
+    if one != other:
+        raise MismatchError(
+            f"{place} is {one!r} on the ranks before rank {rank}, and {other!r} there; settings (learning rates, "
+            "groups) are to be equal on all ranks when they are saved"
+        )
+    return one
+
 
 PYTHON_DTYPES: Mapping[str, str] = MappingProxyType({"bool": "bool", "int": "int64", "float": "float64"})
 """The dtype of the 0-d tensor that keeps a Python value of an optimizer's state, by the type's name."""
@@ -112,6 +208,8 @@ def _text(value: Any) -> str:
 def _legible(settings: Any) -> dict[str, Any]:
     """The settings of a group, whose values `_from_json` understands."""
     legible = dict(settings)
+    # Only tried: values stay JSON, to be compared with a live group as JSON. What cannot be read raises here, on every
+    # rank alike, and not later in the middle of a load.
     for value in legible.values():
         _from_json(value)
     return legible
@@ -129,13 +227,15 @@ def settings_to_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_json(value: Any) -> Any:
     """`_MISSING` for what JSON cannot hold. Numbers that are not finite become {"float": "inf"}: JSON has none."""
-    if hasattr(value, "tolist"):  # a tensor (a learning rate may be one), or a number of numpy
+    # A tensor (a learning rate may be one, so that a compiled step need not be compiled anew), or a number of numpy.
+    if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):
         values = [_to_json(each) for each in value]
         return _MISSING if any(each is _MISSING for each in values) else values
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
+    # Exact types: a subclass (an enum, say) would come back as something else.
     return value if value is None or type(value) in (bool, int, float, str) else _MISSING
 
 
@@ -155,10 +255,12 @@ def take_over(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def _in_the_form_of(live: Any, value: Any) -> Any:
+    # In place: a compiled step has this very tensor among its inputs.
     if hasattr(live, "new_tensor"):
         return live.copy_(live.new_tensor(value))
     if not isinstance(value, list):
         return value
+    # JSON has no tuples, and optimizers expect theirs (betas): a list becomes a tuple unless the live value is a list.
     old = live if isinstance(live, list | tuple) and len(live) == len(value) else [None] * len(value)
     values = [_in_the_form_of(*pair) for pair in zip(old, value, strict=True)]
     return values if isinstance(live, list) else tuple(values)
@@ -194,6 +296,7 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
     then = stored_names(names, ties, places, then_tied)
     added = frozenset(ties.get(name, name) for name in settings.get(ADDED, ()))
     expected = [name for name in names if name not in added]
+    # A checkpoint of plain weights says nothing of optimizers, and a model without one asks nothing: no findings then.
     findings = _findings_of_parameters(expected, ties, places, then) if places and live else []
     taken = []
     source: dict[str, tuple[str, NamedOptimizer]] = {}
@@ -225,6 +328,8 @@ def stored_names(
         aliases.setdefault(name, []).append(alias)
     found = {}
     for name in names:
+        # A tied parameter has one state, under the name that came first when it was saved. The live model may register
+        # its modules in another order, or the tie may be of another name by now: every name of both sides is tried.
         called = (name, *aliases.get(name, ()))
         candidates = [*called, *(then_tied[each] for each in called if each in then_tied)]
         if (first := next((each for each in candidates if each in stored), None)) is not None:
@@ -254,6 +359,7 @@ def _findings_of_group(kind: str, group: OptimizerGroup, sources: Mapping[str, M
     if not sources:
         return
     what = f"the group of {kind} with {few_of(group.parameters)}"
+    # Compared as JSON on both sides, so that tuples and lists, tensors and numbers do not differ by their form.
     here = settings_to_json(group.settings)
     for key in dict.fromkeys(key for settings in sources.values() for key in settings):
         first, *others = ((name, settings.get(key, _MISSING)) for name, settings in sources.items())
@@ -277,6 +383,7 @@ def _settings_for(group: OptimizerGroup, source: Mapping[str, Any], places: Mapp
     sources = [places[source[name][0]][1].settings for name in group.parameters if name in source]
     taken = {}
     for key in dict.fromkeys(key for settings in sources for key in settings):
+        # Where saved groups disagree the live value stays. `_findings_of_group` reports that, and a user may load so.
         values = [settings.get(key, _MISSING) for settings in sources]
         fits = not hasattr(live := group.settings.get(key), "new_tensor") or _alike(_to_json(live), values[0])
         known = key in group.settings or key in _OF_SCHEDULERS
