@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train.tables import CheckpointTable, DataTable, ModelTable, Table, TrainTable
+from shardwise.train.config import CheckpointTable, DataTable, ModelTable, Table, TrainTable
 from shardwise.words import GLOSSARY
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import shardwise
 from shardwise.cli import main
-from shardwise.train.tables import CheckpointTable, DataTable, ModelTable, Table, TrainTable
+from shardwise.train.config import CheckpointTable, DataTable, ModelTable, Table, TrainTable
 
 SOURCE = Path(shardwise.__file__).parent
 

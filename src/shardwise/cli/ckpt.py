@@ -60,7 +60,7 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
 
 def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | CheckpointError]") -> None:
     from shardwise.checkpoint.contents import printable
-    from shardwise.train.progress import size
+    from shardwise.train.observers import size
 
     click.echo(f"{path}: {plural(len(heads), 'save')}{listing.torn_note()}{listing.renamed_note()}")
     rows = []
@@ -89,7 +89,7 @@ def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | Checkpo
 
 def _print_tensors(contents: "Contents") -> None:
     from shardwise.checkpoint.contents import printable
-    from shardwise.train.progress import size
+    from shardwise.train.observers import size
 
     when = "" if contents.step is None else f", step {contents.step}"
     kind = "" if contents.format == "shardwise" else f", {contents.format}"
@@ -248,7 +248,7 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
 
 
 def _tell(report: "VerifyReport") -> None:
-    from shardwise.train.progress import size
+    from shardwise.train.observers import size
 
     if report.good:
         click.echo(

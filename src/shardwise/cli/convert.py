@@ -182,7 +182,7 @@ def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | 
 
 
 def _closing(report: "ConvertReport", seconds: float) -> str:
-    from shardwise.train.progress import size
+    from shardwise.train.observers import size
 
     lines = [f"{report.source} ({report.source_format}) -> {report.destination}"]
     if report.left_out:

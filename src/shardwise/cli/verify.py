@@ -123,7 +123,7 @@ def _made_folder(output: Path) -> str:
 
 
 def _program(config: "RunConfig", steps: int) -> "Program":
-    from shardwise.train.verification.configured import configured
+    from shardwise.train.verification.program import configured
 
     return configured(config, steps=steps)
 

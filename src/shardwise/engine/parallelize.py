@@ -29,10 +29,10 @@ from shardwise.engine.meta_init import Initialisation
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import KnownOptimizer, know
 from shardwise.engine.optimizers import OptimizerSource, build, check_coverage, describe_settings, swap
-from shardwise.engine.pipeline.gradient_kinds import GradientKinds
-from shardwise.engine.pipeline.placing import agree_on_placement
+from shardwise.engine.pipeline.crossings import GradientKinds
+from shardwise.engine.pipeline.module_placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage_parameters import StageParameters, assign_parameters, drop_foreign, move_to
+from shardwise.engine.pipeline.stage_contents import StageParameters, assign_parameters, drop_foreign, move_to
 from shardwise.engine.pipeline.stage_ties import StageTies, chains_of
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.module_outline import count_work, outline_of
+from shardwise.engine.pipeline.module_placement import count_work, outline_of
 from shardwise.errors import ModelError
 from shardwise.plan import Outline, Pipeline, Placement, place
 from tests.engine.pipeline.models import UNet

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.inventory import named_places
-from shardwise.engine.pipeline.module_outline import unchanged
+from shardwise.engine.pipeline.module_placement import unchanged
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.operation_rules import follow, moved
 from shardwise.engine.wrapping import Forward, unwrap, wrap

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.inventory import named_places
-from shardwise.engine.pipeline.module_outline import unchanged
+from shardwise.engine.pipeline.module_placement import unchanged
 from shardwise.engine.tensor.isolated_runs import NoDropout, random_states
 from shardwise.engine.tensor.styles import STYLES, SharedInputs, innermost_module, parameters_set
 from shardwise.engine.tensor.tp_collectives import taken

@@ -1,5 +1,10 @@
-"""What a placement has to know of a model: the tree of its modules, the work of each, and when each is called."""
+"""Where the modules of a model go: their tree, their work, and the placement that all ranks agree on.
 
+`outline_of` gives the tree of modules, `count_work` the work of each and the order of their first calls. The placement
+itself is a pure function of these (`plan.stages.place`).
+"""
+
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,8 +17,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.errors import ModelError
-from shardwise.plan import Outline
+from shardwise.comm import Channel
+from shardwise.comm.agreement import agreed
+from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
+from shardwise.errors import ModelError, PlanError
+from shardwise.plan import Outline, Placement, Plan
+from shardwise.plan.stages import place
 
 _NUM_TIMED_RUNS = 3
 
@@ -47,6 +56,7 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
     """The outline of a module that is met first as `name`. `listed`: the parameters met so far, by id."""
     closed = _is_closed(module)
     own_parameters = []
+    # A parameter of several modules counts where it is met first: it is one parameter, and one stage owns it.
     for key, parameter in module.named_parameters(name, recurse=closed, remove_duplicate=False):
         own_parameters.append((key, 0 if id(parameter) in listed else parameter.numel()))
         listed.add(id(parameter))
@@ -62,6 +72,8 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
         children=tuple(children),
         own_parameters=tuple(own_parameters),
         aliases=tuple(names[module][1:]),
+        # torch's own modules with modules inside (MultiheadAttention, TransformerEncoderLayer) use the parameters of
+        # these without calling them, or take a fused path: cut apart they would not run as one.
         is_indivisible=bool(module._modules)
         and type(module).__module__.startswith("torch.nn.modules")
         and not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict),
@@ -69,12 +81,12 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
 
 
 def _is_closed(module: nn.Module) -> bool:
-    """Whether what is inside the module is not called as modules: it is compiled into one."""
+    """Whether the modules inside are not called as modules, because they are compiled into one."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules  # module.compile, torch.compile
 
 
 class _Flops(TorchDispatchMode):
-    """Counts the floating-point operations of this thread; what is compiled runs uncompiled meanwhile."""
+    """Counts the floating-point operations of this thread; compiled modules run uncompiled meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,12 +116,14 @@ def count_work(
     named = dict(_named_modules(model))
     modules = {each.name: named[each.name] for each in outline_of(model).modules()}
     with torch.no_grad(), unchanged(model):
+        # Dropout would draw numbers, and batch norm would write its statistics: the batch is for counting only.
         model.eval()
         if kind == "flops":
             with _Flops() as flops:
                 runs = [_metered(modules, call, lambda: flops.total)]
         else:
             read = _clock(next((each.device for each in model.parameters()), torch.device("cpu")))
+            # The first run pays for what happens once (compiling, choosing kernels, first allocations).
             runs = [_metered(modules, call, read) for _ in range(1 + _NUM_TIMED_RUNS)][1:]
     work = {name: median(run.get(name, 0) for run in runs) for name in modules}
     return work, list(runs[0])
@@ -167,6 +181,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
     """Reads the time in seconds, when all that the device was given to do is done."""
 
     def read() -> float:
+        # Kernels run on after they were issued: without this a module would cost its Python alone.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -176,7 +191,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward changes: modes, buffers and the state of random generators."""
+    """Undo the changes of a forward: modes, buffers and the state of random generators."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, key, buffer, None if buffer is None else buffer.clone())
@@ -195,3 +210,45 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 if buffer is not None and values is not None and not torch.equal(buffer, values):
                     buffer.copy_(values)
                 module._buffers[key] = buffer
+
+
+WHOLE = Placement(num_ranks=1, num_stages=1, modules={"": 0}, parameters={})
+"""Of a model that is not cut."""
+
+
+def agree_on_placement(
+    model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None, channel: Channel
+) -> Placement:
+    """Place the modules of `model`, in the order in which `sample` runs through them where there is one.
+
+    Where work decides, it is what rank 0 counts or measures on the sample.
+
+    Raises PlanError, the same on all ranks.
+    """
+    if plan.mesh.pp * plan.pipeline.num_chunks == 1:
+        return WHOLE
+    with agreed(channel, purpose="work of modules") as counted:
+        measured: Any = [None, None]
+        if plan.pipeline.stages is None:
+            if sample is None and plan.pipeline.balance != "parameters":
+                raise PlanError(
+                    f"pipeline.balance: {plan.pipeline.balance!r} asked, which runs the model on a batch; give one: "
+                    'parallelize(..., sample=batch), or balance by "parameters"'
+                )
+            if sample is not None and channel.rank == 0:
+                measured = _measure(model, plan, loss, sample)
+        counted.value = json.dumps(measured).encode()
+    work, order = json.loads(counted.values[0])  # times differ from rank to rank
+    with agreed(channel, purpose="verdict on the placement"):
+        return place(outline_of(model), plan.pipeline, num_ranks=plan.mesh.pp, work=work, order=order)
+
+
+def _measure(
+    model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch
+) -> tuple[dict[str, float] | None, list[str]]:
+    """Work and order of the modules, on one microbatch of the sample, on the device where the model was built."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    part = split_batch(sample, min(plan.merge.microbatches, count_rows(sample)), device)[0]
+    balance = plan.pipeline.balance
+    work, order = count_work(model, lambda: loss(part), kind="flops" if balance == "parameters" else balance)
+    return None if balance == "parameters" else work, order

@@ -1,5 +1,10 @@
-"""The picture of a pipeline's timeline: a row of bars per rank, a bar per forward and backward."""
+"""A timeline as files: a picture, and a trace that Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing) open.
 
+Both have a row per rank, and a bar per forward and backward. torch is not needed here: `shardwise schedule` draws with
+it too.
+"""
+
+import json
 from collections import Counter
 from itertools import groupby
 from pathlib import Path
@@ -25,9 +30,11 @@ def save_picture(timeline: Timeline, path: Path, *, title: str) -> None:
     """
     if path.suffix.lower() not in (".png", ".svg"):
         raise PlanError(f"picture: {str(path)!r} ends neither in .png nor in .svg")
+    # Imported late: matplotlib is an extra, and takes longer to load than all else here.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    # Wide enough for a digit in most bars, within what a screen or a page can show.
     longest = max(Counter(span.rank for span in timeline.busy_spans()).values(), default=0)
     width = min(max(12.0, 0.2 * longest), 40.0)
     figure = Figure(figsize=(width, 1.7 + 0.45 * timeline.num_ranks), dpi=144, layout="constrained")
@@ -37,6 +44,7 @@ def save_picture(timeline: Timeline, path: Path, *, title: str) -> None:
     axes.barh(range(timeline.num_ranks), span, height=_BAR, color=_IDLE, zorder=0)
     _draw_bars(axes, timeline, scale, inches=(width - 1.2) / span)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)], color=_INK)
+    # Downwards, so that rank 0 is on top, as in the drawings in text.
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
     axes.set_xlim(0, span)
     axes.set_xlabel(unit, color=_MUTED, loc="right")
@@ -59,6 +67,7 @@ def _draw_bars(axes: Any, timeline: Timeline, scale: float, *, inches: float) ->
     def look(span: TimeSpan) -> tuple[str, int]:
         return span.kind, stages_of[span.rank].index(span.stage)
 
+    # Grouped by look, so that each look is one call and one entry of the legend.
     shown = sorted(spans, key=lambda span: (span.kind != "F", look(span)[1]))
     many = len({look(span) for span in shown}) > 2
     for (kind, chunk), group in groupby(shown, key=look):
@@ -77,6 +86,7 @@ def _draw_bars(axes: Any, timeline: Timeline, scale: float, *, inches: float) ->
             if width * inches > _INCHES_PER_DIGIT * len(number):
                 colour = _INK if chunk % len(_COLOURS[kind]) < 2 else "white"
                 axes.text(start + width / 2, span.rank, number, ha="center", va="center", fontsize=8, color=colour)
+    # A bar without a size, only for its entry in the legend.
     axes.bar(0, 0, color=_IDLE, label="idle")
     axes.figure.legend(frameon=False, ncols=5, loc="outside lower right", fontsize=9, labelcolor=_INK)
 
@@ -87,3 +97,33 @@ def _unit(seconds: float) -> tuple[str, float]:
         if seconds * per_second >= 1:
             return unit, per_second
     return "us", 1e6
+
+
+def save_trace(timeline: Timeline, path: Path, *, title: str) -> None:
+    """Write the timeline as JSON of complete events, in microseconds since its start.
+
+    Source: Google's "Trace Event Format". Viewers nest the spans of one rank, so they either contain each other or
+    do not overlap.
+    """
+    events: list[dict[str, object]] = [_named("process_name", 0, title)]
+    for rank in range(timeline.num_ranks):
+        events.append(_named("thread_name", rank, f"rank {rank}"))
+        events.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
+    events += [
+        {
+            "name": f"{span.kind}{' ' if len(span.kind) > 1 else ''}{span.microbatch}.{span.stage}",
+            "cat": span.kind,
+            "ph": "X",
+            "pid": 0,
+            "tid": span.rank,
+            "ts": (span.start_s - timeline.start_s) * 1e6,
+            "dur": (span.stop_s - span.start_s) * 1e6,
+            "args": {"microbatch": span.microbatch, "stage": span.stage},
+        }
+        for span in timeline.spans
+    ]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="ascii")
+
+
+def _named(what: str, rank: int, name: str) -> dict[str, object]:
+    return {"name": what, "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}}
