@@ -22,6 +22,7 @@ def ckpt() -> None:
     """Look into checkpoints, of this program and others."""
 
 
+# Each command imports the checkpoint room when it runs: `shardwise --help` must not wait for torch.
 @ckpt.command("ls")
 @click.argument("path")
 @click.option("--step", type=int, help="Show the tensors of the save of this step instead of the newest.")
@@ -203,6 +204,7 @@ def diff(a: str, b: str, step_a: int | None, step_b: int | None, model_only: boo
     except KeyboardInterrupt:
         click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
+    # Not `told`: diff(1) says 2 for trouble and 1 for a difference, and scripts that use one rely on the same here.
     except Exception as error:
         tell(ExitVerdict.of(error, rank=None, debug=debug))
         sys.exit(TROUBLE)
@@ -231,6 +233,7 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
             def advance(num_bytes: int) -> None:
                 nonlocal verified
                 verified += num_bytes
+                # The total is an estimate from manifests: the bar must not pass its end.
                 show(verified, max(verified, total))
 
             if verifies_all:
@@ -275,6 +278,7 @@ def _total_bytes(path: str, step: int | None, *, verifies_all: bool) -> int:
     with contextlib.suppress(OSError):
         store = checkpoint.store_of(path)
         for number in list_saves(store).committed:
+            # A damaged save is a finding of the check itself. Here it is only missing in the estimate.
             with contextlib.suppress(CheckpointError):
                 total += read_head(store, number).num_bytes
     return total
@@ -319,6 +323,7 @@ def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    # On stderr, so that the output can be piped.
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(

@@ -23,6 +23,7 @@ def _parameters(context: click.Context, option: click.Parameter, words: tuple[st
         name, equals, value = word.partition("=")
         if not (name and equals and value):
             raise click.BadParameter(f"{word!r} is not of the form name=value", context, option)
+        # Parameters are integers or text, and a shell knows only text.
         found[name] = int(value) if value.isdecimal() else value
     return found
 
@@ -98,6 +99,7 @@ def convert(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
+    # Before anything is imported or read: options that contradict each other are found at once.
     wrong = {
         "--set gives a parameter to a rewrite; name one with --rewrite": parameters and rewrite is None,
         "--like says where the inverse of a rewrite leads; give --inverse": like is not None and not inverse,
@@ -107,6 +109,7 @@ def convert(
     }
     for words in (words for words, is_so in wrong.items() if is_so):
         raise click.UsageError(words)
+    # Imports stay inside the commands: `shardwise --help` must not wait for torch.
     with told(debug=debug), _pointing_back(is_blind=inverse and like is None):
         from shardwise import checkpoint
 

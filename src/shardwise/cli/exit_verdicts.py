@@ -36,7 +36,9 @@ class ExitVerdict:
         if not isinstance(error, ShardwiseError):
             who = "" if rank is None else f"rank {rank}: "
             words = f"{who}{type(error).__name__}: {words}"
+        # Notes point the way out (`error.add_note`), and without a traceback nothing else would print them.
         words = "\n".join([words, *getattr(error, "__notes__", ())])
+        # Errors about what the user wrote are wrong usage.
         asked = isinstance(error, PlanError | DataError | ModelError | OptimizerError | BatchError)
         return cls(
             paragraph=f"Error: {words}",
@@ -54,6 +56,7 @@ class ExitVerdict:
 def weighed(folder: Path) -> ExitVerdict | None:
     """The one verdict to tell, of all that the ranks have left: of a rank that failed, rather than of its peers."""
     found = [ExitVerdict(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(folder.glob("*.json"))]
+    # A peer error only says that another rank is gone. Files are in the order of ranks, so of equals the lowest speaks.
     return min(found, key=lambda verdict: verdict.is_about_peer, default=None)
 
 
@@ -75,6 +78,7 @@ def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) 
         yield
     except click.ClickException:  # click has its own words
         raise
+    # A terminal sends Ctrl-C to every rank. Only the process that started them says so.
     except KeyboardInterrupt:
         if verdicts is None:
             click.echo("stopped by Ctrl-C", err=True)
@@ -87,6 +91,7 @@ def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) 
         if isinstance(error, BrokenPipeError) and rank is None:  # who reads the output has seen enough
             raise
         verdict = ExitVerdict.of(error, rank=rank, debug=debug)
+        # No launcher of ours waits for a file: this process speaks for itself.
         if verdicts is None or rank is None:
             tell(verdict)
             sys.exit(verdict.exit_code)
@@ -123,6 +128,7 @@ def launched(arguments: Sequence[str], *, num_processes: int, overrides: Sequenc
     from shardwise.comm import launch
 
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        # Ranks read the configuration anew and need the same settings.
         options = [word for each in overrides for word in ("--set", each)]
         options += ["--verdicts", folder, *(["--debug"] if debug else [])]
         code = launch("shardwise.cli", [*arguments, *options], num_processes=num_processes)

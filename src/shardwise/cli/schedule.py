@@ -50,6 +50,8 @@ def schedule(
         from shardwise.plan.timeline import simulate_schedule
         from shardwise.plan.timeline_text import draw_timeline
 
+        # What was asked for is checked, and what would be trained is drawn: `adapt` changes a named schedule that would
+        # deadlock.
         asked = _schedule(schedule, ranks, chunks, microbatches)
         moved = chain(asked.num_stages) if transfers is None else _transfers(transfers)
         run = adapt(asked, moved)
@@ -78,6 +80,7 @@ def _schedule(source: str, ranks: int | None, chunks: int | None, microbatches: 
     from shardwise.errors import PlanError
     from shardwise.plan.schedules import SCHEDULES, Schedule, make_schedule
 
+    # A file that happens to be called 1f1b does not hide the schedule.
     if source not in SCHEDULES and Path(source).is_file():
         text = Path(source).read_text(encoding="utf-8", errors="replace") + "\n"
         own = Schedule.parse(text)

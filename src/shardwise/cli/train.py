@@ -42,10 +42,12 @@ def train(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1.
     """
+    # Signals are caught before anything slow: one that comes during imports ends the run in order too.
     with told(debug=debug), StopSignals() as signals:
         place = place_here(nproc)
         rank, size = place or (None, nproc or 1)
         with told(debug=debug, rank=rank, verdicts=verdicts):
+            # Before processes are started: a mistake is reported once, and not by every rank.
             run_config = _checked(config, overrides, size)
             if nproc is not None and nproc > 1:
                 arguments = ["train", str(config), *(["--resume", resume] if resume is not None else [])]
@@ -78,6 +80,8 @@ def _run(config: "RunConfig", resume: str | None, signals: StopSignals, *, is_ra
     try:
         run(config, channel, Console(), resume=resume, signals=signals)
     except BaseException as error:
+        # Agreed: every rank stops at this update, so the channel can close in order. Otherwise others still wait in a
+        # collective, and abort wakes them.
         if not (isinstance(error, Stopped) and error.is_agreed):
             channel.abort(str(error) if isinstance(error, Stopped) else in_words(error))
             raise

@@ -55,6 +55,7 @@ def verify(
     Exit codes: 0 equal or rounding, 1 diverged, inconclusive or failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
     with told(debug=debug):
+        # Simulated ranks are threads of this process: what a launcher set up does not matter.
         place = None if simulate else place_here(nproc)
     is_rank = place is not None
     rank, size = place or (None, nproc)
@@ -96,6 +97,8 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
 
     channel = processes(timeout_seconds=config.train.timeout_seconds)
     try:
+        # Rank 0 chooses the folder, since its name is random, and tells the others. They share the file system of the
+        # output.
         made = _made_folder(config.output) if notes is None and channel.rank == 0 else ""
         name = channel.exchange(made.encode(), purpose="a fresh folder for the verification")[0].decode()
         folder = notes if notes is not None else config.output / name
@@ -105,6 +108,7 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
     except BaseException as error:
         channel.abort(in_words(error))
         raise
+    # The channel closes first: the run of one process must not hold the other ranks.
     rank, device = channel.rank, channel.device
     channel.close()
     if rank > 0:
