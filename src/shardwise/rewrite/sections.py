@@ -1,4 +1,4 @@
-"""Sections: the parts of a rewrite, from text to what they did to given tensors. Each sees what the one before gives out.
+"""Sections: parts of a rewrite, from text to what they did to tensors. Each sees what the one before gives out.
 
 Figure 1. `a -> b`, a line `---`, `b -> c`, and the inverse::
 
