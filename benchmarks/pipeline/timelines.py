@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.pipeline.models import Shape
 from shardwise.comm import Channel
 from shardwise.engine.pipeline.post import Key, MessageKind, Post
-from shardwise.plan.schedule_walk import Transfers
+from shardwise.plan.schedule_check import Transfers
 from shardwise.plan.schedules import Schedule
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 

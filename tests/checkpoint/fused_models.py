@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.plan.names import split_state_name, state_name
 from shardwise.plan.specs import Partition
-from shardwise.plan.state_names import split_state_name, state_name
 from tests.engine.models import NUM_WORDS, word_batch, word_loss
 from tests.engine.oracle import share_of
 

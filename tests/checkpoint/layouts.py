@@ -9,7 +9,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.plan.specs import Owners, Partition
-from shardwise.plan.tensor import plan_tensor
+from shardwise.plan.tensor_cuts import plan_tensor
 from shardwise.space import Portion
 from tests.engine.models import NUM_WORDS, word_batch, word_loss
 from tests.engine.oracle import share_of

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from shardwise import checkpoint
-from shardwise.checkpoint import LocalStore, convert, file_writing, huggingface_files, windows
+from shardwise.checkpoint import LocalStore, convert, huggingface_files, safetensors_files, windows
 from shardwise.errors import CheckpointError
 from tests.checkpoint.cut_tensors import save_sharded, tensors_of
 from tests.checkpoint.faulty import Counting, Died, DyingAt, FailingAt, Mode, really_dying
@@ -24,7 +24,7 @@ To = Literal["pieces", "whole"]
 @pytest.fixture
 def _many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(file_writing, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(safetensors_files, "_CHUNK_BYTES", 100)
     monkeypatch.setattr(windows, "WINDOW_BYTES", 128)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import AsyncSaver, LocalStore, file_writing, saving, windows
+from shardwise.checkpoint import AsyncSaver, LocalStore, safetensors_files, saving, windows
 from shardwise.checkpoint.saves import list_saves
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 @pytest.fixture(autouse=True)
 def _many_small_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(file_writing, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(safetensors_files, "_CHUNK_BYTES", 100)
     monkeypatch.setattr(windows, "WINDOW_BYTES", 80)
     monkeypatch.setattr(saving, "BLOCK_BYTES", 32)
 

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.extra_values import packed, unpacked
-from shardwise.comm.alone import alone
+from shardwise.checkpoint.manifest import packed, unpacked
+from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 
 STATE = {"w": torch.ones(2)}

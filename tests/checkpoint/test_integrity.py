@@ -208,7 +208,7 @@ def test_files_swapped_between_two_ranks_are_named(tmp_path: Path) -> None:
 def test_a_manifest_of_another_save_is_refused_by_its_missing_files(path: Path) -> None:
     good = files_of(path, 2)["manifest"].read_bytes()
     files_of(path, 2)["manifest"].write_bytes(files_of(path, 1)["manifest"].read_bytes())
-    check_refused(path, files_of(path, 1)["table"].name, "is missing, though the save names it")
+    check_refused(path, files_of(path, 1)["table"].name, "is missing")
     files_of(path, 2)["manifest"].write_bytes(good)
     assert same(loaded(path)[0], whole_state(2))
 

@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint.arrangement import FileLayout
-from shardwise.engine.tensor.cutting import portion_of
+from shardwise.engine.tensor.tensor_decision import portion_of
 from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, odd, portions_of, train
 
 Saved = tuple[Path, Whole]

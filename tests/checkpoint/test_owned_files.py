@@ -15,7 +15,7 @@ from shardwise import checkpoint
 from shardwise.checkpoint import LocalStore
 from shardwise.checkpoint.saves import list_saves
 from shardwise.checkpoint.stores import Store
-from shardwise.comm.alone import alone
+from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.small_states import contents
 from tests.checkpoint.test_saves import Meeting

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import TorchState
-from shardwise.comm.alone import alone
+from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError, ShardwiseError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import assignment, file_writing, reading, rounds, saving, tensor_bytes, windows
+from shardwise.checkpoint import assignment, reading, rounds, safetensors_files, saving, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
@@ -27,10 +27,10 @@ SMALL = [
 ]
 SMALL += [
     (windows, "WINDOW_BYTES"),
-    (file_writing, "_CHUNK_BYTES"),
+    (safetensors_files, "_CHUNK_BYTES"),
     (reading, "_STRETCH_BYTES"),
     (reading, "_PART_BYTES"),
-    (tensor_bytes, "_BOUNCE_BYTES"),
+    (safetensors_files, "_BOUNCE_BYTES"),
     (assignment, "_SPLIT_BYTES"),
 ]
 """Limits that small states do not reach by themselves, in bytes."""

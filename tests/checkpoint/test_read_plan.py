@@ -22,7 +22,8 @@ from shardwise.checkpoint.read_plan import (
 )
 from shardwise.plan import Ownership, Parameter, Sharding, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import BlockPart, Box, Layout, Mesh, Move, Piece, Shard
+from shardwise.space import BlockPart, Box, Mesh, Move, Piece
+from tests.space.layouts import Layout, Shard
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, runs_within, shapes
 
 proven: Callable[[Any], Any] = settings(deadline=None, max_examples=60)

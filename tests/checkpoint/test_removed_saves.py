@@ -16,7 +16,7 @@ from shardwise.checkpoint import LocalStore
 from shardwise.checkpoint.stores import Store
 from shardwise.cli import main
 from shardwise.comm import Channel
-from shardwise.comm.alone import alone
+from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.faulty import Counting, Operation, T, Watched
 from tests.checkpoint.small_states import empty_state, same, save_state, whole_state

@@ -48,7 +48,7 @@ def test_the_inverse_brings_back_what_was_there(name: str, tmp_path: Path) -> No
 
 def test_what_is_cast_is_cast_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than a window of it is there in the other dtype at a time."""
-    monkeypatch.setattr("shardwise.checkpoint.tensor_bytes._BOUNCE_BYTES", 1 << 16)
+    monkeypatch.setattr("shardwise.checkpoint.safetensors_files._BOUNCE_BYTES", 1 << 16)
     whole = {"a": torch.randn(512, 640), "b": torch.randn(640, 512)}
     rewrite = sw.Rewrite("a -> a, dtype='bfloat16'; b^T -> c, dtype='float64'")
     largest = 0
@@ -60,7 +60,7 @@ def test_what_is_cast_is_cast_as_it_is_written(tmp_path: Path, monkeypatch: pyte
         largest = max(largest, made.nbytes)
         return made
 
-    monkeypatch.setattr("shardwise.checkpoint.tensor_bytes.torch.empty", counted)
+    monkeypatch.setattr("shardwise.checkpoint.safetensors_files.torch.empty", counted)
     checkpoint.save(tmp_path, whole, rewrite=rewrite)
     assert largest <= 1 << 16
     assert same(tensors_of(tmp_path), {"a": whole["a"].bfloat16(), "c": whole["b"].T.double().contiguous()})

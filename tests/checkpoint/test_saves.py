@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import LocalStore
 from shardwise.checkpoint.stores import Store
-from shardwise.comm.alone import alone
+from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.faulty import Operation, T, Watched
 from tests.checkpoint.layouts import LAYOUTS, engine_of
@@ -56,7 +56,7 @@ def test_old_saves_are_pruned_and_numbers_go_on(tmp_path: Path) -> None:
     save_state(tmp_path, 6)
     assert same(loaded(tmp_path / "save-00000006")[0], whole_state(6))
     assert checkpoint.prune(tmp_path, keep=9) == []
-    with pytest.raises(CheckpointError, match="keep=0 would leave no save"):
+    with pytest.raises(CheckpointError, match="keep is 0, which leaves no save"):
         checkpoint.prune(tmp_path, keep=0)
 
 

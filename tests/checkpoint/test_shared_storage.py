@@ -12,8 +12,8 @@ import pytest
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import AsyncSaver, LocalStore, background
-from shardwise.checkpoint.addresses import Address
-from shardwise.checkpoint.shared_storage import check_shared_storage
+from shardwise.checkpoint.commit import check_shared_storage
+from shardwise.checkpoint.stores import Address
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from tests.checkpoint.faulty import Operation, T, Watched

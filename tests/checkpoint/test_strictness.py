@@ -121,7 +121,7 @@ def test_elements_that_are_in_no_piece_are_found_before_anything_is_written(
 ) -> None:
     """As an incomplete save would have them, which `save` never makes."""
     monkeypatch.setattr("shardwise.checkpoint.arrangement.check_cover", lambda pieces: [])
-    monkeypatch.setattr("shardwise.checkpoint.verification.check_cover", lambda pieces: [])
+    monkeypatch.setattr("shardwise.checkpoint.inspection.check_cover", lambda pieces: [])
     piece = Piece(name="w", dtype="float32", global_shape=(4, 2), shape=(3, 2))
     state: Any = {piece: torch.ones(3, 2), "other": torch.ones(2)}
     checkpoint.save(tmp_path, state)

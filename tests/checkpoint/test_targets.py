@@ -14,7 +14,7 @@ from torch.masked import masked_tensor
 
 import shardwise as sw
 from shardwise.checkpoint.targets import _shares_within, check_targets
-from shardwise.comm.alone import alone
+from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 

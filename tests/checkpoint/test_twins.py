@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import TorchState, twins
+from shardwise.checkpoint import TorchState, matching
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError, ShardwiseError
 from tests.checkpoint.small_states import contents
@@ -91,7 +91,7 @@ def load(path: Path, size: int, **options: object) -> tuple[list[Tied], list[str
 def test_copies_that_are_equal_load_into_one_parameter(
     kind: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(twins, "WINDOW_BYTES", 512)  # several, which ranks share
+    monkeypatch.setattr(matching, "WINDOW_BYTES", 512)  # several, which ranks share
     path = put(tmp_path, kind, apart())
     models, errors = load(path, size)
     assert not errors
@@ -105,7 +105,7 @@ def test_copies_that_are_equal_load_into_one_parameter(
 def test_one_element_that_differs_refuses_on_all_ranks_and_both_ways_out_work(
     kind: str, size: int, at: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(twins, "WINDOW_BYTES", 512)
+    monkeypatch.setattr(matching, "WINDOW_BYTES", 512)
     state = apart()
     state["out.weight"][at] = -0.0 if at == (0, 0) else 7.0
     state["embed.weight"][0, 0] = state["third.weight"][0, 0] = 0.0  # differs from -0.0 by its bits alone

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.cli import main
-from shardwise.comm.alone import alone
+from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

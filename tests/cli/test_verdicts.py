@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.exit_verdicts import ExitVerdict, tell, weighed
+from shardwise.cli.exit_verdicts import ExitVerdict, deciding_verdict, print_verdict
 from shardwise.errors import ConfigError, DataError, MismatchError, PeerError, ShardwiseError
 
 
 def test_the_words_of_a_rank_that_failed_go_before_those_of_its_peers(tmp_path: Path) -> None:
-    assert weighed(tmp_path) is None
+    assert deciding_verdict(tmp_path) is None
     ExitVerdict.of(PeerError("rank 2 stopped: ValueError", rank=2), rank=0, debug=False).leave(tmp_path, 0)
-    assert weighed(tmp_path) == ExitVerdict(
+    assert deciding_verdict(tmp_path) == ExitVerdict(
         paragraph="Error: rank 2 stopped: ValueError", exit_code=1, is_about_peer=True
     )
     for rank in (10, 2):
         ExitVerdict.of(ValueError("seven"), rank=rank, debug=False).leave(tmp_path, rank)
-    assert weighed(tmp_path) == ExitVerdict(
+    assert deciding_verdict(tmp_path) == ExitVerdict(
         paragraph="Error: rank 2: ValueError: seven", exit_code=1, is_about_peer=False
     )
 
@@ -50,9 +50,9 @@ def test_the_traceback_that_is_told_is_that_of_the_rank_that_failed(
             raise raised
         except Exception as error:
             ExitVerdict.of(error, rank=rank, debug=True).leave(tmp_path, rank)
-    chosen = weighed(tmp_path)
+    chosen = deciding_verdict(tmp_path)
     assert chosen is not None
-    tell(chosen)
+    print_verdict(chosen)
     told = capsys.readouterr().err
     assert (told.count("Traceback"), told.count("PeerError")) == (1, 0)
     assert told.endswith("ValueError: seven\n\nError: rank 1: ValueError: seven\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import shardwise
 from shardwise.cli import main
-from shardwise.train.tables import CheckpointTable, DataTable, ModelTable, Table, TrainTable
+from shardwise.train.config import CheckpointTable, DataTable, ModelTable, Table, TrainTable
 
 SOURCE = Path(shardwise.__file__).parent
 
@@ -32,12 +32,11 @@ SETTINGS = re.compile(
 """A flag, a command, or a setting of a configuration."""
 
 OF_PROGRAMS = {
-    "checkpoint/state_arguments.py": "arguments of a call have no wrong type on the command line",
+    "checkpoint/states.py": "arguments of a call have no wrong type on the command line",
     "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
     "checkpoint/full_tensors.py": "sw.full",
-    "checkpoint/foreign/unread.py": "pickles, which no command reads",
+    "checkpoint/foreign/__init__.py": "pickles, which no command reads",
     "checkpoint/held.py": "a module given as a state",
-    "checkpoint/pruning.py": "sw.checkpoint.prune; checkpoint.keep is checked with the configuration",
     "engine/engine.py": "sw.relayout",
     "engine/zero/unshard.py": "calls of the model past its engine",
     "engine/pipeline/glue.py": "a loop of a program's own around the model, such as generate",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
+from shardwise.comm.local_tensors import is_dtensor, local_pieces, local_tensor
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece, check_cover
 
@@ -175,7 +175,7 @@ def test_only_dtensors_are_dtensors(be_rank: Callable[[int, int], None]) -> None
 def test_whoever_has_no_dtensor_does_not_import_them() -> None:
     script = (
         "import sys, torch\n"
-        "from shardwise.comm.dtensors import is_dtensor\n"
+        "from shardwise.comm.local_tensors import is_dtensor\n"
         "assert not is_dtensor(torch.ones(1))\n"
         "assert 'torch.distributed.tensor' not in sys.modules\n"
     )

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shardwise.comm.life import is_gone, own_record
-from shardwise.comm.rendezvous import START_SECONDS
+from shardwise.comm.rendezvous import START_SECONDS, is_gone, own_record
 
 
 def test_a_living_process_is_there_and_an_ended_one_is_gone_even_before_it_is_waited_for() -> None:
     assert not is_gone(own_record())
-    code = "from shardwise.comm.life import own_record; print(own_record(), flush=True); input()"
+    code = "from shardwise.comm.rendezvous import own_record; print(own_record(), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:

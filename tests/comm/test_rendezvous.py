@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from shardwise.comm import frames, hellos, rendezvous
+from shardwise.comm import connections, frames
+from shardwise.comm.connections import connect
 from shardwise.comm.links import PeerLink
 from shardwise.comm.processes import processes
-from shardwise.comm.rendezvous import Rendezvous, connect
+from shardwise.comm.rendezvous import Rendezvous
 from shardwise.errors import MismatchError, PeerError, PlanError
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ def test_every_pair_has_one_link_and_memory_is_shared_where_both_allow_it(shared
 
 def test_no_port_is_opened_when_all_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
-    monkeypatch.setattr(rendezvous, "_listen_on_tcp", lambda: opened.append(1))
+    monkeypatch.setattr(connections, "_listen_on_tcp", lambda: opened.append(1))
     for links in connected((True, True)):
         for link in links.values():
             link.close()
@@ -91,8 +92,8 @@ def test_strangers_are_turned_away_and_do_not_hold_up_the_others() -> None:
         right, wrong = ours.get("token/0"), b"0" * 32
         for hello in (
             b"GET / HTTP/1.1\r\n\r\n" * 4,
-            hellos.HELLO.pack(wrong, 1, 0),
-            hellos.HELLO.pack(right, 1, 1),
+            connections.HELLO.pack(wrong, 1, 0),
+            connections.HELLO.pack(right, 1, 1),
         ):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
                 stranger.sendall(hello)
@@ -104,7 +105,7 @@ def test_strangers_are_turned_away_and_do_not_hold_up_the_others() -> None:
         return connect(meeting(0, 2, store), shared_memory=False)
 
     # The host waits for the record of rank 1 before it listens, so that is given in advance.
-    PrefixStore("meeting", store).set("host/1", rendezvous._record(""))
+    PrefixStore("meeting", store).set("host/1", connections._record(""))
     all_links = on_threads([host, intrude])
     assert not any(answers)
     assert [sorted(links) for links in all_links] == [[1], [0]]
@@ -115,8 +116,8 @@ def test_strangers_are_turned_away_and_do_not_hold_up_the_others() -> None:
 
 def test_callers_that_say_nothing_or_drip_hold_up_nobody_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of a hello is that of the whole of it, and others are accepted meanwhile."""
-    token = b"t" * hellos.TOKEN_BYTES
-    (listener,) = rendezvous._listen_on_tcp(["127.0.0.1"])
+    token = b"t" * connections.TOKEN_BYTES
+    (listener,) = connections._listen_on_tcp(["127.0.0.1"])
     address = listener.getsockname()
     assert address[0] == "127.0.0.1"
     silent, dripping = (socket.create_connection(address) for _ in range(2))
@@ -128,19 +129,19 @@ def test_callers_that_say_nothing_or_drip_hold_up_nobody_and_are_dropped(monkeyp
         looks.append(len(missing))
         dripping.sendall(b"t")
         if len(looks) == 2:
-            callers.append(threading.Thread(target=hellos.say_hello, args=(ours, token, 3, 0), daemon=True))
+            callers.append(threading.Thread(target=connections.say_hello, args=(ours, token, 3, 0), daemon=True))
             callers[0].start()
 
     ours = socket.create_connection(address)
     callers: list[threading.Thread] = []
-    found = hellos.accept([listener], {3}, token, 0, deadline=begin + 30, look_up=look_up)
+    found = connections.accept([listener], {3}, token, 0, deadline=begin + 30, look_up=look_up)
     callers[0].join(10)
     assert list(found) == [3]
-    assert time.monotonic() - begin < hellos.HELLO_SECONDS
-    monkeypatch.setattr(hellos, "HELLO_SECONDS", 0.3)
+    assert time.monotonic() - begin < connections.HELLO_SECONDS
+    monkeypatch.setattr(connections, "HELLO_SECONDS", 0.3)
     late = socket.create_connection(address)
     with pytest.raises(TimeoutError):
-        hellos.accept([listener], {4}, token, 0, deadline=time.monotonic() + 0.8, look_up=lambda missing: None)
+        connections.accept([listener], {4}, token, 0, deadline=time.monotonic() + 0.8, look_up=lambda missing: None)
     for stranger in (silent, dripping, late):
         stranger.settimeout(10)
         with contextlib.suppress(ConnectionResetError):
@@ -151,16 +152,18 @@ def test_callers_that_say_nothing_or_drip_hold_up_nobody_and_are_dropped(monkeyp
 
 def test_a_stranger_on_a_unix_socket_can_hand_over_what_it_likes() -> None:
     """An empty file cannot be mapped, and mapping it is not tried for one who does not know the token."""
-    token = b"t" * hellos.TOKEN_BYTES
+    token = b"t" * connections.TOKEN_BYTES
     with tempfile.TemporaryFile() as empty, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0shardwise-test-{os.getpid()}")
         listener.listen()
-        for given in (token, b"f" * hellos.TOKEN_BYTES):
+        for given in (token, b"f" * connections.TOKEN_BYTES):
             stranger = socket.socket(socket.AF_UNIX)
             stranger.connect(listener.getsockname())
-            socket.send_fds(stranger, [hellos.HELLO.pack(given, 1, 0)], [empty.fileno()])
+            socket.send_fds(stranger, [connections.HELLO.pack(given, 1, 0)], [empty.fileno()])
             with pytest.raises(TimeoutError):
-                hellos.accept([listener], {1}, token, 0, deadline=time.monotonic() + 0.3, look_up=lambda missing: None)
+                connections.accept(
+                    [listener], {1}, token, 0, deadline=time.monotonic() + 0.3, look_up=lambda missing: None
+                )
             assert stranger.recv(1) == b""
             stranger.close()
 
@@ -193,6 +196,6 @@ def test_without_a_group_and_an_environment_the_error_says_what_is_missing(monke
 
 
 def test_addresses_on_the_way_to_the_store_come_first() -> None:
-    assert rendezvous._own_addresses("127.0.0.1") == ["127.0.0.1"]  # whoever meets there is on this host
-    assert "127.0.0.1" in rendezvous._own_addresses("localhost")
-    assert rendezvous._own_addresses(None)
+    assert connections._own_addresses("127.0.0.1") == ["127.0.0.1"]  # whoever meets there is on this host
+    assert "127.0.0.1" in connections._own_addresses("localhost")
+    assert connections._own_addresses(None)

@@ -4,9 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.comm.messages import Inbound, MessageChunk, as_bytes
+from shardwise.comm.messages import Inbound, MessageChunk, Summing, as_bytes
 from shardwise.comm.shared_memory import SLOT_BYTES
-from shardwise.comm.transfers_in_flight import Summing
 
 ELEMENTS_PER_SLOT = SLOT_BYTES // 2
 PAIRS = [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)]

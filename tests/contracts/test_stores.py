@@ -13,10 +13,9 @@ import pytest
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardwise.checkpoint.addresses import store_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.remote import FsspecStore
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import Store, store_of
 from shardwise.errors import CheckpointError
 from tests.checkpoint.faulty import Counting
 from tests.contracts.object_file_system import ObjectFileSystem

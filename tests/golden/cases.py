@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shardwise.plan import Merge, Ownership, Plan, Precision, Sharding, footprint, plan_arena, plan_ownership, traffic
-from shardwise.plan.parameters import describe
+from shardwise.plan.outlines import describe
 from shardwise.space import Mesh
 
 FOLDER = Path(__file__).parent

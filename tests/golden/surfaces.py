@@ -17,8 +17,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.train.config import RunConfig
-from shardwise.train.tables import Table
+from shardwise.train.config import RunConfig, Table
 
 
 def public_names() -> str:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.moving.live_states import stored_shape
-from shardwise.space import Cut, Layout, Mesh, Piece, Replicate, Shard
-from shardwise.space.layouts import Placement
+from shardwise.space import Mesh, Piece
+from tests.space.layouts import Cut, Layout, Placement, Replicate, Shard
 
 State = dict[Piece, torch.Tensor]
 

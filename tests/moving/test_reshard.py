@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.space import Cut, Layout, Mesh, Piece, Shard
+from shardwise.space import Mesh, Piece
 from tests.moving.layouts import Side, State, bits, empty_state, sides, state_of, strided, whole_values
 from tests.moving.watched import COLUMNS, LAYERS, RUNS, Watched, of_layers, piece_of
 from tests.plan.strategies import proven
+from tests.space.layouts import Cut, Layout, Shard
 
 TENSORS = (
     ("w", "float32", (6, 5)),

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.plan.reshard import plan_reshard
-from shardwise.space import Cut, Layout, Mesh, Piece, Replicate, Shard
+from shardwise.space import Mesh, Piece
 from tests.moving.layouts import Side, sides, values
 from tests.plan.strategies import proven
+from tests.space.layouts import Cut, Layout, Replicate, Shard
 from tests.space.plain import elements_of_piece
 
 SHAPE = (4, 6)

@@ -7,8 +7,9 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Work
-from shardwise.space import Cut, Layout, Mesh, Piece, Shard
+from shardwise.space import Mesh, Piece
 from tests.moving.layouts import whole_values
+from tests.space.layouts import Cut, Layout, Shard
 
 
 class Watched:

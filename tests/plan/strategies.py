@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.plan import Merge, Ownership, Parameter, Pipeline, Plan, Precision, Sharding, plan_ownership
 from shardwise.plan.dtypes import COMPUTE_DTYPES
-from shardwise.plan.parameters import describe
+from shardwise.plan.outlines import describe
 from shardwise.plan.schedules import make_schedule
 from shardwise.space import Mesh
 

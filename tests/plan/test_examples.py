@@ -5,10 +5,10 @@ from types import ModuleType
 
 import pytest
 
-from shardwise.plan import microbatches, names
+from shardwise.plan import names, schedules, tensor_rules
 
 
-@pytest.mark.parametrize("module", [microbatches, names], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [names, schedules, tensor_rules], ids=lambda module: module.__name__)
 def test_examples_run(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

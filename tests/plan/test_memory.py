@@ -61,6 +61,25 @@ def test_no_result_is_written_over_a_gradient_to_be_reduced_or_over_another_resu
         assert all(0 <= byte < arena.num_bytes for byte in memory)
 
 
+def test_the_figure_of_the_arena_holds() -> None:
+    buckets = tuple(
+        Bucket(working=working, master="float32", trainable=True, slots=(), counts=(32, 32))
+        for working in ("bfloat16", "float32", "bfloat16")
+    )
+    ownership = Ownership(num_owners=2, num_replicas=1, buckets=buckets)
+    arena = plan_arena(ownership, 1, BF16, num_microbatches=1)
+    assert [(region.start, region.stop) for region in bytes_of_gradients(arena, ownership)] == [
+        (128, 256),
+        (384, 640),
+        (256, 384),
+    ]
+    assert [(region.start, region.stop) for region in bytes_of_results(arena, ownership, 1)] == [
+        (0, 128),
+        (512, 640),
+        (128, 256),
+    ]
+
+
 @proven
 @given(planned, microbatches)
 def test_every_view_of_the_arena_starts_at_a_multiple_of_32_bytes(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.optimizer_entries import LiveParameter, plan_optimizers, python_type, values_of
-from shardwise.plan.optimizer_settings import (
+from shardwise.plan.saved_settings import (
     NamedOptimizer,
     OptimizerGroup,
     plan_take_over,

@@ -7,7 +7,7 @@ import pytest
 from shardwise.errors import PlanError
 from shardwise.plan import Parameter, Precision
 from shardwise.plan.dtypes import COMPUTE_DTYPES, ITEMSIZE_BYTES, itemsize_bytes, promote
-from shardwise.plan.parameters import check_keep, describe
+from shardwise.plan.outlines import check_keep, describe
 
 
 def dtypes_of(dtype: str, *, trainable: bool = True, name: str = "w", **precision: Any) -> tuple[str, str]:

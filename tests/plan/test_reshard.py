@@ -14,9 +14,10 @@ from shardwise.errors import PlanError
 from shardwise.plan import routes as routes_module
 from shardwise.plan.reshard import ReshardPlan, Share, plan_reshard
 from shardwise.plan.routes import batches_of, stretch_bytes
-from shardwise.space import Box, Layout, Mesh, Piece, Shard
+from shardwise.space import Box, Mesh, Piece
 from tests.plan.reshard_check import check
 from tests.plan.strategies import proven
+from tests.space.layouts import Layout, Shard
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, shapes
 
 Sides = tuple[list[list[Piece]], list[list[Piece]]]

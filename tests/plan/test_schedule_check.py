@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.plan.schedule_check import adapt, check
-from shardwise.plan.schedule_walk import chain
+from shardwise.plan.schedule_check import adapt, chain, check
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
 
 Transfers = list[tuple[int, int]]
@@ -206,6 +205,15 @@ def test_stages_that_feed_each_other_advance_in_step_and_the_others_as_before() 
     assert adapt(of("1f1b", 4, 1, 6), around).name == "1f1b, stages 0 to 2 in step"
     two = [(0, 1), (1, 0), (0, 1), (1, 2), (2, 3), (3, 2), (2, 3)]
     assert adapt(of("1f1b", 4, 1, 6), two).name == "1f1b, stages 0 to 1 and 2 to 3 in step"
+
+
+def test_the_figure_of_stages_in_step_holds() -> None:
+    transfers = [(0, 1), (1, 2), (2, 1), (2, 3)]
+    asked = of("1f1b", 4, 1, 3)
+    blocked = [finding.partition(" (microbatch")[0] for finding in check(asked, transfers)]
+    assert blocked[1:3] == ["deadlock: rank 1 in F2.1", "deadlock: rank 2 in B0.2"]
+    lines = adapt(asked, transfers).text().splitlines()
+    assert lines[2:4] == [f"rank {at}: F0.{at} F1.{at} B0.{at} F2.{at} B1.{at} B2.{at}" for at in (1, 2)]
 
 
 def test_a_chain_with_feedback_to_any_stage_still_overlaps_microbatches() -> None:

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.plan.schedule_check import check
-from shardwise.plan.schedule_walk import chain
+from shardwise.plan.schedule_check import chain, check
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
 from tests.plan.strategies import proven
 

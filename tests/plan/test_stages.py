@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
 from shardwise.plan import Outline, Pipeline, Placement, place
-from shardwise.plan.cuts import cut_evenly, least_largest_load
+from shardwise.plan.balance import cut_evenly, least_largest_load
 from tests.plan.outlines import Tree, layers, model, trees
 from tests.plan.strategies import names, proven
 from tests.plan.texts import placement_from
@@ -147,6 +147,16 @@ def test_modules_are_opened_only_where_that_evens_the_loads_by_a_quarter() -> No
     towers: Tree = {"text": layers(40, 40, 40), "image": layers(40, 40, 40), "head": 1}
     assert list(balanced(towers, 2).modules) == ["text", "image", "head"]
     assert loads_of(model(towers), balanced(towers, 3)) == [80, 80, 81]
+
+
+def test_the_figure_of_balance_holds() -> None:
+    layer: Tree = {"x": 2, "y": 2}
+    layered: Tree = {"embed": 10, "layers[]": {"0": layer, "1": layer, "2": layer}, "head": 10}
+    outline = model(layered)
+    assert loads_of(outline, balanced(outline, 2)) == [18, 14]
+    assert list(balanced(outline, 2).modules) == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    outline = model({"embed": 2, "layer": {"a": 5, "b": 5, "c": 5, "d": 5}, "head": 2})
+    assert loads_of(outline, balanced(outline, 2)) == [12, 12]
 
 
 def test_a_module_inside_many_others_is_found() -> None:

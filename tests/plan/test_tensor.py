@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.plan.tensor import plan_tensor
-from shardwise.plan.tensor_outline import Computes, TensorModule, TensorOutline
+from shardwise.plan.outlines import Computes, TensorModule, TensorOutline
+from shardwise.plan.tensor_cuts import plan_tensor
 from shardwise.plan.tensor_rules import RULES, read_rule, rule_problems
 from tests.plan.strategies import proven
 from tests.plan.texts import tensor_plan_from

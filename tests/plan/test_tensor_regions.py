@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from shardwise.plan.tensor_plan import ParameterCut, Style, TensorPlan
-from shardwise.plan.tensor_regions import regions_of
+from shardwise.plan.tensor_plan import ParameterCut, Style, TensorPlan, regions_of
 
 RANGES = (((0, 1),), ((1, 2),))
 COLUMN: tuple[Style, ...] = (Style(kind="column", ranges=RANGES),)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise.plan.tensor import plan_tensor
-from shardwise.plan.tensor_outline import TensorModule, TensorOutline
+from shardwise.plan.outlines import TensorModule, TensorOutline
+from shardwise.plan.tensor_cuts import plan_tensor
 from tests.plan.test_tensor import TWO, findings, linear
 
 

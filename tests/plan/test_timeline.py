@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.plan.schedule_walk import chain
+from shardwise.plan import schedules
+from shardwise.plan.schedule_check import chain
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
-from shardwise.plan.timeline import Timeline, TimeSpan, ideal_bubble, simulate_schedule
-from shardwise.plan.timeline_text import draw_timeline, seconds_text
+from shardwise.plan.timeline import Timeline, TimeSpan, draw_timeline, ideal_bubble, seconds_text, simulate_schedule
 from tests.plan.strategies import proven
 
 
@@ -201,3 +201,15 @@ def test_the_drawing_keeps_to_its_width_and_every_row_to_the_same_time(width: in
 )
 def test_times_are_told_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(("name", "ranks", "chunks", "microbatches"), [("1f1b", 3, 1, 5), ("interleaved", 2, 2, 4)])
+def test_the_figures_of_the_schedules_hold(name: str, ranks: int, chunks: int, microbatches: int) -> None:
+    timeline = equal_stages(made(name, ranks, chunks, microbatches))
+    *rows, legend = draw_timeline(timeline, width=71 if name == "1f1b" else 100).splitlines()
+    assert schedules.__doc__ is not None
+    assert all(f"    {row}\n" in schedules.__doc__ for row in rows)
+    assert legend.partition("idle; ")[2] in schedules.__doc__
+    whole = equal_stages(made("1f1b", 2, 1, 4), 2.0, 4.0)
+    assert whole.makespan_s == 30.0
+    assert whole.bubble == pytest.approx(0.2)

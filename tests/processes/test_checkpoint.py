@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import AsyncSaver
 from shardwise.comm import Channel
-from shardwise.comm.alone import alone
+from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, train

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardwise.checkpoint.foreign import read_foreign
 from shardwise.checkpoint.local import LocalStore
 from shardwise.comm import Channel
-from shardwise.comm.dtensors import is_dtensor, local_pieces
+from shardwise.comm.local_tensors import is_dtensor, local_pieces
 from shardwise.space import Piece, check_cover
 from tests.checkpoint.stored_values import check_contents
 from tests.processes.pool import Pool

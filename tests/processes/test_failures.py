@@ -250,15 +250,15 @@ def rank_of(channel: Channel) -> int:
 
 def fall_back(channel: Channel) -> tuple[bool, float]:
     """Rank 1 cannot open its local connections, although it believed so."""
-    from shardwise.comm import rendezvous
+    from shardwise.comm import connections
 
-    original = rendezvous._unix_connector
+    original = connections._unix_connector
 
     def refuse(rank: int, deadline: float) -> object:
         raise ConnectionRefusedError("no local connections today")
 
     if channel.rank == 1:
-        rendezvous._unix_connector = lambda own_rank, token: refuse  # type: ignore[assignment,return-value]
+        connections._unix_connector = lambda own_rank, token: refuse  # type: ignore[assignment,return-value]
     try:
         fresh = processes(timeout_seconds=20)
         output = torch.empty(4 * channel.size)
@@ -266,7 +266,7 @@ def fall_back(channel: Channel) -> tuple[bool, float]:
         local = [link.local for link in fresh._board._links.values()]  # type: ignore[attr-defined]
         fresh.close()
     finally:
-        rendezvous._unix_connector = original
+        connections._unix_connector = original
     return any(local), float(output.sum())
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
-from shardwise.comm.dtensors import is_dtensor
+from shardwise.comm.local_tensors import is_dtensor
 from shardwise.errors import ModelError, PlanError
 from tests.processes.pool import Pool
 

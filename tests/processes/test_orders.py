@@ -7,7 +7,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Channel, Work
-from shardwise.comm.call_signatures import Signature, all_gather_signature, reduce_scatter_signature
+from shardwise.comm.channel import Signature, all_gather_signature, reduce_scatter_signature
 from shardwise.comm.processes import ProcessChannel, _lane
 from shardwise.errors import CallMismatchError
 from tests.engine.models import word_batch, word_loss

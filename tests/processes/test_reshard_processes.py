@@ -7,9 +7,10 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Channel, Work
-from shardwise.space import Cut, Layout, Mesh, Piece, Shard
+from shardwise.space import Mesh, Piece
 from tests.moving.layouts import bits, state_of, whole_values
 from tests.processes.pool import TCP, Pool, RankError
+from tests.space.layouts import Cut, Layout, Shard
 
 NAMES = ("up", "down", "head")
 WHOLES = {name: whole_values("bfloat16", (96, 64)) for name in NAMES}

@@ -38,7 +38,7 @@ def _other_box(fragment: Fragment, tensors: Mapping[str, Tensor]) -> tuple[slice
     other = Box(fragment.offset, fragment.shape)
     shape = tensors[fragment.other].shape
     assert len(fragment.dims) == len(shape), fragment
-    assert Box((0,) * len(shape), shape).contains(other), fragment
+    assert all(stop <= size for stop, size in zip(other.stop, shape, strict=True)), fragment
     return other.slices()
 
 

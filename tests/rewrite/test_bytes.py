@@ -36,7 +36,7 @@ def _check(fragments: list[Fragment], box: Box, known: dict[str, Shape], *, copi
     for fragment in fragments:
         mine = Box(fragment.offset, fragment.shape)
         assert mine.num_elements, "a fragment without elements is a needless read"
-        assert whole(known[fragment.other]).contains(mine)
+        assert mine.intersect(whole(known[fragment.other])) == mine
         by_name.setdefault(fragment.other, []).append(mine)
     for boxes in by_name.values():
         assert not any(one.intersect(other) for at, one in enumerate(boxes) for other in boxes[:at])

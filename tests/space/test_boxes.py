@@ -31,15 +31,6 @@ def test_intersection_is_the_common_indices(pair: tuple[Box, Box]) -> None:
 
 @proven
 @given(box_pairs())
-def test_a_box_contains_another_when_it_has_all_of_its_indices(pair: tuple[Box, Box]) -> None:
-    a, b = pair
-    if b.num_elements:
-        assert a.contains(b) == (set(indices_of_box(b)) <= set(indices_of_box(a)))
-    assert a.contains(a)
-
-
-@proven
-@given(box_pairs())
 def test_counts_ends_and_slices_agree_with_the_indices(pair: tuple[Box, Box]) -> None:
     box, _ = pair
     indices = indices_of_box(box)
@@ -72,7 +63,6 @@ def test_a_scalar_box_has_one_element_and_meets_itself() -> None:
     scalar = Box((), ())
     assert scalar.num_elements == 1
     assert scalar.intersect(scalar) == scalar
-    assert scalar.contains(scalar)
     assert scalar.slices() == ()
 
 
@@ -94,8 +84,6 @@ def test_a_box_that_cannot_be_is_refused(offset: Shape, shape: Shape, message: s
 def test_boxes_of_different_ndim_do_not_meet() -> None:
     with pytest.raises(PlanError, match="same number of dims"):
         Box((0,), (2,)).intersect(Box((0, 0), (2, 2)))
-    with pytest.raises(PlanError, match="same number of dims"):
-        Box((0,), (2,)).contains(Box((), ()))
     with pytest.raises(PlanError, match="has 1 dims"):
         Box((0,), (2,)).relative_to((0, 0))
     with pytest.raises(PlanError, match="negative"):

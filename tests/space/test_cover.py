@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.space import Box, Cut, Layout, Mesh, Piece, Shard, check_cover
+from shardwise.space import Box, Mesh, Piece, check_cover
+from tests.space.layouts import Cut, Layout, Shard
 from tests.space.plain import Shape, elements_of_piece, pieces_of, proven, shapes
 
 

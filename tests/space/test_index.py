@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.space import Layout, Mesh, Piece, PieceIndex, Shard
+from shardwise.space import Mesh, Piece, PieceIndex
+from tests.space.layouts import Layout, Shard
 from tests.space.plain import elements_of_piece, pieces_of, proven, runs_within, shapes
 
 

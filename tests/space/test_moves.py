@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.space import BlockPart, Box, Cut, Layout, Mesh, Move, Piece, Shard, moves, overlap
+from shardwise.space import BlockPart, Box, Mesh, Move, Piece, moves, overlap
 from shardwise.space.moves import reach
+from tests.space.layouts import Cut, Layout, Shard
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, proven, shapes
 
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.space import Box, Cut, Layout, Mesh, Piece, Run, Shard, overlap
+from shardwise.space import Box, Mesh, Piece, Run, overlap
+from tests.space.layouts import Cut, Layout, Shard
 from tests.space.plain import elements_of_box, elements_of_piece, pieces_of, proven, shapes, stretches
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardwise.errors import DataError
+from shardwise.train.config import DataTable
 from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, read_corpus, split
-from shardwise.train.tables import DataTable
 
 
 def corpus_of(folder: Path, source: str, *, window: int = 4, held_out: float = 0.25) -> Corpus:

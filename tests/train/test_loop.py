@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.train.config import TrainTable
 from shardwise.train.corpus import Corpus
-from shardwise.train.loop import DataPlace, Position, evaluate, fit
-from shardwise.train.metrics import StepMetrics
-from shardwise.train.tables import TrainTable
+from shardwise.train.loop import DataPlace, Position, StepMetrics, evaluate, fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

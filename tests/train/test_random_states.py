@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.comm import alone, simulate
-from shardwise.train.random_states import RandomStates, derived_seed
+from shardwise.train.run_state import RandomStates, derived_seed
 
 
 def test_after_a_restore_the_same_numbers_come() -> None:

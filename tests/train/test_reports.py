@@ -16,11 +16,19 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 )
 from torch import nn
 
-from shardwise.train.continuation import continued
-from shardwise.train.figure import LossCurve
-from shardwise.train.loop import Position
-from shardwise.train.metrics import MetricsFile, StepMetrics, TensorBoard
-from shardwise.train.progress import LiveLine, PlainLines, clock, count, progress, size
+from shardwise.train.announcement import continued
+from shardwise.train.loop import Position, StepMetrics
+from shardwise.train.observers import (
+    LiveLine,
+    LossCurve,
+    MetricsFile,
+    PlainLines,
+    TensorBoard,
+    clock,
+    count,
+    progress,
+    size,
+)
 
 STEP = StepMetrics(
     step=1,

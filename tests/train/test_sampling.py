@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.train.sampling import SampleOrder, rank_samples
+from shardwise.train.corpus import SampleOrder, rank_samples
 
 
 @settings(deadline=None, max_examples=150)

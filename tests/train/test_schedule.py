@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwise.train.learning_rate import LearningRateSchedule
-from shardwise.train.tables import Decay, TrainTable
+from shardwise.train.config import Decay, TrainTable
+from shardwise.train.loop import LearningRateSchedule
 
 
 def closed_form(update: int, *, steps: int, warmup: int, decay: Decay, final: float) -> float:

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.schedule_walk import chain
+from shardwise.plan.schedule_check import chain
 from shardwise.plan.schedules import make_schedule
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
-from shardwise.train.chrome_trace import save_trace
-from shardwise.train.timeline_figure import save_picture
+from shardwise.train.timeline_files import save_picture, save_trace
 
 
 def simulated(name: str, ranks: int, chunks: int, microbatches: int) -> Timeline:

@@ -8,8 +8,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
-from shardwise.train.verification.closeness import by_element, by_size
-from shardwise.train.verification.error_model import CONFIDENCE, ELEMENT_FACTOR, ErrorModel, Path
+from shardwise.train.verification.error_model import CONFIDENCE, ELEMENT_FACTOR, ErrorModel, Path, by_element, by_size
 from shardwise.train.verification.layout_words import layout_overrides, read_layout, split_words
 from shardwise.train.verification.run_recording import SAMPLED_ELEMENTS, places
 from tests.train.verified import plan

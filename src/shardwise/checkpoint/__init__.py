@@ -13,9 +13,7 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
     Store            where bytes go: `LocalStore`, `FsspecStore`, or your own
 """
 
-from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.background import AsyncSaver
-from shardwise.checkpoint.catalogue import Catalogue, open  # noqa: A004 - the promised name
 from shardwise.checkpoint.certificates import Certificate, CertifiedTensor
 from shardwise.checkpoint.commit import SaveReport
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
@@ -23,15 +21,15 @@ from shardwise.checkpoint.conversion import ConvertReport, convert, inverse_like
 from shardwise.checkpoint.difference import Difference, diff
 from shardwise.checkpoint.full_tensors import full
 from shardwise.checkpoint.import_export import export_hf, import_hf
+from shardwise.checkpoint.inspection import Catalogue, VerifyReport, open, verify, verify_all  # noqa: A004 - the promised name
 from shardwise.checkpoint.loading import Loaded, LoadReport, load
 from shardwise.checkpoint.local import LocalStore
-from shardwise.checkpoint.pruning import prune
 from shardwise.checkpoint.remote import FsspecStore
+from shardwise.checkpoint.saves import prune
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.states import Ordered, Restorable, Restoration, State, Stateful
-from shardwise.checkpoint.stores import Reader, Store, Writer
+from shardwise.checkpoint.stores import Address, Reader, Store, Writer, store_of
 from shardwise.checkpoint.torch_state import TorchState
-from shardwise.checkpoint.verification import VerifyReport, verify, verify_all
 
 __all__ = [
     "Address",

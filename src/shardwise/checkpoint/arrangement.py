@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from shardwise.checkpoint.assignment import assign_pieces, assign_tensors, distinct
-from shardwise.checkpoint.file_writing import DataFile, lay_out
+from shardwise.checkpoint.safetensors_files import DataFile, lay_out
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover

@@ -1,9 +1,16 @@
-"""Saving in the background: training waits for one copy of memory, the rest happens beside it.
+"""Saving in the background: training waits for one copy of memory, and the rest happens while it goes on.
 
 [1] describe   as in `saving`, on the caller's thread, because it talks to the other ranks
 [2] snapshot   what this rank writes is copied into a buffer that all saves use, one after the other
-[3] write      a thread writes the file, and leaves a report beside it: ranks meet in the store, not over the channel
+[3] write      a thread writes the file, and leaves a report in the store: threads never use the channel
 [4] commit     rank 0's thread creates the manifest when all reports are there
+
+    rank 0   train   [1] [2]   train ...............   wait   verdict by all
+               thread       [3] . looks for reports . [4]
+    rank 1   train   [1] [2]   train ...............   wait   verdict by all
+               thread       [3] 5e1f09ab-rank00001.report.json
+
+The channel belongs to training: two threads of one rank that both talked to their peers would mix up their messages.
 """
 
 import atexit
@@ -20,20 +27,18 @@ from typing import Any, Self
 
 import torch
 
-from shardwise.checkpoint.addresses import Address
 from shardwise.checkpoint.arrangement import FileLayout
-from shardwise.checkpoint.commit import SaveReport, Written, commit, discard, storing
-from shardwise.checkpoint.file_writing import FileFilling
+from shardwise.checkpoint.commit import SaveReport, Written, check_shared_storage, commit, discard
 from shardwise.checkpoint.held import Held, bytes_of
-from shardwise.checkpoint.saves import read_file
+from shardwise.checkpoint.safetensors_files import FileFilling
+from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.saving import Arguments, Prepared, SaveMemory, prepare, write_pieces
-from shardwise.checkpoint.shared_storage import check_shared_storage
-from shardwise.checkpoint.state_arguments import wrong_rewrite
-from shardwise.checkpoint.states import State
+from shardwise.checkpoint.states import State, wrong_rewrite
+from shardwise.checkpoint.stores import Address, read_whole
 from shardwise.checkpoint.streaming import stream_whole
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.default import channel_of
+from shardwise.comm.processes import channel_of
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.rewrite import Rewrite
 
@@ -59,7 +64,7 @@ class AsyncSaver:
 
     It is used by one thread, and not after a fork. Use it as a context: leaving waits for the save under way, and
     raises what went wrong in it. Errors of a save surface at the next `save`, `wait` or `close`, on all ranks alike,
-    which all call together; one that nobody asked for is printed when the program ends.
+    which all call together; an error after the last of these calls is printed when the program ends.
 
     >>> with AsyncSaver("runs/demo/checkpoints") as saver:      # doctest: +SKIP
     ...     saver.save(engine, extra={"step": 10})
@@ -99,9 +104,12 @@ class AsyncSaver:
         The state may change as soon as this returns. Raises CheckpointError when the save before it failed (this one
         is not begun then), or when this one cannot be begun.
         """
+        # There is one snapshot buffer, and the save before still reads it.
         self.wait()
+        # An engine brings its channel; it may be another than that of the save before.
         channel = self._channel_for(state)
         if channel is not self._channel:
+            # What is remembered was agreed with the ranks of the other channel.
             self._channel, self._memory = channel, SaveMemory()
         self._open(channel)
         try:
@@ -126,8 +134,8 @@ class AsyncSaver:
         channel = self._channel
         if task is None or channel is None:
             return None
-        # Rank 0's thread waits for the reports of the others, which wait for nobody. That some have ended without one
-        # (the disk is full), or are lost, it is told here. Ranks meet again and again, so that none seems stuck.
+        # Rank 0's thread waits for the reports of the others, which wait for no rank. Here it learns which ranks have
+        # ended without a report (the disk is full) or are lost. Ranks meet again and again, so that none seems stuck.
         try:
             states = [b""]
             pause_seconds = 0.0  # all have begun before any of them waits
@@ -135,21 +143,24 @@ class AsyncSaver:
                 task.join(pause_seconds)
                 pause_seconds = _MEETING_SECONDS
                 state = b"" if task.is_running else _ENDED
+                # Rank 0 is left out: its failure ends its task, and the others wait for nothing that it does.
                 failed = channel.rank > 0 and not task.is_running and task.refusal is not None
                 states = channel.exchange(_FAILED if failed else state, purpose="a save in the background")
                 if all(states[1:]):
                     task.others_have_ended()
                 if _FAILED in states:
+                    # Without it rank 0 would wait for the report of a rank that will never write one.
                     task.give_up_waiting()
                     states = [_ENDED if each == _FAILED else each for each in states]
         except ShardwiseError:
             task.give_up_waiting()
             raise
         finally:
+            # Whatever happened, the buffer of the snapshot is free again from here on, and the next save may fill it.
             task.join()
             task.collect()
         try:
-            # Whoever met the cause tells it; those that only heard of it are asked where nobody did.
+            # A rank that met the cause raises it. Those that only heard of one are asked where no rank has met it.
             with agreed(channel, purpose="verdict on a save in the background") as agreement:
                 if task.refusal is not None and not task.is_echo:
                     raise task.refusal
@@ -213,9 +224,11 @@ class AsyncSaver:
     def _take_snapshot(self, prepared: Prepared, channel: Channel) -> None:
         file = prepared.arrangement.file(channel.rank)
         num_bytes = sum(file.sizes)
+        # It grows and is kept: the states of a run have one size, and a new buffer would fault in all its pages.
         if self._snapshot.numel() < num_bytes:
             self._snapshot = torch.empty(num_bytes, dtype=torch.uint8)
         sink = _MemoryWriter(self._snapshot)
+        # Bringing tensors together is talk between ranks, so the caller's thread does it.
         if self._layout == "whole":
             stream_whole(channel, prepared.arrangement, prepared.held, sink)
         else:
@@ -231,6 +244,7 @@ class _MemoryWriter:
 
     def write(self, data: memoryview) -> None:
         stop = self._num_bytes + len(data)
+        # frombuffer takes no empty buffer.
         if data:
             self._memory[self._num_bytes : stop].copy_(torch.frombuffer(data, dtype=torch.uint8))
         self._num_bytes = stop
@@ -254,9 +268,9 @@ class _SaveTask:
         self._timeout_seconds = timeout_seconds
         self._given_up = threading.Event()
         self._deadline = math.inf
-        """When rank 0 has waited long enough for reports; it is set when nobody else is at work any more."""
+        """When rank 0 has waited long enough for reports; it is set once no other rank is at work."""
         self._collected = False
-        # Not a daemon: the interpreter waits for it at exit. What went wrong by then and nobody asked for is told.
+        # Not a daemon: the interpreter waits for it at exit, and an error that no call has raised by then is printed.
         atexit.register(self._tell)
         self._thread = threading.Thread(target=self._run, name="shardwise-save")
 
@@ -287,7 +301,7 @@ class _SaveTask:
         self._given_up.set()
 
     def others_have_ended(self) -> None:
-        """What the other ranks have to say is written: it is to be seen now, or as soon as the storage shows it."""
+        """The reports of the other ranks are written: they are there now, or as soon as the storage shows them."""
         self._deadline = min(self._deadline, time.monotonic() + self._timeout_seconds)
 
     def discard(self) -> None:
@@ -298,14 +312,16 @@ class _SaveTask:
         try:
             written = self._write()
             self._report(written.pack())
+            # The other ranks are done: their reports are in the store, and what they wait for is the verdict.
             if self._rank == 0:
                 self._commit(written)
         except ShardwiseError as error:
             self.refusal = error
         except _EchoError as error:
             self.refusal, self.is_echo = CheckpointError(str(error)), True
-        except BaseException as error:  # a thread has nobody above it who would hear of it
+        except BaseException as error:  # no caller of a thread would see it
             self.refusal = CheckpointError(f"{type(error).__name__} while saving in the background: {error}")
+        # The task stays until its verdict is asked for. The buffer is the saver's, and goes when the saver closes.
         self._snapshot = torch.empty(0, dtype=torch.uint8)
         if self.refusal is None:
             self.collect()  # there is nothing to tell
@@ -321,6 +337,7 @@ class _SaveTask:
         name = attempt.folder + attempt.data_file(self._rank)
         with storing(self._store, name, "written"), self._store.write(name, num_bytes=file.num_bytes) as writer:
             filling = FileFilling(file, writer, block_bytes=self.prepared.description.block_bytes)
+            # The same bytes in the same order as a save at once: the two write the same files.
             filling.write(bytes_of(self._snapshot[: sum(file.sizes)]))
             filling.flush()
         return Written(filling.checksums)
@@ -331,6 +348,7 @@ class _SaveTask:
 
     def _report_failure(self, why: str) -> None:
         if self._rank:
+            # The store itself may have failed. Then rank 0 hears of it over the channel, when ranks meet next.
             with contextlib.suppress(CheckpointError):
                 self._leave({"failed": why})
 
@@ -345,13 +363,14 @@ class _SaveTask:
         written = [own]
 
         def again() -> bool:
-            if not threading.main_thread().is_alive():  # nobody will say when the others have ended
+            if not threading.main_thread().is_alive():  # no rank will say when the others have ended
                 self.others_have_ended()
             if self._given_up.is_set() or time.monotonic() > self._deadline:
                 return False
             self._given_up.wait(_POLL_SECONDS)
             return True  # also when given up just now: what is there by then counts
 
+        # A report of failure ends the wait as well: the file of that rank will not come.
         for rank, report in enumerate(self._reports(again), 1):
             if "failed" in report:
                 raise _EchoError(f"rank {rank}: {report['failed']}")
@@ -364,16 +383,19 @@ class _SaveTask:
         """What the other ranks have left, in rank order."""
         attempt = self.prepared.attempt
         awaited = [attempt.folder + attempt.report_file(rank) for rank in range(1, self.prepared.arrangement.num_ranks)]
+        # One listing for all: on an object store a request per rank and pause would be many.
         while missing := set(awaited) - self._names():
             if not again():
                 late = f"{self._timeout_seconds:g} s have passed"
                 why = "training stopped or a rank failed" if self._given_up.is_set() else late
+                # A task that gave up has heard of a cause elsewhere, and the rank
+                # that met it reports that one. A deadline is a cause of its own.
                 kind = _EchoError if self._given_up.is_set() else CheckpointError
                 raise kind(
                     f"{self._store.location}: {why}, and {', '.join(sorted(missing))} is not there: a rank has not "
                     "finished its file, or does not share this storage; nothing was committed"
                 )
-        return [json.loads(read_file(self._store, name)) for name in awaited]
+        return [json.loads(read_whole(self._store, name)) for name in awaited]
 
     def _names(self) -> set[str]:
         folder = self.prepared.attempt.folder.rstrip("/")

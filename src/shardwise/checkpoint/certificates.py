@@ -1,7 +1,14 @@
-"""Certificates: what was converted comes back, tensor by tensor, to the bit. Or it is said why not.
+"""Certificates: what was converted comes back, tensor by tensor, to the bit, or why it does not.
+
+    source     --- rewrite ---> destination               (what `convert` has written, read again from the disk)
+       |                            |  inverse of the rewrite
+    sha256 of w     == ?        sha256 of what comes back as w
 
 That proves that a conversion can be undone. What a save was once made of it cannot know: where that is given, as the
 original, what was written is compared with it too.
+
+A difference is fine where the rewrite drops or rounds: the tensor is lossy, with the reason. Any other difference is a
+fault of ours, an error, and leaves no save.
 """
 
 import hashlib
@@ -53,7 +60,7 @@ class CertifiedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedTensor:
-    """A tensor that was written, beside that of this name in the original."""
+    """A tensor that was written, and the tensor of the same name in the original."""
 
     name: str
     sha256: str | None
@@ -147,6 +154,8 @@ class Certificate:
         if self.original:
             head["original"] = self.original
             tables["compared"] = [asdict(each) for each in self.compared]
+        # Behind the fields of the head, whose closing brace is cut
+        # off: a line for each tensor, to be compared by line.
         parts = ",\n".join(f' "{key}": [\n{_lines(each)}\n ]' for key, each in tables.items())
         return f"{json.dumps(head, indent=1)[:-2]},\n{parts}\n}}\n".encode()
 
@@ -185,7 +194,9 @@ def certify_return(
         store=store,
         back=as_they_are(written) if view is None else rewritten(view_back(contents, view, written)),
     )
+    # Out of the store, and not from memory: what was written is what a certificate is about.
     digests, returned = trip.digests()
+    # Bytes may be equal where the kind is not: [2, 3] and [3, 2], or int32 and float32.
     differing = [name for name, digest in digests.items() if returned.get(name) != digest or trip.changes_kind(name)]
     whys = trip.losses(differing)
     problems = [
@@ -211,7 +222,7 @@ def certify_return(
 
 
 def _compared(store: Store, written: Contents, source: Store, original: Contents) -> tuple[ComparedTensor, ...]:
-    """What was written beside what the original has, by name."""
+    """Each tensor that was written, compared with the tensor of its name in the original."""
     made, there = _digests(store, as_they_are(written)), _digests(source, as_they_are(original))
 
     def verdict(name: str) -> Literal["equal", "differs", "not written", "not in the original"]:
@@ -219,6 +230,7 @@ def _compared(store: Store, written: Contents, source: Store, original: Contents
             return "not written"
         if name not in there:
             return "not in the original"
+        # sha256 is of bare elements; an equal digest of another shape is another tensor.
         same = made[name] == there[name] and _kind(written.tensors[name]) == _kind(original.tensors[name])
         return "equal" if same else "differs"
 
@@ -262,9 +274,9 @@ class _RoundTrip:
         return _kind(self.sent.tensors[name]) != _kind(self.back.tensors[self._found(name)])
 
     def losses(self, names: Collection[str]) -> dict[str, str]:
-        """What the rewrite loses of tensors that do not come back as they were, of those of which it loses something.
+        """Why the rewrite loses something of these tensors, which do not come back as they were; by name.
 
-        Reads again those of which it may have lost no more than the payload of NaNs.
+        A tensor of which it should lose nothing has no entry. Reads those again whose NaNs may be the only difference.
         """
         if self.checked is None:
             return {}
@@ -273,12 +285,15 @@ class _RoundTrip:
             tensor, returns = self.sent.tensors[name], self._found(name) in self.back.tensors
             if why := _loss(self.checked, tensor, returns=returns):
                 whys[name] = why
+            # Casts to a wider dtype and back keep every value. But the hardware may change the payload of NaNs, which
+            # are equal as values and not as bytes: these are read once more.
             elif returns and not self.changes_kind(name) and (cast := _cast_of_nans(self.checked, tensor)):
                 casts[name] = f"the payload of NaNs (cast from {cast[0]} to {cast[1]})"
         if casts:
             digests, returned = self._both(
                 _digests_of_values, self._only(self.sent, casts), self._only(self.back, casts)
             )
+            # Only if all else is equal: a lost payload excuses no other difference.
             whys |= {name: why for name, why in casts.items() if digests[name] == returned[name]}
         return whys
 
@@ -286,6 +301,7 @@ class _RoundTrip:
         self, digests: Callable[[Store, Outputs], dict[str, str]], sent: Outputs, back: Outputs
     ) -> tuple[dict[str, str], dict[str, str]]:
         """The digests of both sides, by the names of the source."""
+        # The two sides are different files, and sha256 lets go of the interpreter: two cores take half the time.
         with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as thread:
             awaited = thread.submit(digests, self.source, sent)
             found = digests(self.store, back)
@@ -294,6 +310,7 @@ class _RoundTrip:
 
     def _found(self, name: str) -> str:
         """Under which name a tensor comes back."""
+        # Of tied tensors one is stored, maybe under another of the names that the source has.
         return self.back.aliases.get(name, name)
 
     def _only(self, outputs: Outputs, names: Collection[str]) -> Outputs:
@@ -306,12 +323,15 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
     """What a rewrite loses of a source; empty where it loses nothing. `returns`: whether its inverse makes it again."""
     if tensor.name in checked.dropped:
         return "dropped"
+    # Where each part of the source goes, and through which dtypes: losses follow from the rewrite alone.
     fragments = checked.push(tensor.name, tensor.whole.box)
     lost = []
     if not returns and checked.losses:
         is_part = sum(each.num_elements for each in fragments) < tensor.whole.num_elements
+        # A tensor that is joined with a dropped one does not come back, though nothing of itself was dropped.
         lost.append("a part is dropped" if is_part else "a part of what it is joined with is dropped")
     casts = (pair for fragment in fragments for pair in pairwise(fragment.dtypes))
+    # The first cast that rounds is the loss; a wider dtype behind it brings nothing back.
     if narrow := next((pair for pair in casts if not keeps_values(*pair)), None):
         lost.append(f"cast from {narrow[0]} to {narrow[1]}")
     return ", ".join(lost)
@@ -327,21 +347,22 @@ def _cast_of_nans(checked: Checked, tensor: StoredTensor) -> tuple[str, str] | N
     return next((pair for each in fragments for pair in pairwise(each.dtypes) if pair[0] != pair[1]), None)
 
 
-def _digests(store: Store, outputs: Outputs) -> dict[str, str]:
-    """sha256 of the elements of every output."""
+def _digests(
+    store: Store, outputs: Outputs, changed: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda each: (each,)
+) -> dict[str, str]:
+    """sha256 of the elements of every output, or of what `changed` makes of them, in parts."""
+    # One for each tensor: large ones come in several windows, between which others may come.
     sums = {name: hashlib.sha256() for name in outputs.tensors}
     for name, elements in _elements(store, outputs):
-        sums[name].update(bytes_of(elements.view(torch.uint8)))
+        for part in changed(elements):
+            sums[name].update(bytes_of(part.view(torch.uint8)))
     return {name: each.hexdigest() for name, each in sums.items()}
 
 
 def _digests_of_values(store: Store, outputs: Outputs) -> dict[str, str]:
     """sha256 of the elements of every output, all of floats, as if there were one NaN only."""
-    sums = {name: hashlib.sha256() for name in outputs.tensors}
-    for name, elements in _elements(store, outputs):
-        for some in elements.split(_NANS_AT_ONCE):
-            sums[name].update(bytes_of(_with_one_nan(some).view(torch.uint8)))
-    return {name: each.hexdigest() for name, each in sums.items()}
+    # In parts: `_with_one_nan` makes a float32 copy.
+    return _digests(store, outputs, lambda elements: map(_with_one_nan, elements.split(_NANS_AT_ONCE)))
 
 
 def _elements(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tensor]]:
@@ -354,6 +375,7 @@ def _elements(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tenso
 
 def _with_one_nan(elements: torch.Tensor) -> torch.Tensor:
     """The bits of floats, or of the parts of complex numbers, with the same NaN for every NaN."""
+    # A complex number has two floats, each of which may be a NaN of its own.
     parts = elements.view(_PARTS.get(elements.dtype, elements.dtype))
     bits = parts.view(_BITS[parts.itemsize])
     nan = torch.tensor([math.nan]).to(parts.dtype).view(bits.dtype)

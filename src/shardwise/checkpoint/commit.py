@@ -1,9 +1,21 @@
-"""One attempt to save: its place in the store, a rank's file in it, and the act that makes it a save."""
+"""One attempt to save: its place in the store, and the act that makes it a save.
+
+    rank 0        begin: number 7, id 5e1f09ab ------------> all ranks
+    every rank    write 5e1f09ab-rank0000N.safetensors, durable; report its checksums to rank 0
+    rank 0        all files seen from here? write the tables; a newer save by now? create manifest.json; clean up
+    a failure     discard: what was written goes, unless the manifest is there after all
+
+Nothing is locked. The number decides: of two attempts at one number one creates the manifest, and an attempt that finds
+a newer save gives up. `check_shared_storage` finds out, before anything depends on it, that all ranks see one store.
+"""
 
 import contextlib
+import json
 import os
+import platform
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -12,15 +24,17 @@ from typing import Any
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTensor
-from shardwise.checkpoint.file_writing import DataFile
 from shardwise.checkpoint.foreign import format_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
-from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, reason
-from shardwise.checkpoint.stores import Store
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.safetensors_files import DataFile
+from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, storing
+from shardwise.checkpoint.stores import Address, Store, reason, store_of
+from shardwise.comm import Channel
+from shardwise.comm.agreement import agreed
+from shardwise.errors import CheckpointError, few_of
 
-__all__ = ["Attempt", "Description", "SaveReport", "Written", "begin", "commit", "discard", "storing"]
+__all__ = ["Attempt", "Description", "SaveReport", "Written", "begin", "check_shared_storage", "commit", "discard"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +71,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What the manifest says beside the tensors."""
+    """What the manifest says besides the tensors."""
 
     step: int | None
     layout: str
@@ -81,6 +95,7 @@ class Written:
     @classmethod
     def unpack(cls, data: bytes, file: DataFile, block_bytes: int) -> "Written":
         """From bytes of `pack`."""
+        # No lengths are sent: how many checksums each piece has follows from its size.
         ends = [0]
         for num_bytes in file.sizes:
             ends.append(ends[-1] + CHECKSUM_BYTES * -(-num_bytes // block_bytes))
@@ -112,11 +127,13 @@ def begin(store: Store) -> Attempt:
             f"{store.location} holds a {kind} checkpoint, and would no longer be read as one with a save of ours in "
             "it; name another folder"
         )
+    # Number 0 is the store itself: its own files would be mixed with those of a second save.
     if listing.committed == (0,):
         raise CheckpointError(
             f"{store.location} is the folder of one save, which is never written to again; save to the folder that "
             "holds it, or to another one"
         )
+    # The id is random: two programs that begin at once see the same saves and choose the same number.
     return Attempt(number=_free_number(store, listing.next_number), id=secrets.token_hex(4))
 
 
@@ -147,9 +164,11 @@ def commit(
     folder = attempt.folder
     writers = [rank for rank in range(arrangement.num_ranks) if arrangement.file(rank).pieces]
     sizes = {rank: arrangement.file(rank).num_bytes for rank in writers}
+    # Before the manifest: a save whose files not everybody can see would be committed, and not load.
     while problems := _unseen_files(store, attempt, sizes):
         with storing(store, "", "listed"):
             committed = list_saves(store).committed
+        # Then the files are not late: the saver that committed this number has removed ours as left over.
         if attempt.number in committed:
             raise _lost(store, attempt.number)
         if not again():
@@ -165,6 +184,7 @@ def commit(
     ]
     pieces: dict[str, list[StoredPiece]] = {each.name: [] for each in arrangement.tensors}
     for rank in writers:
+        # Ranks send checksums only: the rest of their files follows from the arrangement, which rank 0 has too.
         for stored in arrangement.file(rank).stored(attempt.data_file(rank), written[rank].checksums):
             pieces[stored.piece.name].append(stored)
     tensors = [
@@ -209,20 +229,9 @@ def discard(store: Store, attempt: Attempt, rank: int) -> None:
         if _stands(store, attempt):
             return
         for name in store.names(attempt.folder.rstrip("/")):
+            # By id: another attempt may be at work in the same folder, with files of its own.
             if name.startswith(attempt.folder + attempt.id) and (rank == 0 or attempt.data_file(rank) in name):
                 store.delete(name)
-
-
-@contextlib.contextmanager
-def storing(store: Store, name: str, done: str) -> Iterator[None]:
-    """Say in our words what the store refuses while `name` is being `done` ("written", "created")."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        where = f"{store.location}/{name}".rstrip("/")
-        raise CheckpointError(
-            f"{where} cannot be {done}: {reason(error)}; nothing was committed, and older saves are as they were"
-        ) from error
 
 
 def _unseen_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> list[str]:
@@ -232,6 +241,7 @@ def _unseen_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> l
         name = attempt.folder + attempt.data_file(rank)
         try:
             reader = store.open(name)
+            # The size as well: a network file system may show a file before all of its bytes.
             seen = reader.size
             reader.close()
         except OSError as error:
@@ -263,6 +273,8 @@ def _create_manifest(store: Store, attempt: Attempt, data: bytes) -> None:
         is_there = False
         with contextlib.suppress(OSError, CheckpointError):
             is_there = _stands(store, attempt)
+        # Four cases: refused by another saver's manifest, refused by our
+        # own (asked twice), failed after it took effect, and failed.
         exists = isinstance(error.__cause__, FileExistsError)
         if exists and not is_there:
             raise _lost(store, attempt.number) from error
@@ -277,6 +289,7 @@ def _stands(store: Store, attempt: Attempt) -> bool:
     """Whether the manifest of this very attempt is there. Raises OSError or CheckpointError where it cannot be seen."""
     if attempt.folder + MANIFEST not in store.names(attempt.folder.rstrip("/")):
         return False
+    # The id, not the number: the manifest that is there may be that of a faster saver.
     return read_head(store, attempt.number).id == attempt.id
 
 
@@ -292,4 +305,94 @@ def _lost(store: Store, number: int) -> CheckpointError:
         f"another program saved to {store.location} at the same time and committed "
         f"{folder_of(number).rstrip('/')} first; this save was given up and changed nothing. Save again, or give each "
         "program a folder of its own"
+    )
+
+
+_PATIENCE_SECONDS = 60.0
+"""A network file system may answer from its cache for so long (`acdirmax` of NFS) that a new folder is not there."""
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5
+_LATE, _SEEN = b"late", b"seen"
+
+
+def check_shared_storage(path: Address, channel: Channel, *, timeout_seconds: float) -> None:
+    """Raise CheckpointError, the same on all ranks, unless rank 0 can write to `path` and every rank sees it there.
+
+    Rank 0 leaves a small file in the folder of the next save and removes it again. Ranks look for it as long as a slow
+    network file system may take to show it: a minute, and `timeout_seconds` at most. All ranks call this together.
+    """
+    attempt: Attempt | None = None
+    with agreed(channel, purpose="a probe of the storage of saves") as agreement:
+        store = store_of(path)
+        if channel.rank == 0:
+            attempt = begin(store)
+            with storing(store, attempt.folder + attempt.probe_file, "created"):
+                store.create(attempt.folder + attempt.probe_file, attempt.id.encode())
+            agreement.value = json.dumps([attempt.number, attempt.id]).encode()
+    # Nobody looks before it is there: a file system remembers for a while what it did not find.
+    number, name = json.loads(agreement.values[0])
+    written = Attempt(number=number, id=name)
+    try:
+        found = _look(store, written, channel, patience_seconds=min(timeout_seconds, _PATIENCE_SECONDS))
+    finally:
+        if attempt is not None:
+            with contextlib.suppress(OSError):  # the next save removes it with the other rests of torn saves
+                store.delete(attempt.folder + attempt.probe_file)
+    # Every rank says what it found: the refusal names all that see nothing, and is the same on all ranks.
+    facts = json.dumps([found, platform.node(), store.location]).encode()
+    answers = [json.loads(each) for each in channel.exchange(facts, purpose="who sees the storage of saves")]
+    if any(not_found for not_found, _, _ in answers):
+        raise CheckpointError(_refusal(answers))
+
+
+def _look(store: Store, written: Attempt, channel: Channel, *, patience_seconds: float) -> str:
+    """Why this rank does not see the probe; empty once it does. Ranks stop looking together."""
+    deadline = time.monotonic() + patience_seconds
+    pause_seconds = 0.0
+    why = "not there"
+    while True:
+        if why:
+            time.sleep(pause_seconds)
+            why = _missing(store, written)
+        word = b"" if why else _SEEN
+        # Ranks meet again and again, so that none seems stuck; the clock is that of rank 0.
+        if channel.rank == 0 and time.monotonic() >= deadline:
+            word = _LATE
+        words = channel.exchange(word, purpose="whether the storage of saves is shared")
+        if words[0] == _LATE or all(each == _SEEN for each in words):
+            return why
+        pause_seconds = min(max(_FIRST_PAUSE_SECONDS, 2 * pause_seconds), _LONGEST_PAUSE_SECONDS)
+
+
+def _missing(store: Store, written: Attempt) -> str:
+    name = written.folder + written.probe_file
+    try:
+        reader = store.open(name)
+        try:
+            seen = bytearray(min(reader.size, len(written.id)))
+            reader.read_into(memoryview(seen), 0)
+        finally:
+            reader.close()
+    except (OSError, EOFError) as error:
+        return reason(error)
+    # Two hosts, each with a /tmp of its own, may both have a file of this name from earlier runs; only ours has our id.
+    return "" if bytes(seen) == written.id.encode() else "another file is there"
+
+
+def _refusal(answers: list[tuple[str, str, str]]) -> str:
+    """What is wrong, in words that are the same on all ranks."""
+    _, own_host, own_location = answers[0]
+    blind = {rank: answer for rank, answer in enumerate(answers) if answer[0]}
+    first = next(iter(blind.values()))
+    named = few_of([f"rank {rank} on {host}" for rank, (_, host, _) in blind.items()], quotes=False)
+    text = (
+        f"the storage of saves is not shared: rank 0 on {own_host} writes to {own_location}, and {named} "
+        f"{'does' if len(blind) == 1 else 'do'} not find its file there ({first[0]})"
+    )
+    # The usual cause, and not seen from rank 0.
+    if first[2] != own_location:
+        text += f"; the folder is {first[2]} there, since a relative path begins in the working directory of each rank"
+    return (
+        f"{text}. Every save would be lost. Save to a folder that all hosts mount (checkpoint.path or train.output of "
+        "`shardwise train`), or to an address such as s3://bucket/run"
     )

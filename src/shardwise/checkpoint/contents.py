@@ -1,4 +1,12 @@
-"""Contents: what a checkpoint of any format holds, known from its metadata alone."""
+"""Contents: what a checkpoint of any format holds, known from its metadata alone, and which names are the model's.
+
+Readers of all formats make the same three values, so that load, diff and convert know no format. For example:
+
+    Contents        shardwise, step 10, blocks of 256 KiB
+    StoredTensor    w  float32 [4, 65536]
+    StoredPiece     w[0:2]  5e1f09ab-rank00000.safetensors  bytes 4096 to 528384    2 blocks, 2 checksums
+    StoredPiece     w[2:4]  5e1f09ab-rank00001.safetensors  bytes 4096 to 528384    2 blocks, 2 checksums
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,9 +14,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.names import MASTER, is_state_name, split_state_name
 from shardwise.space import Piece
 
-__all__ = ["BLOCK_BYTES", "CHECKSUM_BYTES", "MAX_INDEX", "Contents", "StoredPiece", "StoredTensor", "can_exist"]
+__all__ = [
+    "BLOCK_BYTES",
+    "CHECKSUM_BYTES",
+    "MAX_INDEX",
+    "Contents",
+    "StoredPiece",
+    "StoredTensor",
+    "can_exist",
+    "is_model_name",
+    "model_name_of_master",
+    "printable",
+]
 
 MAX_INDEX = 2**63 - 1
 """Torch counts elements and bytes with so many bits."""
@@ -25,12 +45,13 @@ CHECKSUM_BYTES = 8
 
 def can_exist(shape: Sequence[int], itemsize: int) -> bool:
     """Whether torch can have a tensor of this shape, whose elements are of so many bytes; with elements or without."""
+    # Sizes of 0 count as 1: torch multiplies strides, and refuses [0, 2**33, 2**33] though it has no elements.
     return len(shape) <= _MAX_DIMS and math.prod(size or 1 for size in shape) * itemsize <= MAX_INDEX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
-    """Where the elements of a piece lie: row-major, little-endian, one after the other."""
+    """Where the elements of a piece are: row-major, little-endian, one after the other."""
 
     piece: Piece
     """Which elements; its dtype is the one they are stored in."""
@@ -65,6 +86,7 @@ class StoredTensor:
     @property
     def checksums(self) -> Mapping[object, bytes | None]:
         """Those of every piece. Tensors with equal ones, per blocks of equal size, have equal bytes."""
+        # Keyed by the elements of the piece: two saves may have the same pieces in other files or another order.
         return {(each.piece.offset, each.piece.shape, each.piece.run): each.checksums for each in self.pieces}
 
     @property
@@ -86,15 +108,15 @@ class Contents:
     file_sizes: Mapping[str, int]
     """Bytes that each data file must have."""
     file_heads: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
-    """For data files whose first bytes lie under a checksum of their own: how many, and the checksum."""
+    """For data files whose first bytes have a checksum of their own: how many bytes, and the checksum."""
     block_bytes: int = BLOCK_BYTES
     """Bytes under one checksum."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of tensors (ties): alias -> name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the saved object said of itself beside its tensors (JSON values): groups of optimizers, its plan."""
+    """What the saved object said of itself besides its tensors (JSON values): groups of optimizers, its plan."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the user saved beside, as JSON values: see `extra_values`."""
+    """What the user saved besides tensors, as JSON values: see `manifest.packed`."""
     step: int | None = None
     """The step at which it was saved."""
     layout: str = ""
@@ -105,9 +127,44 @@ class Contents:
     @property
     def verifiable(self) -> bool:
         """Whether there are checksums."""
+        # No other format has checksums.
         return self.format == "shardwise"
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+_DCP_STATE = ("optimizer.", "optim.", "optimizers.")
+"""What the examples of torch.distributed.checkpoint call the optimizer; its keys are joined by dots."""
+
+
+def is_model_name(name: str, format_: str) -> bool:
+    """Whether a tensor of a checkpoint in this format (`Contents.format`) belongs to the model.
+
+    >>> is_model_name("optimizer/w/exp_avg", "shardwise"), is_model_name("w", "shardwise")
+    (False, True)
+    """
+    # Plain dcp checkpoints have no rule for names; this is what its documentation and examples use.
+    return not (is_state_name(name) or (format_ == "dcp" and name.startswith(_DCP_STATE)))
+
+
+def model_name_of_master(name: str) -> str | None:
+    """The parameter whose master this is; None for every other tensor.
+
+    >>> model_name_of_master("optimizer/w/master")
+    'w'
+    """
+    split = split_state_name(name)
+    return split[0] if split is not None and split[1] == MASTER else None
+
+
+def printable(name: str) -> str:
+    """The name as one line of a table can hold it: what no terminal shows is escaped.
+
+    >>> print(printable("a name"), printable("two\\nlines"))
+    a name two\\nlines
+    """
+    # Names come from files that others wrote: an escape sequence in one would rule the terminal.
+    return name if name.isprintable() else ascii(name)[1:-1]

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.certificates import Certificate, certify_return
-from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.contents import Contents, model_name_of_master
 from shardwise.checkpoint.copying import Progress
 from shardwise.checkpoint.destinations import (
     WrittenCopy,
@@ -22,7 +21,7 @@ from shardwise.checkpoint.destinations import (
     planned_shards,
 )
 from shardwise.checkpoint.foreign import read_foreign
-from shardwise.checkpoint.model_config import (
+from shardwise.checkpoint.huggingface_files import (
     CONFIG,
     ConfigPath,
     as_extra,
@@ -42,13 +41,11 @@ from shardwise.checkpoint.saves import (
     list_saves,
     load_contents,
     metadata_files,
-    reason,
     remove_save,
 )
 from shardwise.checkpoint.sources import read_contents
-from shardwise.checkpoint.state_arguments import check_arguments
-from shardwise.checkpoint.stored_names import model_name_of_master
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.states import check_arguments
+from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite
 

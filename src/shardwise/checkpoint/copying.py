@@ -10,9 +10,9 @@ import torch
 
 from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.commit import Written
-from shardwise.checkpoint.file_writing import DataFile, FileFilling
 from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.outputs import Outputs
+from shardwise.checkpoint.safetensors_files import DataFile, FileFilling
 from shardwise.checkpoint.stores import Store, Writer
 from shardwise.checkpoint.windows import BATCH_BYTES
 

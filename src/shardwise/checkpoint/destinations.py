@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.checkpoint.addresses import Address, OneFile, store_of
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.assignment import assign_tensors
-from shardwise.checkpoint.commit import Description, Written, begin, commit, discard, storing
+from shardwise.checkpoint.commit import Description, Written, begin, commit, discard
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.copying import Copying, Progress
 from shardwise.checkpoint.huggingface_files import ShardFile, check_folder, shards_of, write_folder
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.outputs import Outputs
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.saves import storing
+from shardwise.checkpoint.stores import Address, OneFile, Store, store_of
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 

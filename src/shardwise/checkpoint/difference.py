@@ -1,4 +1,12 @@
-"""Difference: what two checkpoints of any formats hold differently, tensor by tensor, whatever their pieces."""
+"""Difference: what two checkpoints of any formats hold differently, tensor by tensor, whatever their pieces.
+
+    names       of A and B, ties included  ->  pairs, only in A, only in B
+    metadata    shape or dtype differ      ->  a row; a shape that differs is not read
+    checksums   two saves of ours, same pieces, same checksums  ->  equal, unread
+    elements    the rest in windows, both sides in the same order, compared bit by bit
+
+Each step leaves fewer tensors to the next, which costs more for each.
+"""
 
 import json
 import math
@@ -6,15 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.buffers import GrowingBuffer
-from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, printable
 from shardwise.checkpoint.conversion import Progress
 from shardwise.checkpoint.elements import Elements, ElementValue, compare, larger
 from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.sources import with_contents
-from shardwise.checkpoint.stored_names import is_model_name, printable
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.checkpoint.windows import BATCH_BYTES, PieceReader, check_whole, part_of_piece, windows
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
@@ -134,6 +140,7 @@ def diff(
     def compared(*contents: Contents) -> Difference:
         return _difference(stores, contents, model_only, progress)
 
+    # Nested: where B is removed meanwhile only B is read anew, and where A is, both are.
     return with_contents(
         stores[0], step_a, lambda ours: with_contents(stores[1], step_b, lambda theirs: compared(ours, theirs))
     )
@@ -143,6 +150,7 @@ def _difference(
     stores: tuple[Store, Store], contents: Sequence[Contents], model_only: bool, progress: Progress
 ) -> Difference:
     sides = _side(contents[0], model_only), _side(contents[1], model_only)
+    # A truncated file would pass for equal, where checksums in the metadata settle it.
     for store, side in zip(stores, sides, strict=True):
         check_whole(side, side.tensors.values())
         _check_sizes(store, side)
@@ -153,6 +161,7 @@ def _difference(
     different = _compared([pair for pair in pairs if pair.name in unread], *readers, progress)
     rows = [row for pair in pairs if (row := _row(pair, different.get(pair.name)))] + alone
     equal = [pair for pair in pairs if pair.finding is None and pair.name not in different]
+    # Each format has its own things in extra, so that any two formats would differ.
     extra_compared = sides[0].format == sides[1].format and not model_only
     return Difference(
         a=_words(sides[0]),
@@ -193,6 +202,7 @@ def _side(contents: Contents, model_only: bool) -> Contents:
     """What of a checkpoint is compared."""
     if not model_only:
         return contents
+    # Names of optimizers are known by format: this way a save of ours compares with plain weights.
     kept = {name: each for name, each in contents.tensors.items() if is_model_name(name, contents.format)}
     ties = {alias: name for alias, name in contents.aliases.items() if name in kept}
     return replace(contents, tensors=kept, aliases=ties)
@@ -204,7 +214,9 @@ def _paired(a: Contents, b: Contents) -> tuple[list[_Pair], list[TensorDifferenc
     for name in dict.fromkeys([*a.tensors, *a.aliases]):
         ours, theirs = _find(a, name), _find(b, name)
         if ours is not None and theirs is not None:
+            # By the stored names: a tied tensor is met under each of its names, and compared once.
             pairs.setdefault((ours.name, theirs.name), _Pair(name, ours, theirs))
+    # A tensor that is tied to one of the other side is met, though its own name is unknown there.
     met_a, met_b = {key[0] for key in pairs}, {key[1] for key in pairs}
     alone = [
         TensorDifference(name=each.name, finding="only in A", a=(each.dtype, each.shape), b=None)
@@ -225,10 +237,12 @@ def _find(contents: Contents, name: str) -> StoredTensor | None:
 
 def _sorted_out(pairs: Iterable[_Pair], a: Contents, b: Contents) -> tuple[set[str], int]:
     """The names of pairs whose data has to be read, and how many others are equal by their checksums."""
+    # Each checksum covers one block: with blocks of two sizes no two checksums cover the same bytes.
     comparable = a.verifiable and b.verifiable and a.block_bytes == b.block_bytes
     unread: set[str] = set()
     by_checksum = 0
     for pair in pairs:
+        # Different shapes have no elements in common places, and without elements nothing differs.
         if pair.finding == "shape" or not pair.a.num_bytes:
             continue
         if comparable and pair.finding is None and pair.a.checksums == pair.b.checksums:
@@ -245,6 +259,8 @@ def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Prog
     sizes = [
         (math.prod(pair.a.shape), max(itemsize_bytes(pair.a.dtype), itemsize_bytes(pair.b.dtype))) for pair in pairs
     ]
+    # By elements, not bytes: dtypes may differ, and both sides read the same range of elements. The wider one decides
+    # how many fit.
     for window in windows(sizes):
         ours = a.read([part_of_piece(pairs[at].a.whole, start, stop) for at, start, stop in window])
         theirs = b.read([part_of_piece(pairs[at].b.whole, start, stop) for at, start, stop in window])
@@ -252,6 +268,7 @@ def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Prog
             elements = compare(mine, yours)
             if elements is not None:
                 name = pairs[at].name
+                # Counted from the start of the window, and wanted from the start of the tensor.
                 here = replace(elements, first=elements.first + start)
                 found[name] = _together(found[name], here) if name in found else here
             done += mine.numel() * mine.element_size()
@@ -260,6 +277,7 @@ def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Prog
 
 
 def _together(before: Elements, after: Elements) -> Elements:
+    # Windows come in the order of the elements, so the first difference is the one of the earlier window.
     return replace(
         before,
         num_different=before.num_different + after.num_different,
@@ -292,10 +310,12 @@ def _row(pair: _Pair, elements: Elements | None) -> TensorDifference | None:
 
 def _extra_differences(a: Contents, b: Contents) -> Iterator[ExtraDifference]:
     yield from _json_differences("extra", dict(a.extra), dict(b.extra))
+    # Of the settings only what training depends on: two layouts of one run have different plans.
     ours, theirs = a.settings.get("optimizers", []), b.settings.get("optimizers", [])
     yield from _json_differences("settings.optimizers", ours, theirs)
 
 
+# None is a JSON value: an absent key is something else than null.
 _NOTHING = object()
 
 
@@ -307,6 +327,7 @@ def _json_differences(place: str, a: object, b: object) -> Iterator[ExtraDiffere
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for at, (mine, yours) in enumerate(zip(a, b, strict=True)):
             yield from _json_differences(f"{place}[{at}]", mine, yours)
+    # As text: 1 and 1.0 and True are equal in Python, and NaN is not equal to itself.
     elif (ours := _text(a)) != (theirs := _text(b)):
         yield ExtraDifference(place=place, a=ours, b=theirs)
 
@@ -322,6 +343,7 @@ def _words(contents: Contents) -> str:
 
 
 def _json(value: object) -> object:
+    # json.dumps writes NaN and Infinity, which no other reader of JSON knows.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, complex):
@@ -366,6 +388,7 @@ def _cells_of_row(row: TensorDifference) -> tuple[str, ...]:
     a, b = _cells(row)
     name = printable(row.name)
     if row.first_index is None or row.a is None:
+        # Another dtype with the same values: the row says that none differs, instead of nothing.
         same = row.finding == "dtype"
         return name, row.finding, a, b, "none" if same else "", "0" if same else "", ""
     counted = f"{row.num_different:,} of {math.prod(row.a[1]):,}"

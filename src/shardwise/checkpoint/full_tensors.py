@@ -16,17 +16,16 @@ from shardwise.checkpoint.assignment import distinct
 from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.sharing import merge_ties
-from shardwise.checkpoint.state_arguments import wrong_rewrite
-from shardwise.checkpoint.states import Ordered, State
+from shardwise.checkpoint.states import Ordered, State, wrong_rewrite
 from shardwise.checkpoint.streaming import WindowFiller
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
-from shardwise.comm.default import channel_of, given_or_default
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.state_names import is_state_name
+from shardwise.plan.names import is_state_name
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece, check_cover
 

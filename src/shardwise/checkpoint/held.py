@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.states import State, Stateful
-from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor
 from shardwise.errors import CheckpointError, in_words
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece

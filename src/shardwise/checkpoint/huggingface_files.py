@@ -1,5 +1,12 @@
-"""Hugging Face files: a folder of safetensors files, with an index where there are several, made in one act.
+"""Hugging Face files: a folder that `from_pretrained` loads, made in one act, and the configuration that goes with it.
 
+    model-00001-of-00002.safetensors     tensors, a file up to max_shard_bytes
+    model-00002-of-00002.safetensors
+    model.safetensors.index.json         tensor -> file; only where there are several files
+    config.json, tokenizer.json, ...     copied from a folder that is given, or out of what the save keeps
+
+A save keeps the two small files about the model (`config.json`, `generation_config.json`) as JSON in its extra or its
+settings. Tokenizers stay where they are: they are large, and about texts.
 The format: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints
 """
 
@@ -9,19 +16,187 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from shardwise.checkpoint.addresses import Address
-from shardwise.checkpoint.contents import StoredTensor
-from shardwise.checkpoint.file_writing import DataFile, lay_out
+from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.local import LocalStore
-from shardwise.checkpoint.safetensors_files import stored_as, unique_keys
-from shardwise.checkpoint.saves import reason
-from shardwise.checkpoint.stores import Store, Writer
+from shardwise.checkpoint.safetensors_files import DataFile, lay_out, stored_as, unique_keys
+from shardwise.checkpoint.stores import Address, Store, Writer, read_whole, reason
 from shardwise.errors import CheckpointError
+from shardwise.plan.saved_settings import CONFIG, MODEL_FILES
 
-__all__ = ["ShardFile", "check_folder", "shards_of", "write_folder"]
+__all__ = [
+    "CONFIG",
+    "ConfigPath",
+    "ShardFile",
+    "as_extra",
+    "check_folder",
+    "files_beside",
+    "files_of",
+    "given_files",
+    "kept_files",
+    "model_files",
+    "parameters_of",
+    "parsed_config",
+    "shards_of",
+    "write_folder",
+]
+
+_KEPT = (CONFIG, "generation_config.json")
+"""What a save keeps of a folder, as JSON: small, and about the model rather than about texts."""
+
+_EXTRA = "huggingface"
+"""Under this key the extra of a save that was converted has them: file name -> content."""
+
+_DTYPES = ("dtype", "torch_dtype")
+"""Under which a configuration says in which dtype tensors are loaded, now and before transformers 4.56."""
+
+_COPIED = (
+    *_KEPT,
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""What is copied out of a folder: all that transformers reads besides the tensors."""
+
+_NESTED = "text_config"
+"""Where the configurations of models for texts and images have that of their part for texts."""
+
+_ALIKE: Mapping[str, str] = MappingProxyType({"num_key_value_heads": "num_attention_heads"})
+"""What a configuration leaves out when it is equal to something else."""
+
+
+ConfigPath = str | os.PathLike[str] | None
+"""A folder or a configuration file, or nothing."""
+
+
+def model_files(store: Store, contents: Contents) -> dict[str, Any]:
+    """The files about the model that a checkpoint has in its settings or its extra, or as files: name -> JSON.
+
+    Raises CheckpointError for a file that cannot be read or is not JSON.
+    """
+    if contents.format != "safetensors":
+        # Settings first: they have the configuration of the live model, extra only what an import found.
+        levels = [contents.settings.get(MODEL_FILES), contents.extra.get(_EXTRA)]
+        # Neither is checked when it is written, so anything may be there.
+        found = next((each for each in levels if isinstance(each, dict)), {})
+        return {name: found[name] for name in _KEPT if name in found}
+    names = {name for name in store.names() if name in _KEPT}
+    return {name: _parsed(read_whole(store, name), f"{store.location}/{name}") for name in _KEPT if name in names}
+
+
+def files_beside(store: Store) -> dict[str, bytes]:
+    """The files of a tokenizer and their like in a folder of Hugging Face files, or of saves: name -> bytes."""
+    names = [name for name in store.names() if name in _COPIED and name not in _KEPT]
+    return {name: read_whole(store, name) for name in names}
+
+
+def as_extra(files: Mapping[str, Any]) -> dict[str, Any]:
+    """The extra of a save that keeps these configuration files."""
+    return {_EXTRA: dict(files)} if files else {}
+
+
+def kept_files(given: Mapping[str, bytes], files: Mapping[str, Any]) -> dict[str, Any]:
+    """What a save keeps: files that were given go before others. Raises CheckpointError for what is not JSON."""
+    return {**files, **{name: _parsed(given[name], name) for name in _KEPT if name in given}}
+
+
+def given_files(config: ConfigPath) -> dict[str, bytes]:
+    """The files of a folder that go with the tensors of a model, or one configuration file: name -> bytes.
+
+    Raises CheckpointError for a file that cannot be read, a configuration that is not JSON, and where there is none.
+    """
+    if config is None:
+        return {}
+    path = os.fspath(config)
+    if not os.path.isdir(path):
+        return {CONFIG: _read(path, CONFIG)}
+    found = {name: place for name in _COPIED if os.path.isfile(place := os.path.join(path, name))}
+    if not found:
+        raise CheckpointError(
+            f"{path} holds neither {CONFIG} nor files of a tokenizer; config (--config) names a folder that does, or a "
+            "configuration file"
+        )
+    return {name: _read(place, name) for name, place in found.items()}
+
+
+def files_of(given: Mapping[str, bytes], kept: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[str, bytes]]:
+    """The files that go with the tensors of an exported model: name and bytes, one after the other.
+
+    given: see `given_files`; they go before what is `kept`, as JSON. dtype: in which most floats are written: a
+    configuration that says another one has it corrected, so that `from_pretrained` casts nothing unasked.
+    """
+    for name in (*given, *(each for each in kept if each not in given)):
+        data = given[name] if name in given else (json.dumps(kept[name], indent=2) + "\n").encode()
+        yield name, _with_dtype(data, dtype) if name == CONFIG else data
+
+
+def _with_dtype(data: bytes, dtype: str | None) -> bytes:
+    """A configuration that says no other dtype of its tensors than they have."""
+    config = _parsed(data, CONFIG)
+    said = [key for key in _DTYPES if isinstance(config, dict) and isinstance(config.get(key), str)]
+    # A configuration that says no dtype, or the right one, stays as it is, byte by byte.
+    if dtype is None or all(config[key] == dtype for key in said):
+        return data
+    return (json.dumps({**config, **dict.fromkeys(said, dtype)}, indent=2) + "\n").encode()
+
+
+def _read(place: str, name: str) -> bytes:
+    try:
+        with open(place, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{place} does not exist; config (--config) names a folder with {CONFIG}, or such a file"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{place} cannot be read: {reason(error)}") from error
+    if name == CONFIG:
+        _parsed(data, place)  # here the file is known by its own name
+    return data
+
+
+def parameters_of(config: Any, wanted: Iterable[str]) -> dict[str, int | str]:
+    """What a configuration says of the parameters of a rewrite, by name; those that it does not know are left out."""
+    nested = config.get(_NESTED) if isinstance(config, dict) else None
+    # The outer level first: what a model says of itself goes before what it says of its part for texts.
+    levels = [each for each in (config, nested) if isinstance(each, dict)]
+    found: dict[str, int | str] = {}
+    for name in wanted:
+        # A model without grouped attention says num_attention_heads only; rewrites ask for both.
+        for key in (name, _ALIKE.get(name, name)):
+            values = [level[key] for level in levels if type(level.get(key)) in (int, str)]
+            if values:
+                found[name] = values[0]
+                break
+    return found
+
+
+def parsed_config(given: Mapping[str, bytes]) -> Any:
+    """The configuration among given files, or None. Raises CheckpointError where it is not JSON."""
+    return _parsed(given[CONFIG], CONFIG) if CONFIG in given else None
+
+
+def _parsed(data: bytes, place: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{place} is not JSON: {error}") from None
+
 
 _INDEX = "model.safetensors.index.json"
 
@@ -53,6 +228,7 @@ def shards_of(
     groups: list[list[StoredTensor]] = [[]]
     num_bytes = 0
     for tensor in tensors:
+        # An empty group takes any tensor: one that is larger than max_bytes has a file of its own.
         if groups[-1] and num_bytes + tensor.num_bytes > max_bytes:
             groups.append([])
             num_bytes = 0
@@ -64,6 +240,8 @@ def shards_of(
         ties = {alias: name for alias, name in aliases.items() if name in held}
         pieces = [tensor.whole for tensor in group]
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+        # empty: a parameter without elements is still one that `from_pretrained` looks for. The ties go first, so
+        # that no alias named "format" takes its place.
         file = lay_out(pieces, metadata={**ties, **metadata}, empty=True)
         shards.append(ShardFile(name=name, tensors=tuple(group), file=file))
     return shards
@@ -76,6 +254,7 @@ def check_folder(destination: Address) -> str:
     """
     if isinstance(destination, LocalStore):
         destination = destination.location
+    # An object store has no folders, so a reader could see half of them.
     if not isinstance(destination, str | os.PathLike) or "://" in os.fspath(destination):
         where = destination if isinstance(destination, str) else getattr(destination, "location", destination)
         raise CheckpointError(
@@ -84,6 +263,7 @@ def check_folder(destination: Address) -> str:
         )
     if not os.fspath(destination):
         raise CheckpointError("an empty path was given; name the folder to make")
+    # The folder behind a link, because rename does not follow one.
     path = os.path.realpath(destination)
     _check_empty(path)
     return path
@@ -92,10 +272,11 @@ def check_folder(destination: Address) -> str:
 def write_folder(path: str, shards: Sequence[ShardFile], fill: Fill, finish: Finish) -> None:
     """Make the folder `path` with these files and what `finish` adds, whole or not at all, and durable.
 
-    They are written to a hidden folder beside, `.<name>.<8 hex digits>.new`, which gets its name at the end. A process
-    that is killed leaves the hidden folder. Raises CheckpointError.
+    They are written to a hidden folder next to it, `.<name>.<8 hex digits>.new`, which gets its name at the end. A
+    process that is killed leaves the hidden folder. Raises CheckpointError.
     """
     parent, name = os.path.split(path)
+    # In the same parent, so in the same file system: only there rename is one act.
     temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.new")
     store = LocalStore(temporary)
     with _making(path, ""):
@@ -112,7 +293,9 @@ def write_folder(path: str, shards: Sequence[ShardFile], fill: Fill, finish: Fin
             finish(store)
         with _making(path, ""):
             os.rename(temporary, path)  # takes the place of an empty folder, and of nothing else
+            # The files in it are durable by the store; the name of the folder is data of its parent.
             _sync(parent)
+    # Also for KeyboardInterrupt: the tensors of a large model are not left on the disk under a hidden name.
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -121,6 +304,7 @@ def write_folder(path: str, shards: Sequence[ShardFile], fill: Fill, finish: Fin
 def _index(shards: Sequence[ShardFile]) -> bytes:
     tensors = [(tensor, shard.name) for shard in shards for tensor in shard.tensors]
     total = sum(tensor.num_bytes for tensor, _ in tensors)
+    # Both keys are what transformers reads; total_size counts the data without headers, as it does.
     fields = {"metadata": {"total_size": total}, "weight_map": {tensor.name: file for tensor, file in tensors}}
     return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
 
@@ -164,6 +348,7 @@ def _making(path: str, file: str) -> Iterator[None]:
         yield
     except (OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and not file:
+            # Somebody has made it since the first look: the words for that say more than those of the system.
             _check_empty(path)
         where = os.path.join(path, file) if file else path
         raise CheckpointError(f"{where} cannot be written: {reason(error)}; nothing was made there") from error

@@ -2,12 +2,12 @@
 
 import os
 
-from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport, convert
 from shardwise.checkpoint.copying import Progress
-from shardwise.checkpoint.foreign import format_of, no_checkpoint, recognise
+from shardwise.checkpoint.foreign import no_checkpoint, recognise
 from shardwise.checkpoint.sources import read_contents
-from shardwise.checkpoint.state_arguments import check_arguments
+from shardwise.checkpoint.states import check_arguments
+from shardwise.checkpoint.stores import Address, store_of
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite
 
@@ -26,7 +26,7 @@ def import_hf(
 
     rewrite: what is saved are its outputs. Parameters that it was not given come from `config.json`, the nested
         `text_config` included.
-    certify: read both again, the save back through the inverse of the rewrite, and write beside its manifest
+    certify: read both again, the save back through the inverse of the rewrite, and write next to its manifest
         `round-trip.json`, which says tensor by tensor whether it comes back; see `Certificate`. What should come back
         and does not is an error, and leaves no save.
 
@@ -37,8 +37,9 @@ def import_hf(
     """
     check_arguments(rewrite=rewrite, flags={"certify": certify})
     store = store_of(folder)
+    # convert takes any format; here the user has said that it is a model of Hugging Face.
     if (kind := recognise(store)) != "safetensors":
-        what = f"{store.location} is a {kind} checkpoint" if kind else no_checkpoint(store, format_of)
+        what = f"{store.location} is a {kind} checkpoint" if kind else no_checkpoint(store)
         way = "" if kind is None else ", or use convert (shardwise ckpt convert)"
         raise CheckpointError(f"{what}; give a folder of safetensors files{way}")
     conversion = Conversion.of(store, read_contents(store), rewrite, model_only=False)
@@ -62,17 +63,18 @@ def export_hf(
 
     rewrite: its outputs are written; to undo that of an import, give its `inverse()`, which finds sizes and dtypes in
         the save. Parameters that it was not given come from `config.json`.
-    config: what else belongs there: a folder, of which `config.json` and the files of the tokenizer are copied, or a
+    config: what else belongs there: a folder whose `config.json` and files of the tokenizer are copied, or a
         configuration file. They go before what the save keeps: the `config.json` of the engine's model, or what
         `import_hf` has kept. Where there is none, `missing` of the report says so.
     dtype: in which floats are written, such as "float32": from the masters where the save has them. None: as the model
         computed with them, in the dtype in which they are stored. A `config.json` that says another dtype is corrected.
-    step, max_shard_bytes, original: see `convert`. certify: see `import_hf`; `round-trip.json` lies beside the files.
+    step, max_shard_bytes, original: see `convert`. certify: see `import_hf`; `round-trip.json` is one of the files.
 
     The model's tensors are written in the dtype in which they are stored, a tied one once, under its own name. The
     folder must not exist or be empty; it is made whole or not at all, in bounded memory.
     Raises CheckpointError and RewriteError as `convert` does.
     """
+    # The general conversion with the defaults of an export: it certifies, and never writes the state of optimizers.
     return convert(
         path,
         out,

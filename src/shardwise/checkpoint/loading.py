@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.checkpoint.addresses import Address
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.extra_values import unpacked
 from shardwise.checkpoint.held import Held, hold
-from shardwise.checkpoint.name_matching import Match, WantedTensor, apart, match
+from shardwise.checkpoint.manifest import unpacked
+from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match
 from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
 from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.rewrite_agreement import Late, Located, compare_numbers, locate, view_for_load, without_place
@@ -25,14 +24,12 @@ from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.sharing import gather_findings
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
-from shardwise.checkpoint.state_arguments import wrong_rewrite
-from shardwise.checkpoint.states import Restorable, Restoration, State
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.states import Restorable, Restoration, State, wrong_rewrite
+from shardwise.checkpoint.stores import Address, Store
 from shardwise.checkpoint.targets import check_targets
-from shardwise.checkpoint.twins import compare_twins
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.default import channel_of, given_or_default
+from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
 from shardwise.rewrite import Rewrite

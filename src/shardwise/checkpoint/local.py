@@ -1,4 +1,12 @@
-"""LocalStore: a folder of the file system."""
+"""LocalStore: a folder of a local or network file system.
+
+How `create("x", data)` makes a whole file in one act, on file systems with hard links and without:
+
+    write .x.0f3a....new, fsync                 write .x.0f3a....new, fsync
+    link it to x; this fails if x exists        lock .x.lock; fail if x exists; rename to x; remove the lock
+    unlink .x.0f3a....new
+    fsync the folders                           fsync the folders
+"""
 
 import contextlib
 import ctypes
@@ -11,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["LocalStore", "checked_name"]
+__all__ = ["LocalStore", "LocalWriter", "check_complete", "check_not_longer", "checked_name"]
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What `link` answers on file systems that cannot do it."""
@@ -25,7 +33,7 @@ _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 """Linux; Python has no name for it."""
 _SYNC_FILE_RANGE_WRITE = ctypes.c_uint(2)
 _ATTEMPTS = 100
-"""Times that a new file may find its folder removed, by somebody who deleted the last file in it, before we give up."""
+"""Times that a new file may find its folder removed, with the last file in it, by another process."""
 
 
 def checked_name(name: str) -> str:
@@ -38,16 +46,30 @@ def checked_name(name: str) -> str:
     return name
 
 
+def check_not_longer(path: str, num_bytes: int, num_written: int, num_more: int) -> None:
+    """Raise ValueError where the next bytes would make a file longer than it was announced."""
+    if num_written + num_more > num_bytes:
+        raise ValueError(
+            f"{path} was announced with {num_bytes} bytes; {num_written} are written, and {num_more} more were given"
+        )
+
+
+def check_complete(path: str, num_bytes: int, num_written: int) -> None:
+    """Raise ValueError where a file ends before the size with which it was announced."""
+    if num_written != num_bytes:
+        raise ValueError(f"{path} was announced with {num_bytes} bytes; only {num_written} came")
+
+
 class LocalStore:
     """A `Store` in a folder of a local or network file system.
 
     New files take the permissions that the umask leaves. Links to files are files, links to folders are not entered.
 
-    `create` writes a hidden file `.<file>.<16 hex digits>.new` beside the final one, syncs it and links it to its name:
-    that is atomic, and of several creators one wins, on every file system with hard links. Where there are none,
+    `create` writes a hidden file `.<file>.<16 hex digits>.new` next to the final one, syncs it and links it to its
+    name: that is atomic, and of several creators one wins, on every file system with hard links. Where there are none,
     creators take turns by a lock (`flock`) on `.<file>.lock`, look for the name and rename the hidden file to it.
     That is atomic as well, and frees itself when a creator dies; but only one wins only where all of them see each
-    other's locks (all on one machine, or a network file system that carries locks), and only while nobody deletes the
+    other's locks (all on one machine, or a network file system that carries locks), and while no program deletes the
     lock's file. A file system with neither refuses with the OSError of `flock`.
 
     Processes that die leave hidden files, which `names` lists and `delete` removes like any other; a file that `write`
@@ -90,6 +112,7 @@ class LocalStore:
         """Make a whole, durable file in one atomic act; raises FileExistsError, changing nothing, if there is one."""
         path = self._path(name)
         with _about(path):
+            # Only saves the writing where the outcome is known: `_give_name` decides among several creators.
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             for folder in self._create(name, path, data):
@@ -102,13 +125,16 @@ class LocalStore:
             os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
             return
-        with contextlib.suppress(FileNotFoundError):  # somebody else removed the folder after its last file
+        with contextlib.suppress(FileNotFoundError):  # another process removed the folder after its last file
+            # Now, and not later in one go: after a power failure a save without its
+            # manifest must not have it again while files that it names are gone.
             _sync_folder(os.path.dirname(path))
         self.drop_empty_folders(name)
 
     def new_file(self, name: str) -> tuple[int, list[str]]:
         """A descriptor of a new file, and the folders to sync so that it is found after a power failure."""
         path = self._path(name)
+        # Another process may remove the folder between mkdir and open, with the last file in it.
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileNotFoundError):
                 touched = _make_folder(os.path.dirname(path))
@@ -121,6 +147,8 @@ class LocalStore:
         """Remove the folders of this name that hold nothing any more, but not the store's own."""
         for folder in self._folders(name):
             try:
+                # rmdir refuses a folder that holds something. To look first
+                # would race with a writer that has just made it.
                 os.rmdir(folder)
             except OSError:  # it holds something or cannot go; nothing depends on it
                 return
@@ -128,11 +156,14 @@ class LocalStore:
     def _create(self, name: str, path: str, data: bytes) -> list[str]:
         """All of `create` but for the syncing of the folders, which it returns."""
         for attempt in range(1, _ATTEMPTS + 1):
+            # A random name: creators of one file meet at the last step only, and files of dead ones do not matter.
             hidden = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{secrets.token_hex(8)}.new"
             try:
                 descriptor, folders = self.new_file(os.path.relpath(hidden, self._root))
                 try:
                     _write_all(descriptor, memoryview(data))
+                    # The bytes are durable before they have their name: after a
+                    # power failure a manifest is whole or absent.
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
@@ -161,6 +192,8 @@ class LocalStore:
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir(follow_symlinks=False):
                     self._list(name, found)
+                # Here is_dir follows links. A link to a folder is left out:
+                # it could lead out of the store, or in a circle.
                 elif not entry.is_dir():
                     found.append(name)
 
@@ -180,7 +213,7 @@ class LocalReader:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for somebody to write
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
         mode = os.fstat(self._descriptor).st_mode
         if not stat.S_ISREG(mode):
             self.close()
@@ -200,7 +233,9 @@ class LocalReader:
         num_read = 0
         with _about(self._path):
             while num_read < buffer.nbytes:
+                # One read returns 2 GiB at most (Linux), or less after a signal.
                 rest = buffer.cast("B")[num_read:]
+                # preadv takes its place as an argument: threads that share the descriptor do not move each other.
                 if (num_more := os.preadv(self._descriptor, [rest], start + num_read)) == 0:
                     raise EOFError(
                         f"{self._path}: wanted {buffer.nbytes} bytes from byte {start} on, "
@@ -212,7 +247,7 @@ class LocalReader:
         """Give the file back."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-            self._descriptor = -1  # not the number of a file that somebody opens next
+            self._descriptor = -1  # else the number of a file that is opened next
 
 
 class LocalWriter:
@@ -234,6 +269,7 @@ class LocalWriter:
         with _about(self._path):
             self._descriptor, self._folders = self._store.new_file(self._name)
             try:
+                # A full disk is found here, before the tensors are copied, and by the rank that it concerns.
                 _reserve(self._descriptor, self._num_bytes)
             except OSError:
                 self._give_up()
@@ -242,11 +278,7 @@ class LocalWriter:
 
     def write(self, data: memoryview) -> None:
         """Append; raises ValueError beyond the announced size."""
-        if self._num_written + data.nbytes > self._num_bytes:
-            raise ValueError(
-                f"{self._path} was announced with {self._num_bytes} bytes; {self._num_written} are written, "
-                f"and {data.nbytes} more were given"
-            )
+        check_not_longer(self._path, self._num_bytes, self._num_written, data.nbytes)
         with _about(self._path):
             _write_all(self._descriptor, data)
         self._num_written += data.nbytes
@@ -263,18 +295,17 @@ class LocalWriter:
             return
         with _about(self._path):
             try:
-                self._check_complete()
+                check_complete(self._path, self._num_bytes, self._num_written)
+                # close promises nothing about the disk, and rank 0 commits as
+                # soon as this rank says that it has written.
                 os.fsync(self._descriptor)
             except Exception:
                 self._give_up()
                 raise
             os.close(self._descriptor)
+            # A name is data of its folder: fsync of the file alone may lose it.
             for folder in self._folders:
                 _sync_folder(folder)
-
-    def _check_complete(self) -> None:
-        if self._num_written != self._num_bytes:
-            raise ValueError(f"{self._path} was announced with {self._num_bytes} bytes; only {self._num_written} came")
 
     def _give_up(self, *, keep: bool = False) -> None:
         """A file in parts would keep the room that the next save needs; the error that led here says the rest."""
@@ -372,6 +403,7 @@ def _give_name(hidden: str, path: str) -> None:
 def _alone(lock: str) -> Iterator[None]:
     """Hold the lock of this file, which exists for that long; the kernel takes it back from a process that dies."""
     while True:
+        # flock, not O_EXCL: the lock of a process that dies is free at once, and no timeout has to be chosen.
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

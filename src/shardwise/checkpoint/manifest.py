@@ -1,14 +1,26 @@
 """The manifest: what a save of ours holds, as JSON. docs/checkpoint-format.md describes it for other readers.
 
-manifest.json            the head: what was saved, when, by which layout; names, sizes and checksums of the files
-<id>-tensors-00000.json  a table: tensors and their pieces, in the order in which they were saved
+    manifest.json              the head: what was saved, when, by which layout; the files with sizes and checksums
+      files[0]                 5e1f09ab-rank00000.safetensors      checksum of its header
+      tables[0]                5e1f09ab-tensors-00000.json         checksum of all its bytes
+        {"name": "w", ..., "pieces": [{"file": 0, "start": 4096, "xxh3": one checksum per block}]}
+
+So the checksum of the head covers every byte of a save, over one step or two. What is read is checked as if an enemy
+had written it: a checksum shows damage, and not that a writer meant well.
+
+The end of the file has the extra values: what a user saves besides tensors, as JSON that comes back as it was given.
+JSON has objects with strings as keys only. Other dicts, such as the `milestones` of a MultiStepLR (a Counter of whole
+numbers), are written as {"shardwise": "Counter", "items": [[3, 1], [5, 2]]}.
 """
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NotRequired, Self, TypeAlias
 
+import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from typing_extensions import TypedDict
@@ -29,7 +41,9 @@ __all__ = [
     "contents_of",
     "is_file_name",
     "pack_tables",
+    "packed",
     "unpack_tables",
+    "unpacked",
 ]
 
 FORMAT: Final = "shardwise-checkpoint"
@@ -48,6 +62,7 @@ _NO_SUM = "xxh3_64:" + "0" * 16
 
 
 class _ManifestEntry(BaseModel):
+    # strict: "1" is no 1 here. extra="forbid": a key that we do not know means that we do not know the file.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
@@ -59,7 +74,7 @@ class FileEntry(_ManifestEntry):
     bytes: int = Field(ge=0, le=MAX_INDEX)
     """Size of the file."""
     head_bytes: int = Field(ge=0)
-    """So many bytes from its start lie under `checksum`: the header of a data file, the whole of a table."""
+    """So many bytes from its start have `checksum`: the header of a data file, the whole of a table."""
     checksum: str = Field(pattern="^[0-9a-f]{16}$")
     """xxh3_64 of them, in hexadecimal digits."""
 
@@ -82,6 +97,7 @@ class Head(_ManifestEntry):
 
     format: Literal["shardwise-checkpoint"] = FORMAT
     version: Literal[1] = VERSION
+    # Before everything that a user gives: the first match of `_SUM` in the file is this one, whatever extra says.
     checksum: str = _NO_SUM
     """xxh3_64 of the file itself, its own sixteen digits being zeros."""
     id: str
@@ -110,6 +126,8 @@ class Head(_ManifestEntry):
         """As the bytes of `manifest.json`."""
         text = json.dumps(self.model_dump(), indent=1).encode()
         digits = xxhash.xxh3_64_hexdigest(text).encode()
+        # As many digits as there were zeros, so no byte moves. The
+        # first match is the field itself: it is dumped first.
         return text.replace(_NO_SUM.encode(), b"xxh3_64:" + digits, 1)
 
     @classmethod
@@ -123,13 +141,14 @@ class Head(_ManifestEntry):
             raise _damaged(location, "its bytes do not have the checksum that it states")
         try:
             values = json.loads(data)
+            # Before the fields are looked at, which are others in another version: "damaged" would be the wrong word.
             if isinstance(values, dict) and values.get("format") == FORMAT and values.get("version") != VERSION:
                 raise CheckpointError(
                     f"{location} has format version {values.get('version')!r}, and this shardwise reads version "
                     f"{VERSION}; read it with a newer shardwise"
                 )
             return cls.model_validate(values)
-        except (ValueError, RecursionError) as error:  # of which pydantic's and json's are kinds
+        except (ValueError, RecursionError) as error:  # pydantic and json raise kinds of these
             raise _damaged(location, str(error)) from error
 
 
@@ -157,7 +176,7 @@ _TABLE = TypeAdapter(list[_TensorRow])
 
 
 def pack_tables(tensors: Sequence[StoredTensor], files: Sequence[str]) -> list[bytes]:
-    """The tables of `tensors`, whose pieces lie in `files`; a table of nothing when there are none."""
+    """The tables of `tensors`, whose pieces are in `files`; an empty table when there are none."""
     number_of = {name: number for number, name in enumerate(files)}
     rows = [_tensor_row(tensor, number_of) for tensor in tensors]
     starts = range(0, max(1, len(rows)), TENSORS_PER_TABLE)
@@ -179,6 +198,7 @@ def _piece_row(stored: StoredPiece, number_of: Mapping[str, int]) -> _PieceRow:
     row: _PieceRow = {"file": number_of[stored.file], "start": stored.start}
     if stored.checksums is not None:
         row["xxh3"] = stored.checksums.hex()
+    # Left out where it says nothing: a million pieces make 200 MB of tables as it is.
     if piece.shape != piece.global_shape:
         row |= {"offset": list(piece.offset), "shape": list(piece.shape)}
     if piece.run is not None:
@@ -208,6 +228,7 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
         if len(tensors) != head.num_tensors:
             raise ValueError(f"{head.num_tensors} tensors are announced and {len(tensors)} listed")
         _check_places(tensors.values(), sizes)
+    # A row may name a file or a dtype that there is not, or a box outside its tensor.
     except (ValidationError, PlanError, IndexError, KeyError, ValueError) as error:
         raise _damaged(location, in_words(error)) from error
     return Contents(
@@ -228,8 +249,9 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name that a file states can be that of another one beside it."""
+    """Whether a name that stands in a file can be the name of another file in its folder."""
     try:
+        # A lone surrogate, which JSON can hold, is no file name that an operating system takes.
         name.encode()
     except UnicodeEncodeError:
         return False
@@ -237,10 +259,12 @@ def is_file_name(name: str) -> bool:
 
 
 def _check_places(tensors: Iterable[StoredTensor], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError unless every piece has checksums and lies in its file, where no other does.
+    """Raise ValueError unless every piece has checksums and is within its file, with room for the other pieces there.
 
     So tensors never take more memory than the files have bytes.
     """
+    # Readers make room for what a table announces, so the sum
+    # counts: a hundred pieces may not share the bytes of one.
     left = dict(sizes)
     for tensor in tensors:
         for stored in tensor.pieces:
@@ -271,6 +295,7 @@ def _stored_tensor(row: _TensorRow, files: Sequence[str], block_bytes: int) -> S
             run=each.get("run"),
         )
         sums = bytes.fromhex(each["xxh3"]) if "xxh3" in each else None
+        # Rounded up: the last block of a piece is shorter.
         if sums is not None and len(sums) != CHECKSUM_BYTES * -(-piece.num_elements * itemsize // block_bytes):
             raise ValueError(f"{piece} has {len(sums) // CHECKSUM_BYTES} checksums, which does not fit its size")
         pieces.append(StoredPiece(piece=piece, file=files[each["file"]], start=each["start"], checksums=sums))
@@ -282,3 +307,84 @@ def _damaged(location: str, why: str) -> CheckpointError:
         f"the manifest of {location} is damaged: {why}; nothing was read from it. Take an older save (step=..., "
         "--step), or get a good copy"
     )
+
+
+_KIND, _ITEMS = "shardwise", "items"
+
+_KINDS: Mapping[str, type[dict[Any, Any]]] = MappingProxyType({"dict": dict, "Counter": Counter})
+
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def packed(value: Any, what: str) -> Any:
+    """`value` as JSON values. Raises CheckpointError, which names every place, for what would not come back as it is.
+
+    Tuples come back as lists, and dicts of other kinds than Counter as dicts.
+    """
+    problems: list[str] = []
+    try:
+        result = _packed(value, what, problems)
+        if not problems:
+            # Some values fail here only, such as whole numbers of more than 4,300 digits.
+            json.dumps(result)
+    except (RecursionError, TypeError, ValueError) as error:
+        problems = [f"{what} cannot be written as JSON: {error}"]
+    if problems:
+        raise CheckpointError(*problems)
+    return result
+
+
+def unpacked(value: Any) -> Any:
+    """What `packed` was given. Raises CheckpointError for what it has never given."""
+    try:
+        return _unpacked(value)
+    # json reads deeper than Python calls go.
+    except RecursionError as error:
+        raise CheckpointError(f"extra is nested too deeply: {error}") from error
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    # Contents of other formats come this way too, so an object with these keys need not be ours.
+    if value.keys() == {_KIND, _ITEMS} and _are_items(value):
+        items = {key: _unpacked(each) for key, each in value[_ITEMS]}
+        # The kind comes from a table, and never from the name in the file.
+        return items if value[_KIND] == "dict" else _KINDS[value[_KIND]](items)
+    return {key: _unpacked(each) for key, each in value.items()}
+
+
+def _are_items(value: Mapping[str, Any]) -> bool:
+    """Whether an object is a dict that `packed` has written, and not one that another program gave these keys."""
+    kind, items = value[_KIND], value[_ITEMS]
+    return (
+        isinstance(kind, str)
+        and kind in _KINDS
+        and isinstance(items, list)
+        and all(isinstance(each, list) and len(each) == 2 and isinstance(each[0], _SCALARS) for each in items)
+    )
+
+
+def _packed(value: Any, place: str, problems: list[str]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_packed(each, f"{place}[{at}]", problems) for at, each in enumerate(value)]
+    if isinstance(value, dict):
+        # The exact type: an enum or a number of numpy would come back as the plain kind that it derives from.
+        if strange := [key for key in value if type(key) not in _SCALARS]:
+            problems += [
+                f"{place} has the key {key!r}, a {type(key).__name__}; give keys that are strings, numbers or None"
+                for key in strange
+            ]
+        items = [[key, _packed(each, f"{place}[{key!r}]", problems)] for key, each in value.items()]
+        kind = "Counter" if isinstance(value, Counter) else "dict"
+        # A dict of the user with just our two keys is packed too: else it would come back as something else.
+        plain = kind == "dict" and value.keys() != {_KIND, _ITEMS} and all(isinstance(key, str) for key in value)
+        return dict(items) if plain else {_KIND: kind, _ITEMS: items}
+    if type(value) not in _SCALARS:
+        hint = "give JSON values"
+        if isinstance(value, torch.Tensor):
+            hint = "save tensors as part of the state" + (", or give the number: item()" if value.dim() == 0 else "")
+        problems.append(f"{place} is a {type(value).__name__}, which JSON cannot hold; {hint}")
+    return value

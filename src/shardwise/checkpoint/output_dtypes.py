@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.stored_names import is_model_name
+from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
-from shardwise.plan.state_names import MASTER, state_name
+from shardwise.plan.names import MASTER, state_name
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.spelling import quoted
 

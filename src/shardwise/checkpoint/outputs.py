@@ -7,11 +7,10 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from shardwise.checkpoint.buffers import GrowingBuffer
-from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.model_config import CONFIG, parameters_of
+from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
+from shardwise.checkpoint.huggingface_files import CONFIG, parameters_of
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
-from shardwise.checkpoint.stored_names import is_model_name
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import (
     LARGE_WINDOW_BYTES,

@@ -12,9 +12,8 @@ from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.read_plan import BlockSpan
-from shardwise.checkpoint.saves import reason
-from shardwise.checkpoint.stores import Reader, Store
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.checkpoint.stores import Reader, Store, reason
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 

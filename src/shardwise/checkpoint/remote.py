@@ -1,16 +1,18 @@
-"""FsspecStore: object stores and everything else that fsspec reaches."""
+"""FsspecStore: object stores and everything else that fsspec reaches.
+
+fsspec gives one interface to file systems that differ in what matters to a save: whether a file can be made in one act,
+whether folders are real, and how old a listing may be. What differs is decided here, file system by file system.
+"""
 
 import contextlib
 import errno
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from shardwise.checkpoint.local import LocalStore, checked_name
-from shardwise.checkpoint.stores import Reader, Writer
+from shardwise.checkpoint.local import LocalStore, LocalWriter, check_complete, check_not_longer, checked_name
 from shardwise.errors import CheckpointError
 
 __all__ = ["FsspecStore"]
@@ -32,7 +34,7 @@ _KINDS = {
 class FsspecStore:
     """A `Store` in any file system of fsspec: "s3://bucket/folder", "gs://...", "memory://...", "file:///...".
 
-    Whether of several that `create` one name exactly one succeeds, and whether nobody sees the file in parts:
+    Where several `create` one name, whether exactly one succeeds, and whether the file is never seen in parts:
 
     - Object stores: the service decides. s3fs asks for it by If-None-Match (botocore 1.35.20 and later; AWS, and those
       of its imitators that know conditional writes), gcsfs by ifGenerationMatch=0, adlfs by a put without overwriting.
@@ -58,10 +60,13 @@ class FsspecStore:
         else:
             root = file_system._strip_protocol(address)
         self._file_system = file_system
+        # Names in the store are this root, a slash and the name; a second slash would be another key of a bucket.
         self._root = str(root).rstrip("/")
+        # Late: fsspec is an optional dependency, and users of local folders do without it.
         from fsspec.implementations.local import LocalFileSystem
         from fsspec.implementations.memory import MemoryFileSystem
 
+        # fsspec on a local disk has neither an atomic create nor an fsync; our own store has.
         self._in_memory = isinstance(file_system, MemoryFileSystem)
         self._local = LocalStore(str(root)) if isinstance(file_system, LocalFileSystem) else None
 
@@ -86,11 +91,11 @@ class FsspecStore:
         bare = (path.lstrip("/") for path in paths if not path.endswith("/"))
         return iter(sorted(path[skipped:] for path in bare if path.startswith(prefix)))
 
-    def open(self, name: str) -> Reader:
+    def open(self, name: str) -> "_RemoteReader":
         """Open a file for reading; raises FileNotFoundError. Its bytes are asked for by range."""
         return _RemoteReader(self._file_system, self._path(name))
 
-    def write(self, name: str, *, num_bytes: int) -> AbstractContextManager[Writer]:
+    def write(self, name: str, *, num_bytes: int) -> "LocalWriter | _RemoteWriter":
         """Begin a new file; raises FileExistsError when the name is in use.
 
         An error in the context throws away what was sent, as far as the service can. Raises ValueError when it was not
@@ -98,6 +103,8 @@ class FsspecStore:
         """
         if self._local is not None:
             return self._local.write(name, num_bytes=num_bytes)
+        # Looking first and writing then is good enough here: names of data files begin with the id of their attempt,
+        # so that no two writers want the same one.
         return _RemoteWriter(self, self._path(name), num_bytes)
 
     def create(self, name: str, data: bytes) -> None:
@@ -117,6 +124,8 @@ class FsspecStore:
             try:
                 self._in_folder(path, lambda: self._file_system.pipe_file(path, data, mode="create"))
             except FileExistsError:
+                # A client that repeats a put, because the answer was lost, is
+                # refused by the file that it made itself.
                 if self._file_system.cat_file(path) != data:
                     raise
 
@@ -139,6 +148,7 @@ class FsspecStore:
     def finish(self, file: Any) -> None:
         """Put a file object that was written in its place."""
         if self._in_memory:
+            # A file of the memory file system appears by its commit; others by their close.
             file.commit()
         else:
             file.close()
@@ -172,6 +182,8 @@ class FsspecStore:
 
         from fsspec import AbstractFileSystem
 
+        # File systems with a `find` of their own ask the service, which fails by itself; the general one walks, and
+        # by default passes over what it cannot list.
         walks = type(self._file_system).find is AbstractFileSystem.find
         return {"on_error": raise_unless_nothing} if walks else {}
 
@@ -189,6 +201,7 @@ class _RemoteReader:
         self._path = path
         with _translated(path):
             file_system.invalidate_cache()
+            # Object stores open nothing: a missing file shall fail here as it does on a disk, not at the first read.
             facts = file_system.info(path)
             if facts["type"] == "directory":
                 raise IsADirectoryError(path)
@@ -202,6 +215,7 @@ class _RemoteReader:
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from `start` on; raises EOFError when the file ends before."""
         num_read, num_there = 0, max(0, min(buffer.nbytes, self._size - start))
+        # Nothing is asked for where the size says that it is not there: services answer such ranges in many ways.
         while num_read < buffer.nbytes and num_there == buffer.nbytes:
             begin, num_more = start + num_read, min(_REQUEST_BYTES, buffer.nbytes - num_read)
             with _translated(self._path):
@@ -239,11 +253,7 @@ class _RemoteWriter:
 
     def write(self, data: memoryview) -> None:
         """Append; raises ValueError beyond the announced size."""
-        if self._num_written + data.nbytes > self._num_bytes:
-            raise ValueError(
-                f"{self._path} was announced with {self._num_bytes} bytes; {self._num_written} are written, "
-                f"and {data.nbytes} more were given"
-            )
+        check_not_longer(self._path, self._num_bytes, self._num_written, data.nbytes)
         if data.nbytes:
             with _translated(self._path):
                 self._file.write(data.cast("B"))
@@ -254,12 +264,14 @@ class _RemoteWriter:
     ) -> None:
         if kind is not None:
             self._discard()
-        elif self._num_written != self._num_bytes:
+            return
+        try:
+            check_complete(self._path, self._num_bytes, self._num_written)
+        except ValueError:
             self._discard()
-            raise ValueError(f"{self._path} was announced with {self._num_bytes} bytes; only {self._num_written} came")
-        else:
-            with _translated(self._path):
-                self._store.finish(self._file)
+            raise
+        with _translated(self._path):
+            self._store.finish(self._file)
 
     def _discard(self) -> None:
         """Throw away what was sent; the error that led here says the rest."""
@@ -271,7 +283,10 @@ class _RemoteWriter:
 
 @contextlib.contextmanager
 def _translated(path: str) -> Iterator[None]:
-    """Errors of fsspec and of what is behind it become OSErrors that say their kind, their text and the file."""
+    """Errors of fsspec and of what is behind it become OSErrors that say their kind, their text and the file.
+
+    The protocol of stores promises OSErrors, but botocore, aiohttp and others raise classes of their own.
+    """
     try:
         yield
     except OSError as error:
@@ -285,13 +300,14 @@ def _translated(path: str) -> Iterator[None]:
 def _as_os_error(error: Exception, path: str) -> OSError:
     number = next((number for kind, number in _KINDS.items() if isinstance(error, kind)), errno.EIO)
     text = str(error)
+    # Then the text says the path only: the words of the operating system say more.
     if number != errno.EIO and text in ("", path, path.lstrip("/"), f"/{path}"):
         return OSError(number, os.strerror(number), path)
     return OSError(number, f"{type(error).__name__}: {text}", path)
 
 
 def _memory_file(file_system: Any, path: str, data: bytes) -> Any:
-    """A file of the memory file system that nobody sees before it is committed."""
+    """A file of the memory file system that is not seen before it is committed."""
     from fsspec.implementations.memory import MemoryFile
 
     return MemoryFile(file_system, file_system._strip_protocol(path), data)

@@ -1,4 +1,11 @@
-"""Settings under the names of a rewrite: which group of an optimizer trains what its tensors have become."""
+"""Settings under the names of a rewrite: which group of an optimizer trains what its tensors have become.
+
+    sources                          rewrite                      outputs
+    group 0: q, k, v  (lr 0.1)       q, k, v -> qkv, axis=0       group 0: qkv       all three were trained alike
+    group 0: q   group 1: k, v                                    a finding: no group can train qkv as both did
+
+Groups keep their order and settings; parameters stand in the order of the first source of each.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,9 +13,8 @@ from itertools import chain
 from typing import Any
 
 from shardwise.errors import CheckpointError, in_words
-from shardwise.plan.model_settings import LOADED_BY, REWRITE, origin_of
-from shardwise.plan.optimizer_settings import ADDED, stored_optimizers
-from shardwise.plan.state_names import STATE_PREFIX, is_state_name
+from shardwise.plan.names import STATE_PREFIX, is_state_name
+from shardwise.plan.saved_settings import ADDED, LOADED_BY, REWRITE, origin_of, stored_optimizers
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 
 __all__ = ["names_state", "recorded_metas", "renamed_settings", "rewrite_of_record"]
@@ -24,6 +30,7 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
     where these are in groups with different settings it belongs to none.
     Raises CheckpointError for settings that are not understood.
     """
+    # A save has one record of where its values come from: the newest rewrite replaces an older one.
     renamed = {key: value for key, value in settings.items() if key not in (REWRITE, LOADED_BY)}
     if "ties" in settings:
         renamed["ties"] = dict(checked.ties)
@@ -36,7 +43,9 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
     members: dict[_GroupAt, list[tuple[int, str]]] = {}
     findings = []
     for name in checked.outputs:
+        # State follows its parameter by name, so groups list parameters only.
         sources = [] if is_state_name(name) else sorted(checked.sources_of(name))
+        # Made of nothing that was trained: it is in no group, as before.
         if not any(each in groups.places for each in sources):
             continue
         if finding := groups.finding(name, sources):
@@ -53,7 +62,7 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
 
 
 def _with(group: Mapping[str, Any], members: Sequence[tuple[int, str]]) -> dict[str, Any]:
-    """A group with other parameters, in the order of those of which they are made."""
+    """A group with other parameters, in the order of their sources."""
     return {**group, "parameters": [name for _, name in sorted(members, key=lambda member: member[0])]}
 
 
@@ -68,6 +77,7 @@ class _OptimizerGroups:
         """Equal for groups of one optimizer that say the same."""
         for number, optimizer in enumerate(optimizers):
             for at, group in enumerate(optimizer["groups"]):
+                # Two groups of one optimizer that say the same train alike: their tensors may be joined.
                 self._alike[number, at] = number, json.dumps(group["settings"], sort_keys=True)
                 for position, name in enumerate(group["parameters"]):
                     self.places[aliases.get(name, name)] = (number, at), position
@@ -76,6 +86,7 @@ class _OptimizerGroups:
         """Why no group trains what is made of these tensors."""
         kinds: dict[object, str] = {}
         for each in sources:
+            # None is a kind of its own: joined with a frozen tensor, a trained one would no longer be trained.
             kinds.setdefault(self._alike[self.places[each][0]] if each in self.places else None, each)
         if len(kinds) == 1:
             return None
@@ -130,11 +141,13 @@ def recorded_metas(settings: Mapping[str, Any], rewrite: Rewrite) -> dict[str, T
     """The tensors to which a rewrite leads back: the sources of the one that a save was made by, if it undoes that."""
     if not any(section.inverted for section in rewrite.stages):
         return {}
+    # Sizes and dtypes that a save has on record hold for the way back of that very rewrite, and for no other.
     if rewrite_of_record(settings) != rewrite.inverse(lossy="allow"):
         return {}
     try:
         sources = origin_of(settings)[LOADED_BY]["sources"]
         return {name: TensorMeta(tuple(shape), dtype) for name, (shape, dtype) in sources.items()}
+    # The record is part of settings, which any program may have written.
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's record of its rewrite is not understood ({in_words(error)})") from None
 

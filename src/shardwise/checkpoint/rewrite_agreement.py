@@ -16,9 +16,9 @@ from itertools import chain
 
 import torch
 
-from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.contents import Contents, model_name_of_master
 from shardwise.checkpoint.held import Held, hold
-from shardwise.checkpoint.name_matching import WantedTensor
+from shardwise.checkpoint.matching import WantedTensor, compare_in_turns
 from shardwise.checkpoint.read_plan import Wanted
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import (
@@ -31,18 +31,16 @@ from shardwise.checkpoint.rewrite_view import (
     ranks_along_tp,
     value_of,
 )
+from shardwise.checkpoint.safetensors_files import cast_through
 from shardwise.checkpoint.sharing import merge_ties
 from shardwise.checkpoint.states import State
-from shardwise.checkpoint.stored_names import model_name_of_master
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.tensor_bytes import cast_through
-from shardwise.checkpoint.twins import compare_in_turns
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike, unpack_pieces
-from shardwise.plan.state_names import is_state_name, split_state_name, state_name
+from shardwise.plan.names import is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 from shardwise.rewrite.metas import keeps_values, needed_casts
 from shardwise.space import Piece

@@ -31,7 +31,7 @@ from shardwise.checkpoint.windows import PieceReader, windows
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.state_names import split_state_name
+from shardwise.plan.names import split_state_name
 from shardwise.rewrite import Checked, Fragment, Rewrite, TensorMeta
 from shardwise.rewrite.metas import needed_casts
 from shardwise.space import Box, Piece, Run

@@ -13,12 +13,11 @@ from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan, Wanted, exact_ranges
 from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
-from shardwise.checkpoint.saves import reason
-from shardwise.checkpoint.stores import Reader, Store
-from shardwise.checkpoint.tensor_bytes import is_plain, plain_bytes
+from shardwise.checkpoint.safetensors_files import is_plain, plain_bytes
+from shardwise.checkpoint.stores import Reader, Store, reason
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.parts import copy_moves, parts_of

@@ -1,20 +1,48 @@
-"""Safetensors files: their header, both ways, without torch and without the data.
+"""Safetensors files: their header, both ways, and the data files of our saves, which are such files.
 
-A file is 8 bytes with the length of the header (little-endian), the header (JSON), and the data: the tensors' bytes,
-row-major and little-endian, one after the other without holes up to the end of the file.
+    byte 0        n, the length of the header: 8 bytes, little-endian
+    byte 8        the header: {"w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, "b": ...}, and spaces
+    byte 8 + n    the 96 bytes of w, then those of b, and so on up to the end of the file
+
+The elements of a tensor are row-major and little-endian; tensors follow each other without holes up to the end.
 The format: https://github.com/huggingface/safetensors#format
+
+A data file is laid out before a byte is written (`lay_out`), so that its size is known to the store and its header to
+rank 0. `row_major_bytes` gives the elements of a piece as bytes, and `FileFilling` takes them in order, with checksums.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from shardwise.checkpoint.contents import MAX_INDEX, can_exist
+import torch
+
+from shardwise.checkpoint.blocks import BlockSums
+from shardwise.checkpoint.contents import MAX_INDEX, StoredPiece, can_exist
+from shardwise.checkpoint.stores import Writer
 from shardwise.errors import CheckpointError
+from shardwise.moving.parts import part_of
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Piece, moves
 
-__all__ = ["TensorEntry", "dtype_of", "header", "read_header", "stored_as", "unique_keys"]
+__all__ = [
+    "DataFile",
+    "FileFilling",
+    "Sink",
+    "TensorEntry",
+    "cast_through",
+    "dtype_of",
+    "header",
+    "is_plain",
+    "lay_out",
+    "plain_bytes",
+    "read_header",
+    "row_major_bytes",
+    "stored_as",
+    "unique_keys",
+]
 
 ALIGNMENT_BYTES = 64
 """The data starts at a multiple of this: as far as any reader that maps files into memory asks for."""
@@ -104,6 +132,7 @@ def unique_keys(names: Sequence[str]) -> list[str]:
     seen: dict[str, int] = {}
     keys = []
     for name in names:
+        # A lone surrogate, which Python strings can hold, has no UTF-8.
         key = valid = name.encode("utf-8", "backslashreplace").decode()
         while key in taken:
             seen[valid] = seen.get(valid, 1) + 1
@@ -132,6 +161,7 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mappin
         fields[key] = {"dtype": code, "shape": stored_shape, "data_offsets": (offset, offset + num_bytes)}
         offset += num_bytes
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    # Spaces behind JSON mean nothing to its readers.
     text += b" " * (-(len(text) + _LENGTH_BYTES) % ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -143,11 +173,12 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mappin
 
 
 def read_header(read: Read, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors of a file of `size` bytes, in the order in which they lie there, and its metadata.
+    """Return the tensors of a file of `size` bytes, in the order of their bytes, and its metadata.
 
     Raises `CheckpointError`, with all findings, for everything that safetensors would not read either.
     """
     length = int.from_bytes(_exactly(read, 0, _LENGTH_BYTES, size), "little")
+    # Before the header is read: any eight bytes are a length, of up to 2**64.
     if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CheckpointError(
             f"its first 8 bytes announce a header of {length:,} bytes, but the file has {size:,} in all and a "
@@ -175,6 +206,7 @@ def _exactly(read: Read, start: int, num_bytes: int, size: int) -> bytes:
     if start + num_bytes <= size:
         try:
             data = read(start, num_bytes)
+        # Shorter than when it was opened: the same finding as one that was short from the start.
         except EOFError:
             data = b""
     if len(data) != num_bytes:
@@ -184,6 +216,7 @@ def _exactly(read: Read, start: int, num_bytes: int, size: int) -> bytes:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
+        # Of a key that is there twice Python takes the last; a reader that takes the first would see another tensor.
         fields = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its header is not JSON as safetensors writes it: {error}") from None
@@ -215,6 +248,7 @@ def _entry(field: Any) -> TensorEntry | str:
     if not (_is_indices(shape) and _is_indices(offsets) and len(offsets) == 2):
         return "its shape or its data_offsets are no lists of whole numbers"
     start, stop = offsets
+    # Twice the bytes on both sides: an element of F4 takes half a byte.
     needed = _num_elements(shape, limit=MAX_INDEX) * (1 if code == "F4" else 2 * itemsize_bytes(_DTYPES[code]))
     if start > stop or needed != 2 * (stop - start):
         return f"shape {_shown(shape)} of {code} does not take the bytes {start:,} to {stop:,}"
@@ -252,6 +286,7 @@ def _laid_out(entries: list[tuple[str, TensorEntry]], data: int, size: int) -> d
     """The entries in the order of their bytes, counted from the start of the file, once these fill it exactly."""
     entries.sort(key=lambda each: each[1][2:])
     problems = []
+    # Holes and overlaps are refused, as by safetensors: bytes that no tensor has could carry anything.
     end, before = 0, "the header"
     laid = {}
     for key, entry in entries:
@@ -266,3 +301,165 @@ def _laid_out(entries: list[tuple[str, TensorEntry]], data: int, size: int) -> d
     if problems:
         raise CheckpointError(*problems)
     return laid
+
+
+_READER_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
+"""What readers of safetensors files look for."""
+
+_CHUNK_BYTES = 1 << 20
+"""So much is hashed and written at a time: it stays in the cache between the two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """What a data file will be."""
+
+    pieces: tuple[Piece, ...]
+    """In the order of their bytes."""
+    header: bytes
+    starts: tuple[int, ...]
+    """First byte of each piece in the file."""
+    sizes: tuple[int, ...]
+    """Bytes of each piece."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole file."""
+        return len(self.header) + sum(self.sizes)
+
+    def stored(self, name: str, checksums: Sequence[bytes]) -> list[StoredPiece]:
+        """The pieces with their places in the file, which is called `name`."""
+        return [
+            StoredPiece(piece=piece, file=name, start=start, checksums=sums)
+            for piece, start, sums in zip(self.pieces, self.starts, checksums, strict=True)
+        ]
+
+
+def lay_out(
+    pieces: Sequence[Piece], *, metadata: Mapping[str, str] = _READER_METADATA, empty: bool = False
+) -> DataFile:
+    """The safetensors file with these pieces: wide elements first, so that all are aligned, else in the order given.
+
+    `metadata` goes into its header. Pieces without elements are left out, unless `empty` says that they stay.
+    """
+    # The manifest lists tensors without elements by themselves; a file needs no entry for them.
+    held = [piece for piece in pieces if piece.num_elements or empty]
+    # Each size is a multiple of its itemsize, so what follows wide elements is aligned for narrower ones. The sort is
+    # stable: pieces of one width keep the order in which they were given.
+    held.sort(key=lambda each: -itemsize_bytes(each.dtype))
+    # The keys are for other readers; ours goes by the byte ranges of the manifest.
+    keys = unique_keys([each.name if each.whole else str(each) for each in held])
+    shapes = [each.shape if each.run is None else (each.num_elements,) for each in held]
+    entries = [(key, each.dtype, shape) for key, each, shape in zip(keys, held, shapes, strict=True)]
+    head, starts = header(entries, metadata)
+    return DataFile(
+        pieces=tuple(held),
+        header=head,
+        starts=tuple(starts),
+        sizes=tuple(each.num_elements * itemsize_bytes(each.dtype) for each in held),
+    )
+
+
+class Sink(Protocol):
+    """What takes the bytes of a file's pieces, from front to back."""
+
+    def write(self, data: memoryview) -> None:
+        """Append the next bytes; `data` may change as soon as this returns."""
+
+
+class FileFilling:
+    """Fills a data file with the bytes of its pieces, in order, in chunks of any size; takes their checksums."""
+
+    def __init__(self, file: DataFile, writer: Writer, *, block_bytes: int) -> None:
+        self.checksums: list[bytes] = []
+        """Of the pieces that are complete."""
+        self._writer = writer
+        self._sums = BlockSums(block_bytes)
+        self._sizes = iter(file.sizes)
+        self._left = next(self._sizes, 0)  # bytes of the piece at hand that are still to come
+        self._small = bytearray(file.header)  # what waits to be written together
+
+    def write(self, data: memoryview) -> None:
+        """Append the next bytes."""
+        for start in range(0, len(data), _CHUNK_BYTES):
+            chunk = data[start : start + _CHUNK_BYTES]
+            self._hash(chunk)
+            # Biases and norms are a few bytes each: they are collected, since a write costs a call, or a request.
+            if len(self._small) + len(chunk) < _CHUNK_BYTES:
+                self._small += chunk
+            else:
+                self.flush()
+                self._writer.write(chunk)
+
+    def flush(self) -> None:
+        """Hand everything to the writer."""
+        if self._small:
+            # A copy, for a writer may still hold its view, and a bytearray with a view cannot be cleared.
+            self._writer.write(memoryview(bytes(self._small)))
+            self._small.clear()
+
+    def _hash(self, chunk: memoryview) -> None:
+        start = 0
+        while start < len(chunk):
+            # Checksums begin anew with every piece, so a reader of one piece needs no byte of its neighbours.
+            part = chunk[start : start + self._left]
+            self._sums.add(part)
+            self._left -= len(part)
+            start += len(part)
+            if not self._left:
+                self.checksums.append(self._sums.finish())
+                self._left = next(self._sizes, 0)
+
+
+_BOUNCE_BYTES = 16 << 20
+"""So much of a tensor that is not plain CPU memory is copied at a time."""
+
+
+def cast_through(elements: torch.Tensor, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
+    """The elements in one dtype after the other."""
+    # All of them: by way of a narrower dtype values are rounded, also where the first and the last are alike.
+    for dtype in dtypes:
+        elements = elements.to(dtype)
+    return elements
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements are in CPU memory row-major, one after the other, as the bytes that they stand for."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def plain_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The memory of the elements `start` up to `stop` of a plain tensor, as flat bytes."""
+    # Not view(-1): dims of size 1 may have any stride, and a single element would keep it.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat[start:stop].view(torch.uint8)
+
+
+def row_major_bytes(
+    piece: Piece, held: Piece, tensor: torch.Tensor, dtypes: Sequence[torch.dtype] = ()
+) -> Iterator[torch.Tensor]:
+    """The elements of `piece`, a part of `held`, as flat bytes on the CPU: views where the memory has them so.
+
+    dtypes: what they are cast to, one after the other.
+    The last chunk may be overwritten as soon as the next is asked for.
+    """
+    # Conjugation and sign may be flags on the tensor, whose memory then has other values than it stands for.
+    plain = tensor.resolve_conj().resolve_neg()
+    # Both count in the same box, whose elements the memory has in row-major order: a part of them is a slice.
+    start, stop = piece.elements.start - held.elements.start, piece.elements.stop - held.elements.start
+    if is_plain(plain) and not dtypes:
+        yield plain_bytes(plain, start, stop)
+        return
+    dtype = dtypes[-1] if dtypes else plain.dtype
+    step = _BOUNCE_BYTES // max(dtype.itemsize, plain.element_size())
+    # A fixed room, whatever the tensor: on a GPU, or strided, it is copied a part at a time.
+    bounce = torch.empty(min(step, stop - start), dtype=dtype)
+    first, last = piece.elements
+    for begin in range(first, last, step):
+        part = held.within(begin, min(begin + step, last))
+        chunk = bounce[: part.num_elements]
+        # A run of elements of a strided box is up to several boxes in memory.
+        for move in moves(held, part):
+            taken = part_of(plain, move.source, move.shape)
+            part_of(chunk, move.target, move.shape).copy_(cast_through(taken, dtypes[:-1]))
+        yield chunk.view(torch.uint8)

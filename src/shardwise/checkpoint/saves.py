@@ -1,4 +1,4 @@
-"""The saves in a store: which are committed, which are torn, the act of commit, and cleaning up.
+"""The saves in a store: which are committed, which are torn, and how they go away.
 
     save-00000001/manifest.json      committed: the manifest is created last, in one act that fails if there is one
     save-00000002/5e1f-...           no manifest: torn. It never happened; the next successful save removes it
@@ -7,21 +7,21 @@
 Every saver takes the number after the newest committed save. Two that save at a time therefore meet at one manifest:
 one creates it, the other finds it there and says so. Names of files begin with the id of the attempt, so that attempts
 which share a folder never mix.
+
+What is removed here cannot be had again. So only files go whose names and folders savers give: a user may put a README,
+a copy of a manifest or a folder among them, and finds them as they were.
 """
 
 import contextlib
-import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from shardwise.checkpoint.addresses import OneFile
 from shardwise.checkpoint.blocks import checksum
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.foreign import format_of, no_checkpoint
+from shardwise.checkpoint.contents import Contents, printable
+from shardwise.checkpoint.foreign import no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
-from shardwise.checkpoint.stored_names import printable
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import Address, OneFile, OpenFile, Store, read_whole, reason, store_of
 from shardwise.errors import CheckpointError, few_of
 
 __all__ = [
@@ -31,22 +31,20 @@ __all__ = [
     "list_saves",
     "listing_of",
     "load_contents",
-    "read_file",
+    "prune",
     "read_head",
     "remove_save",
     "select",
+    "storing",
 ]
 
 CERTIFICATE = "round-trip.json"
-"""Says what came back of a conversion. It is written beside the files of a committed save, and goes with it."""
+"""Says what came back of a conversion. It is written to the folder of a committed save, and removed with it."""
 
-
-MAX_METADATA_BYTES = 1 << 32
-"""Of a manifest or a table: a million pieces take 200 MB."""
 
 _NUMBER = r"(?!0{8}/)([0-9]{8}|[1-9][0-9]{8,199})/"
 _FOLDER = re.compile(f"save-{_NUMBER}")
-"""The one name of each number: the name that `folder_of` gives. Every other name belongs to whoever gave it."""
+"""The one name of each number: the name that `folder_of` gives. Every other name is a user's."""
 
 _TAKEN = re.compile("save-0*([0-9]{1,199})", re.IGNORECASE)
 """Names that sort, or on some file systems are, like those of saves: their numbers are not given again."""
@@ -67,7 +65,7 @@ _OWN_FILE = re.compile(f"{_OF_SAVE.pattern}|{_CREATED}|{_HIDDEN}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What lies in a store."""
+    """The saves in a store."""
 
     location: str
     committed: tuple[int, ...]
@@ -82,6 +80,7 @@ class Listing:
     @property
     def next_number(self) -> int:
         """The number that the next save takes: no folder with a manifest has it, whatever its exact name."""
+        # `Save-00000007` is the folder of save 7 on a file system that does not tell letters apart.
         found = (_TAKEN.fullmatch(name) for name in self.renamed)
         return max([0, *self.committed, *(int(each.group(1)) for each in found if each)]) + 1
 
@@ -129,14 +128,17 @@ def listing_of(names: Iterable[str], *, location: str) -> Listing:
             own.append(name)
         if folder and "/" not in folder and _is_manifest(file):
             manifests.add(folder)
+    # The store is the folder of one save; what else it has is none of its saves.
     if MANIFEST in own:
         files, manifests = {0: own}, set()
     committed = {number for number, found in files.items() if folder_of(number) + MANIFEST in found}
+    # What is left has a manifest that nothing here made or may remove, such as `manifest.json.bak` by a careful user.
     manifests -= {folder_of(number).rstrip("/") for number in committed}
     torn = [number for number in sorted(files.keys() - committed) if folder_of(number).rstrip("/") not in manifests]
     return Listing(
         location=location,
         committed=tuple(sorted(committed)),
+        # Without a file of ours a folder is none of ours, whatever its name.
         torn=tuple(number for number in torn if _own(files[number], number)),
         files={number: tuple(found) for number, found in files.items()},
         renamed=tuple(sorted(manifests)),
@@ -149,15 +151,18 @@ def select(store: Store, *, step: int | None = None) -> int:
     Saves whose manifest is damaged are passed over in the search for a step, and named when it is not found.
     """
     listing = list_saves(store)
+    # A manifest that is named as a file is no save: its tables are other files, which this store does not show.
     if not listing.committed or isinstance(store, OneFile):
         if isinstance(store, OneFile) or not (listing.files or listing.renamed):
-            raise CheckpointError(no_checkpoint(store, format_of))
+            raise CheckpointError(no_checkpoint(store))
         notes = f"{listing.torn_note()}{listing.renamed_note()}"
         raise CheckpointError(f"{store.location} holds no committed save{notes}")
     if step is None:
         return listing.committed[-1]
+    # The step is in the head only, so each head is read until one fits.
     steps: list[int | None] = []
     damaged: list[str] = []
+    # The newest first: a run that resumed from an older save may have saved a step twice, and the later one counts.
     for number in reversed(listing.committed):
         try:
             saved = read_head(store, number).step
@@ -177,32 +182,14 @@ def select(store: Store, *, step: int | None = None) -> int:
 def read_head(store: Store, number: int) -> Head:
     """The verified head of a committed save."""
     name = folder_of(number) + MANIFEST
-    return Head.unpack(read_file(store, name), location=f"{store.location}/{name}")
-
-
-def read_file(store: Store, name: str, *, size: int | None = None) -> bytes:
-    """A whole file, which is metadata; b"" where it has not the `size` that is given. Raises CheckpointError."""
-    try:
-        reader = store.open(name)
-        try:
-            if size is not None and reader.size != size:
-                return b""
-            if reader.size > MAX_METADATA_BYTES:
-                raise OSError(errno.EFBIG, f"it has {reader.size:,} bytes, too many for what it should be")
-            buffer = bytearray(reader.size)
-            reader.read_into(memoryview(buffer), 0)
-        finally:
-            reader.close()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{store.location}/{name} is missing, though the save names it") from error
-    except (OSError, EOFError) as error:
-        raise CheckpointError(f"{store.location}/{name} cannot be read: {reason(error)}") from error
-    return bytes(buffer)
+    return Head.unpack(read_whole(store, name), location=f"{store.location}/{name}")
 
 
 def read_listed(store: Store, folder: str, entry: FileEntry) -> bytes:
     """A listed table, verified. Raises CheckpointError, which names the file."""
-    data = read_file(store, folder + entry.name, size=entry.bytes)
+    # The size first: reading is bounded by it, and a table that has grown is damaged in any case.
+    with OpenFile(store, folder + entry.name) as file:
+        data = file.whole() if file.size == entry.bytes else b""
     if len(data) != entry.bytes or checksum(data).hex() != entry.checksum:
         raise CheckpointError(
             f"{store.location}/{folder}{entry.name} is damaged: its bytes are not the {entry.bytes} with the checksum "
@@ -214,7 +201,7 @@ def read_listed(store: Store, folder: str, entry: FileEntry) -> bytes:
 def metadata_files(store: Store, number: int) -> list[bytes]:
     """The bytes of the manifest of a save and of its tables, verified."""
     folder = folder_of(number)
-    manifest = read_file(store, folder + MANIFEST)
+    manifest = read_whole(store, folder + MANIFEST)
     head = Head.unpack(manifest, location=f"{store.location}/{folder}{MANIFEST}")
     return [manifest, *(read_listed(store, folder, entry) for entry in head.tables)]
 
@@ -238,15 +225,18 @@ def clean_up(store: Store, number: int) -> None:
         if torn <= number:
             _delete_all(store, _own(listing.files[torn], torn))
     for committed in listing.committed:
+        # A save after ours was committed by another program, which cleans up by itself.
         if committed <= number:
-            with contextlib.suppress(CheckpointError):  # its manifest is damaged: nobody knows what is its own
+            with contextlib.suppress(CheckpointError):  # its manifest is damaged: what is its own is unknown
                 _delete_all(store, strays(store, listing, committed))
 
 
 def remove_save(store: Store, listing: Listing, number: int) -> None:
     """Remove a committed save, its manifest first: at no instant does a save seem whole that is not."""
     folder = folder_of(number)
+    # A crash behind this line leaves a torn save, which the next save removes.
     store.delete(folder + MANIFEST)
+    # The certificate is written by `convert` after the commit, so no manifest lists it.
     ours = [*_own(listing.files[number], number), folder + CERTIFICATE]
     _delete_all(store, (name for name in ours if name in listing.files[number] and name != folder + MANIFEST))
 
@@ -264,9 +254,16 @@ def strays(store: Store, listing: Listing, number: int) -> list[str]:
     return [name for name in ours if name not in keep]
 
 
-def reason(error: BaseException) -> str:
-    """What an error of the operating system says, without its number and path."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+@contextlib.contextmanager
+def storing(store: Store, name: str, done: str) -> Iterator[None]:
+    """Say in our words what the store refuses while `name` is being `done` ("written", "created")."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        where = f"{store.location}/{name}".rstrip("/")
+        raise CheckpointError(
+            f"{where} cannot be {done}: {reason(error)}; nothing was committed, and older saves are as they were"
+        ) from error
 
 
 def _own_files(head: Head) -> Iterable[str]:
@@ -287,3 +284,38 @@ def _is_manifest(file: str) -> bool:
 def _delete_all(store: Store, names: Iterable[str]) -> None:
     for name in names:
         store.delete(name)
+
+
+def prune(path: Address, *, keep: int) -> list[str]:
+    """Remove all committed saves at `path` but the newest `keep`; returns the folders that were removed.
+
+    A save loses its manifest first, so that at no instant it seems whole and is not. In a run of many ranks one calls
+    it. Saves whose manifest is damaged, or names files that are not there, do not count, and stay; so do saves under
+    other names than savers give, and files that no saver has made.
+    Raises CheckpointError when something cannot be removed.
+    """
+    # True is an int of Python, and would keep one save.
+    if type(keep) is not int:
+        raise CheckpointError(f"keep is {keep!r}, a {type(keep).__name__}; give a whole number")
+    if keep < 1:
+        raise CheckpointError(f"keep is {keep}, which leaves no save; keep 1 or more")
+    store = store_of(path)
+    with storing(store, "", "listed"):
+        listing = list_saves(store)
+    # Otherwise a damaged save would count as the one to keep, and the last that loads would go.
+    good = [number for number in listing.committed if _is_good(store, listing, number)]
+    # Oldest first: where it stops at an error, the newest saves are the ones that are left.
+    removed = []
+    for number in good[:-keep]:
+        with storing(store, folder_of(number), "removed"):
+            remove_save(store, listing, number)
+        removed.append(folder_of(number).rstrip("/"))
+    return removed
+
+
+def _is_good(store: Store, listing: Listing, number: int) -> bool:
+    """Whether a save may stand for older ones: it can be read, as far as its manifest and names of files say."""
+    try:
+        return listing.is_complete(number, read_head(store, number))
+    except CheckpointError:
+        return False

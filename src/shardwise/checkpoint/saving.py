@@ -14,29 +14,27 @@ from typing import Any, get_args
 
 import torch
 
-from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
-from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard, storing
+from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard
 from shardwise.checkpoint.contents import BLOCK_BYTES
-from shardwise.checkpoint.extra_values import packed
-from shardwise.checkpoint.file_writing import FileFilling, Sink
 from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, hold
+from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.renamed_settings import renamed_settings
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
+from shardwise.checkpoint.safetensors_files import FileFilling, Sink, row_major_bytes
+from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.sharing import merge_ties
-from shardwise.checkpoint.state_arguments import wrong_rewrite
-from shardwise.checkpoint.states import State
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.states import State, wrong_rewrite
+from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.checkpoint.streaming import stream_whole
-from shardwise.checkpoint.tensor_bytes import row_major_bytes
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.default import channel_of, given_or_default
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
 from shardwise.plan import Plan
-from shardwise.plan.merged_settings import merge_settings
+from shardwise.plan.saved_settings import merge_settings
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 

@@ -7,12 +7,11 @@ from typing import TypeVar
 
 import xxhash
 
-from shardwise.checkpoint.addresses import Address, store_of
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign import read_foreign, recognise
 from shardwise.checkpoint.manifest import MANIFEST, pack_tables, unpack_tables
 from shardwise.checkpoint.saves import folder_of, load_contents, metadata_files, select
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.errors import CheckpointError, ShardwiseError

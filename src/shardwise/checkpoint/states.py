@@ -1,15 +1,27 @@
-"""States: what can be saved and loaded, and how it becomes pieces with tensors."""
+"""States: what can be saved and loaded, and what else calls take.
 
+A state says which pieces this rank has, as views of live tensors: asking copies nothing. The protocols:
+
+    Mapping            tensors by name or by piece
+    Stateful           .state()                            also an object of the user's own
+    Ordered            .state() .names()                   the order of the model, for files made of its tensors
+    Restorable         .state() .settings() .restore()     engines and `TorchState`: a load may need more than copies
+"""
+
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from shardwise.errors import CheckpointError
+from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
-__all__ = ["Ordered", "Restorable", "Restoration", "State", "Stateful"]
+__all__ = ["Ordered", "Restorable", "Restoration", "State", "Stateful", "check_arguments", "wrong_rewrite"]
 
 
+# Checked by isinstance, for a state is a mapping or one of these; it looks for the methods only.
 @runtime_checkable
 class Stateful(Protocol):
     """Anything that says which pieces this rank holds."""
@@ -46,7 +58,7 @@ class Restorable(Stateful, Protocol):
     """A Stateful that knows more than tensors: an engine, or a model with its optimizers."""
 
     def settings(self) -> dict[str, Any]:
-        """JSON values beside the tensors. Ranks may know different keys; keys that two know have equal values."""
+        """JSON values besides the tensors. Ranks may know different keys; keys that two know have equal values."""
 
     def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> Restoration:
         """Prepare to take over `stored` (every tensor as one piece) and `settings`, without changing anything."""
@@ -62,3 +74,39 @@ class Ordered(Stateful, Protocol):
 
 State: TypeAlias = Mapping[str, torch.Tensor] | Mapping[Piece, torch.Tensor] | Stateful
 """What `save` and `load` take: tensors (plain or DTensor) by name, tensors by piece, or an object with `state()`."""
+
+
+def wrong_rewrite(rewrite: object) -> list[str]:
+    """What is wrong with what was given as a rewrite: nothing for a rewrite, and for None."""
+    if rewrite is None or isinstance(rewrite, Rewrite):
+        return []
+    return [f"rewrite is a {type(rewrite).__name__}; give sw.Rewrite(text)"]
+
+
+def check_arguments(
+    *,
+    rewrite: object = None,
+    config: object = None,
+    step: object = None,
+    max_shard_bytes: object = 1,
+    flags: Mapping[str, object],
+) -> None:
+    """Raise CheckpointError, with all that is wrong, unless these can be the arguments of a conversion.
+
+    flags: by name, what must be True or False.
+    """
+    # Every wrong argument at once, before anything is opened: a long conversion shall not fail at its end for a flag.
+    problems = wrong_rewrite(rewrite)
+    if config is not None and not isinstance(config, str | os.PathLike):
+        problems.append(f"config is a {type(config).__name__}; give the path of a folder or a file, or None")
+    # type, not isinstance: True is an int, and would be the save of step 1.
+    if step is not None and type(step) is not int:
+        problems.append(f"step is {step!r}, a {type(step).__name__}; give a whole number or None")
+    if type(max_shard_bytes) is not int:
+        what = f"{max_shard_bytes!r}, a {type(max_shard_bytes).__name__}"
+        problems.append(f"max_shard_bytes is {what}; give a whole number")
+    elif max_shard_bytes < 1:
+        problems.append(f"files of {max_shard_bytes} bytes were asked for; give at least 1")
+    problems += [f"{name} is {value!r}; give True or False" for name, value in flags.items() if type(value) is not bool]
+    if problems:
+        raise CheckpointError(*problems)

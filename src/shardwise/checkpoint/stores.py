@@ -1,10 +1,31 @@
-"""The one protocol through which checkpoints touch storage. Implementations: `LocalStore`, `FsspecStore`."""
+"""Stores: the one protocol through which checkpoints touch storage, and the store of what a user names.
 
+A store is a folder of files. Saves need four acts of it, and only `create` has to be atomic:
+
+    write   save-00000007/5e1f09ab-rank00000.safetensors    durable when it ends; a killed writer leaves parts of it
+    write   save-00000007/5e1f09ab-tensors-00000.json
+    create  save-00000007/manifest.json                     the commit: whole or absent, and one creator wins
+    delete  save-00000006/manifest.json                     from here on save 6 is gone; its other files follow
+
+`LocalStore` and `FsspecStore` implement the protocol. Metadata is read through `OpenFile`, whose errors name the file.
+"""
+
+import contextlib
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self, TypeAlias
 
-__all__ = ["Reader", "Store", "Writer"]
+from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.remote import FsspecStore
+from shardwise.errors import CheckpointError
+
+__all__ = ["Address", "OneFile", "OpenFile", "Reader", "Store", "Writer", "about", "read_whole", "reason", "store_of"]
+
+_MAX_METADATA_BYTES = 1 << 32
+"""Of a manifest, a table or an index: a million pieces take 200 MB. They are read into memory as a whole."""
 
 
 class Reader(Protocol):
@@ -50,6 +71,7 @@ class Store(Protocol):
     def open(self, name: str) -> Reader:
         """Open a file for reading; raises FileNotFoundError."""
 
+    # The size is announced so that a store can reserve the room, and refuse before the first byte.
     def write(self, name: str, *, num_bytes: int) -> AbstractContextManager[Writer]:
         """Begin a new file of `num_bytes` bytes under a name that is not in use; it is durable when the context ends.
 
@@ -65,3 +87,159 @@ class Store(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens when it is not there. It is durable before any later delete is."""
+
+
+Address: TypeAlias = str | os.PathLike[str] | Store
+"""A folder, an address of fsspec ("s3://bucket/run"), or a store."""
+
+
+def store_of(where: Address) -> Store:
+    """The store of a path ("runs/a") or an address ("s3://bucket/runs/a"); a store is returned as it is."""
+    if isinstance(where, str) and "://" in where:
+        return FsspecStore(where)
+    if not isinstance(where, str | os.PathLike):
+        # Store is a protocol without a base class: one method tells a store from a dict or a model given by mistake.
+        if not hasattr(where, "names"):
+            raise CheckpointError(f"{where!r} is a {type(where).__name__}; give a path, an address, or a Store")
+        return where
+    if isinstance(os.fspath(where), bytes) or "\0" in os.fspath(where):
+        raise CheckpointError(f"{where!r} is no path; give one as text, without a zero byte")
+    if not os.fspath(where):
+        raise CheckpointError('an empty path was given; "." is the current folder')
+    # abspath, because a bare "model.safetensors" has no folder to split off, and "runs/a/" no last name.
+    folder, name = os.path.split(os.path.abspath(where))
+    return OneFile(LocalStore(folder), name) if os.path.isfile(where) else LocalStore(where)
+
+
+class OneFile:
+    """A store in which one file of another is seen, and nothing can be changed.
+
+    A user who names `model.safetensors` means this file, and not the folder with whatever else it has.
+    """
+
+    __slots__ = ("_name", "_store")
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return self._name
+
+    @property
+    def location(self) -> str:
+        """The folder of the file."""
+        return self._store.location
+
+    @property
+    def parallel_reads(self) -> int:
+        """See `Store.parallel_reads`."""
+        return self._store.parallel_reads
+
+    def names(self, folder: str = "") -> Iterator[str]:
+        """See `Store.names`."""
+        return iter([] if folder else [self._name])
+
+    def open(self, name: str) -> Reader:
+        """See `Store.open`."""
+        if name != self._name:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return self._store.open(name)
+
+    def write(self, name: str, *, num_bytes: int) -> AbstractContextManager[Writer]:
+        """Refused: the address is a file."""
+        raise self._refusal(name)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Refused: the address is a file."""
+        raise self._refusal(name)
+
+    def delete(self, name: str) -> None:
+        """Refused: the address is a file."""
+        raise self._refusal(name)
+
+    def _refusal(self, name: str) -> OSError:
+        text = f"{self._name} is a file; name a folder to save to"
+        return NotADirectoryError(errno.ENOTDIR, text, name)
+
+
+@contextlib.contextmanager
+def about(place: str) -> Iterator[None]:
+    """Put the place before every problem that is raised within."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(*(f"{place}: {problem}" for problem in error.problems)) from error
+
+
+class OpenFile:
+    """A file that is open for reading. Raises `CheckpointError`, naming it, when it is missing or cannot be read."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._place = f"{store.location}/{name}"
+        try:
+            self._reader = store.open(name)
+        # A missing file has a sentence of its own: most often a copy of the checkpoint is incomplete.
+        except FileNotFoundError:
+            raise CheckpointError(f"{self._place} is missing") from None
+        # ValueError: the name comes from metadata that another program wrote, and leads out of the store.
+        except (OSError, ValueError) as error:
+            raise self._unreadable(error) from error
+
+    @property
+    def place(self) -> str:
+        """The address of the file, for messages."""
+        return self._place
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._reader.size
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return bytes from the file; `CheckpointError` when it ends before."""
+        # Before the buffer is made: a damaged header may ask for any number of bytes.
+        if start + num_bytes > self.size:
+            raise CheckpointError(
+                f"{self._place} has {self.size:,} bytes, but {num_bytes:,} from byte {start:,} on are needed: it is "
+                "truncated"
+            )
+        buffer = bytearray(num_bytes)
+        try:
+            self._reader.read_into(memoryview(buffer), start)
+        except (OSError, EOFError) as error:
+            raise self._unreadable(error) from error
+        return bytes(buffer)
+
+    def whole(self) -> bytes:
+        """Return all bytes of a file that is metadata; `CheckpointError` for one of more than 4 GiB."""
+        if self.size > _MAX_METADATA_BYTES:
+            raise CheckpointError(
+                f"{self._place} has {self.size:,} bytes; of such a file at most {_MAX_METADATA_BYTES:,} are read"
+            )
+        return self.read(0, self.size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reader.close()
+
+    def _unreadable(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self._place} cannot be read: {reason(error)}")
+
+
+def read_whole(store: Store, name: str) -> bytes:
+    """Return a whole file, which is metadata; raises `CheckpointError`, which names it."""
+    with OpenFile(store, name) as file:
+        return file.whole()
+
+
+def reason(error: BaseException) -> str:
+    """What an error of the operating system says, without its number and path."""
+    # Messages say the place themselves, so the number and the path that str(error) has would stand there twice.
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

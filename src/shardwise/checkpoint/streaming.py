@@ -10,12 +10,11 @@ from itertools import zip_longest
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement
-from shardwise.checkpoint.file_writing import DataFile, Sink
 from shardwise.checkpoint.held import Held, bytes_of
-from shardwise.checkpoint.tensor_bytes import cast_through
+from shardwise.checkpoint.safetensors_files import DataFile, Sink, cast_through
 from shardwise.checkpoint.windows import part_of_piece, windows
 from shardwise.comm import Channel
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.parts import parts_of
 from shardwise.plan.dtypes import itemsize_bytes

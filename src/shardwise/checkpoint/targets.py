@@ -10,7 +10,7 @@ from operator import itemgetter
 import torch
 
 from shardwise.checkpoint.held import Held
-from shardwise.comm.host_memory import extent, span_elements
+from shardwise.comm.local_tensors import extent, span_elements
 from shardwise.errors import CheckpointError, in_words
 from shardwise.space import Piece
 

@@ -1,6 +1,16 @@
-"""A plain, DDP or FSDP2 model and its torch optimizers as one state, with optimizer state under parameters' names."""
+"""A plain, DDP or FSDP2 model and its torch optimizers as one state, with optimizer state under parameters' names.
+
+    torch                                        name in the save
+    model.module.layers.0.weight (DDP)           layers.0.weight
+    optimizer.state[parameter]["exp_avg"]        optimizer/layers.0.weight/exp_avg
+    optimizer.param_groups[0]["lr"]              settings: optimizers[0].groups[0], with the names of its parameters
+
+torch numbers the parameters of an optimizer in the order of its groups. Names say the same under every wrapper, in any
+order of groups, and in an engine. Which parameter has which name is found by its place in memory.
+"""
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +19,9 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.held import place_of
-from shardwise.comm.dtensors import is_dtensor, local_pieces, local_tensor
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor
 from shardwise.errors import CheckpointError, OptimizerError
-from shardwise.plan.model_settings import origin_of, settings_of_model
+from shardwise.plan.names import state_name
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -23,8 +32,14 @@ from shardwise.plan.optimizer_entries import (
     python_types,
     values_of,
 )
-from shardwise.plan.optimizer_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup, take_over
-from shardwise.plan.state_names import state_name
+from shardwise.plan.saved_settings import (
+    PYTHON_DTYPES,
+    NamedOptimizer,
+    OptimizerGroup,
+    origin_of,
+    settings_of_model,
+    take_over,
+)
 from shardwise.space import Piece
 
 __all__ = ["TorchRestoration", "TorchState"]
@@ -43,6 +58,7 @@ class TorchState:
         self._model = model
         self._optimizers = optimizers
         self._origin: dict[str, Any] = {}
+        # For its errors: an optimizer of another model is refused where it is given, not at the first save.
         _trained(_Tensors.of(model), optimizers)
 
     def state(self) -> dict[Piece, torch.Tensor]:
@@ -59,6 +75,7 @@ class TorchState:
                     state.update(_pieces(state_name(name, key), value))
                 elif value is not None:
                     dtype = _torch_dtype(PYTHON_DTYPES[python_type(name, key, value)])
+                    # A Python number is stored as a tensor; `plain` in the settings says which type to give back.
                     state.update(_pieces(state_name(name, key), torch.tensor(value, dtype=dtype)))
         return state
 
@@ -123,6 +140,7 @@ class TorchRestoration:
     @torch.no_grad()
     def finish(self) -> None:
         """Give the optimizers the state and the settings that were read."""
+        # In place, for the dict is the TorchState's: its next save says by which rewrite the values were made.
         self._origin.clear()
         self._origin.update(self._found_origin)
         for each, taken in zip(self._trained, self._plan.over.settings, strict=True):
@@ -131,6 +149,7 @@ class TorchRestoration:
             for name, (parameter, _) in each.parameters.items():
                 if not self._plan.replaces_state_of(name):
                     continue
+                # Entries that the checkpoint does not have go too: old and new state of one parameter do not fit.
                 each.optimizer.state.pop(parameter, None)
                 if state := self._plan.state_of(name, self._taken[name]):
                     each.optimizer.state[parameter] = state
@@ -150,12 +169,15 @@ class _Tensors:
     @classmethod
     def of(cls, model: nn.Module) -> "_Tensors":
         _refuse_parts(model)
+        # What a load writes to has to be the model's own memory: a
+        # tensor that a hook makes for the state dict is gone after it.
         registered = {_place(each) for each in [*model.parameters(), *model.buffers()]}
         prefixes = _prefixes(model)
         by_name: dict[str, torch.Tensor] = {}
         ties: dict[str, str] = {}
         name_of: dict[tuple[object, ...], str] = {}
         names: list[str] = []
+        # keep_vars: tensors without elements have no place in memory, and are known by the object itself.
         for full_name, tensor in model.state_dict(keep_vars=True).items():
             path, _, attribute = full_name.rpartition(".")
             name = _prefix(path, prefixes) + attribute
@@ -166,6 +188,7 @@ class _Tensors:
                     "such values in extra"
                 )
             names.append(name)
+            # The first name is the stored one; later names of the same memory are ties.
             first = name_of.setdefault(_place(tensor), name)
             if first == name:
                 by_name[name] = tensor
@@ -245,11 +268,15 @@ class _Trained:
         parameter, group = self.parameters[name]
         dtype, shape = _torch_dtype(entry.whole.dtype), entry.whole.global_shape
         live = self.optimizer.state.get(parameter, {}).get(entry.key)
+        # Into the live tensor where that can be: a second copy of the state may be more memory than there is.
         if isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape)) == (dtype, shape) and _is_dense(live):
             return live
         if entry.along:
+            # zeros_like keeps the placements of a DTensor, so every rank reads its own part only.
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         local = local_tensor(parameter) if is_dtensor(parameter) else parameter
+        # torch keeps `step` on the host, where reading it costs no
+        # synchronisation, unless a fused or captured step reads it.
         return torch.zeros(shape, dtype=dtype, device="cpu" if entry.on_host(group) else local.device)
 
 
@@ -257,7 +284,7 @@ def _trained(tensors: _Tensors, optimizers: Sequence[torch.optim.Optimizer]) -> 
     """The optimizers with the names of their parameters. Raises OptimizerError."""
     trained = [_Trained.of(optimizer, tensors.name_of) for optimizer in optimizers]
     names = [name for each in trained for group in each.groups for name in group]
-    if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set():
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise OptimizerError(
             f"{min(twice)!r} is trained twice, by several optimizers or as several parameters that share its storage; "
             "a checkpoint has one state for a parameter"
@@ -289,7 +316,7 @@ def _prefixes(model: nn.Module) -> dict[str, str]:
 
 
 def _prefix(path: str, prefixes: Mapping[str, str]) -> str:
-    """What to put before tensors at `path`, of which the last parts may be no modules but what hooks made of them."""
+    """What to put before tensors at `path`, whose last parts may be names that a hook made up, and no modules."""
     if path in prefixes:
         return prefixes[path]
     parent, _, attribute = path.rpartition(".")
@@ -298,6 +325,7 @@ def _prefix(path: str, prefixes: Mapping[str, str]) -> str:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """The module inside of one that DistributedDataParallel, DataParallel or torch.compile made."""
+    # Wrappers that put a name of their own before those of the model; FSDP2 changes classes in place and adds none.
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner: nn.Module = module.module
         return inner
@@ -329,6 +357,7 @@ def _pieces(name: str, tensor: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether every element has a place of its own."""
     local = local_tensor(tensor) if is_dtensor(tensor) else tensor
+    # An expanded tensor has one place for many elements, and a load would write them over each other.
     return local.is_contiguous()
 
 

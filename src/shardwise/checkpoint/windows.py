@@ -12,10 +12,10 @@ from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.read_plan import Wanted, plan_reads
 from shardwise.checkpoint.read_targets import ReadTarget, joined
 from shardwise.checkpoint.reading import BatchReader, batches_of
+from shardwise.checkpoint.safetensors_files import cast_through
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.strided_copies import copy_strided
-from shardwise.checkpoint.tensor_bytes import cast_through
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.parts import part_of
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.exit_verdicts import FAILED, INTERRUPTED, ExitVerdict, tell, told
+from shardwise.cli.exit_verdicts import FAILED, INTERRUPTED, ExitVerdict, errors_in_words, print_verdict
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ def ckpt() -> None:
     """Look into checkpoints, of this program and others."""
 
 
-# Each command imports the checkpoint room when it runs: `shardwise --help` must not wait for torch.
 @ckpt.command("ls")
 @click.argument("path")
 @click.option("--step", type=int, help="Show the tensors of the save of this step instead of the newest.")
@@ -33,10 +32,10 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
 
     PATH is a folder or an address: of saves, of one save, of safetensors files, or of torch.distributed.checkpoint.
     """
-    with told(debug=debug):
+    with errors_in_words(debug=debug):
         from shardwise import checkpoint
-        from shardwise.checkpoint.addresses import OneFile
         from shardwise.checkpoint.saves import list_saves, read_head
+        from shardwise.checkpoint.stores import OneFile
 
         store = checkpoint.store_of(path)
         try:
@@ -48,6 +47,7 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
             try:
                 heads[number] = read_head(store, number)
             except CheckpointError as error:
+                # A saver that keeps the newest only may have pruned it since the listing: that is no damage.
                 if number in list_saves(store).committed:  # else it was removed meanwhile
                     heads[number] = error
         if heads and not as_json:
@@ -60,8 +60,8 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
 
 
 def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | CheckpointError]") -> None:
-    from shardwise.checkpoint.stored_names import printable
-    from shardwise.train.progress import size
+    from shardwise.checkpoint.contents import printable
+    from shardwise.train.observers import size
 
     click.echo(f"{path}: {plural(len(heads), 'save')}{listing.torn_note()}{listing.renamed_note()}")
     rows = []
@@ -89,8 +89,8 @@ def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | Checkpo
 
 
 def _print_tensors(contents: "Contents") -> None:
-    from shardwise.checkpoint.stored_names import printable
-    from shardwise.train.progress import size
+    from shardwise.checkpoint.contents import printable
+    from shardwise.train.observers import size
 
     when = "" if contents.step is None else f", step {contents.step}"
     kind = "" if contents.format == "shardwise" else f", {contents.format}"
@@ -204,10 +204,9 @@ def diff(a: str, b: str, step_a: int | None, step_b: int | None, model_only: boo
     except KeyboardInterrupt:
         click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
-    # Not `told`: diff(1) says 2 for trouble and 1 for a difference, and scripts that use one rely on the same here.
     except Exception as error:
-        tell(ExitVerdict.of(error, rank=None, debug=debug))
-        sys.exit(TROUBLE)
+        print_verdict(ExitVerdict.of(error, rank=None, debug=debug))
+        sys.exit(TROUBLE)  # not 1, which says that both were read and differ: scripts tell these apart
     sys.exit(SAME if found.equal else DIFFERENT)
 
 
@@ -223,17 +222,17 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
     """
     if verifies_all and step is not None:
         raise click.UsageError("--all verifies the saves of all steps; leave out --step")
-    with told(debug=debug):
+    with errors_in_words(debug=debug):
         from shardwise import checkpoint
 
         with byte_progress("verifying") as show:
+            # Known from metadata, so that the bar has an end. Damaged metadata makes it short: it grows as bytes come.
             total = _total_bytes(path, step, verifies_all=verifies_all)
             verified = 0
 
             def advance(num_bytes: int) -> None:
                 nonlocal verified
                 verified += num_bytes
-                # The total is an estimate from manifests: the bar must not pass its end.
                 show(verified, max(verified, total))
 
             if verifies_all:
@@ -243,15 +242,16 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
         for note in (note for report in reports for note in report.notes):
             click.echo(f"note: {note}", err=True)
         for report in reports:
-            _tell(report)
+            _print_report(report)
         if not all(report.good for report in reports):
             sys.exit(FAILED)
+        # Said last and on stderr: who pipes the verdict into a script gets the verdict only.
         if step is None and not verifies_all and (others := _num_others(path)):
             click.echo(f"note: {plural(others, 'other save')} at {path} not read; --all reads them too", err=True)
 
 
-def _tell(report: "VerifyReport") -> None:
-    from shardwise.train.progress import size
+def _print_report(report: "VerifyReport") -> None:
+    from shardwise.train.observers import size
 
     if report.good:
         click.echo(
@@ -278,7 +278,6 @@ def _total_bytes(path: str, step: int | None, *, verifies_all: bool) -> int:
     with contextlib.suppress(OSError):
         store = checkpoint.store_of(path)
         for number in list_saves(store).committed:
-            # A damaged save is a finding of the check itself. Here it is only missing in the estimate.
             with contextlib.suppress(CheckpointError):
                 total += read_head(store, number).num_bytes
     return total
@@ -323,7 +322,6 @@ def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    # On stderr, so that the output can be piped.
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from shardwise.cli.ckpt import byte_progress, plural
-from shardwise.cli.exit_verdicts import told
+from shardwise.cli.exit_verdicts import errors_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport
@@ -23,7 +23,6 @@ def _parameters(context: click.Context, option: click.Parameter, words: tuple[st
         name, equals, value = word.partition("=")
         if not (name and equals and value):
             raise click.BadParameter(f"{word!r} is not of the form name=value", context, option)
-        # Parameters are integers or text, and a shell knows only text.
         found[name] = int(value) if value.isdecimal() else value
     return found
 
@@ -99,7 +98,6 @@ def convert(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
-    # Before anything is imported or read: options that contradict each other are found at once.
     wrong = {
         "--set gives a parameter to a rewrite; name one with --rewrite": parameters and rewrite is None,
         "--like says where the inverse of a rewrite leads; give --inverse": like is not None and not inverse,
@@ -107,10 +105,10 @@ def convert(
         "--dtype is for --to hf; a save has masters and working copies both": dtype is not None and to != "hf",
         "--dry-run shows what a rewrite does; name one with --rewrite": dry_run and rewrite is None and not inverse,
     }
+    # Before anything is read: an option that would do nothing is a misunderstanding, which costs more when found late.
     for words in (words for words, is_so in wrong.items() if is_so):
         raise click.UsageError(words)
-    # Imports stay inside the commands: `shardwise --help` must not wait for torch.
-    with told(debug=debug), _pointing_back(is_blind=inverse and like is None):
+    with errors_in_words(debug=debug), _pointing_back(is_blind=inverse and like is None):
         from shardwise import checkpoint
 
         used = _rewrite(source, step, rewrite, parameters) if inverse or rewrite is not None else None
@@ -123,6 +121,7 @@ def convert(
             click.echo(table)
             click.echo("nothing was written")
             return
+        # --like alone says where the inverse leads. Only a certificate reads its values, which costs a read of SRC.
         begun = time.perf_counter()
         with byte_progress("converting") as progress:
             report = checkpoint.convert(
@@ -148,6 +147,7 @@ def _pointing_back(*, is_blind: bool) -> Iterator[None]:
     try:
         yield
     except RewriteError as error:
+        # Without the original, degrees and shapes are guessed from SRC. With it the same way back may be found.
         if is_blind:
             error.add_note(
                 "If the way back has to know what was there before: --rewrite NAME --inverse --like ORIGINAL"
@@ -185,7 +185,7 @@ def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | 
 
 
 def _closing(report: "ConvertReport", seconds: float) -> str:
-    from shardwise.train.progress import size
+    from shardwise.train.observers import size
 
     lines = [f"{report.source} ({report.source_format}) -> {report.destination}"]
     if report.left_out:
@@ -218,7 +218,7 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
 
 def _some(names: Sequence[str]) -> str:
     """The first of names, and how many more there are."""
-    from shardwise.checkpoint.stored_names import printable
+    from shardwise.checkpoint.contents import printable
 
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return ", ".join(map(printable, names[:3])) + more

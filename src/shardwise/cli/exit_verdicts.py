@@ -1,4 +1,10 @@
-"""How a run ends badly: exit codes, and one paragraph on stderr, whichever of the ranks have something to say."""
+"""How a run ends badly: exit codes, and one paragraph on stderr, whichever of the ranks have something to say.
+
+rank 2   raises DataError      -> 000002.json     "Error: shard 7 is empty"           exit 2
+rank 0   finds rank 2 gone     -> 000000.json     about its peer                       exit PEER_FAILED
+rank 1   finds rank 2 gone     -> 000001.json     about its peer                       exit PEER_FAILED
+launcher reads all three, prints the words of rank 2 once, exits with 2
+"""
 
 import contextlib
 import json
@@ -27,18 +33,18 @@ class ExitVerdict:
     is_about_peer: bool
     """The cause lies with another rank, whose own words are better."""
     traceback: str = ""
-    """What `--debug` adds. It is told with the words, and so once, however many ranks have met the consequences."""
+    """What `--debug` adds. Printed with the paragraph, and so once, however many ranks met the consequences."""
 
     @classmethod
     def of(cls, error: Exception, *, rank: int | None, debug: bool) -> "ExitVerdict":
         """What to say about `error`, met on `rank`; None where there are no ranks yet."""
         words = str(error)
+        # Our own errors say what was asked and what holds. Of others the class is half of the message: KeyError: 'x'.
         if not isinstance(error, ShardwiseError):
             who = "" if rank is None else f"rank {rank}: "
             words = f"{who}{type(error).__name__}: {words}"
-        # Notes point the way out (`error.add_note`), and without a traceback nothing else would print them.
         words = "\n".join([words, *getattr(error, "__notes__", ())])
-        # Errors about what the user wrote are wrong usage.
+        # What the user can change in the command, the file or the model is wrong usage; all else is a failure.
         asked = isinstance(error, PlanError | DataError | ModelError | OptimizerError | BatchError)
         return cls(
             paragraph=f"Error: {words}",
@@ -49,18 +55,19 @@ class ExitVerdict:
 
     def leave(self, folder: Path, rank: int) -> None:
         """Leave it for the process that started the ranks."""
+        # Written under another name first: the launcher reads *.json while ranks are still being terminated.
         (folder / f"{rank:06}.part").write_text(json.dumps(asdict(self)), encoding="utf-8")
         (folder / f"{rank:06}.part").rename(folder / f"{rank:06}.json")  # a rank that is stopped here leaves no torso
 
 
-def weighed(folder: Path) -> ExitVerdict | None:
-    """The one verdict to tell, of all that the ranks have left: of a rank that failed, rather than of its peers."""
+def deciding_verdict(folder: Path) -> ExitVerdict | None:
+    """The verdict to print, of all that the ranks have left: of a rank that failed, rather than of its peers."""
+    # `min` keeps the first of equals: the lowest rank, so that a second run of the same failure prints the same.
     found = [ExitVerdict(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(folder.glob("*.json"))]
-    # A peer error only says that another rank is gone. Files are in the order of ranks, so of equals the lowest speaks.
     return min(found, key=lambda verdict: verdict.is_about_peer, default=None)
 
 
-def tell(verdict: ExitVerdict) -> None:
+def print_verdict(verdict: ExitVerdict) -> None:
     """Say it on stderr."""
     if verdict.traceback:
         click.echo(verdict.traceback, err=True)
@@ -68,7 +75,7 @@ def tell(verdict: ExitVerdict) -> None:
 
 
 @contextlib.contextmanager
-def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) -> Iterator[None]:
+def errors_in_words(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) -> Iterator[None]:
     """End a command that fails: a paragraph on stderr, and its exit code.
 
     rank: of this process, where it is one of several. verdicts: where these leave what they have to say, for the
@@ -78,12 +85,12 @@ def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) 
         yield
     except click.ClickException:  # click has its own words
         raise
-    # A terminal sends Ctrl-C to every rank. Only the process that started them says so.
     except KeyboardInterrupt:
         if verdicts is None:
             click.echo("stopped by Ctrl-C", err=True)
         sys.exit(INTERRUPTED)
     except Stopped as stopped:
+        # All ranks stop after the same update, with the same words: rank 0 says them for all.
         if not rank:
             click.echo(str(stopped), err=True)
         sys.exit(stopped.exit_code)
@@ -91,9 +98,9 @@ def told(*, debug: bool, rank: int | None = None, verdicts: Path | None = None) 
         if isinstance(error, BrokenPipeError) and rank is None:  # who reads the output has seen enough
             raise
         verdict = ExitVerdict.of(error, rank=rank, debug=debug)
-        # No launcher of ours waits for a file: this process speaks for itself.
+        # Under torchrun nobody collects files: each rank prints for itself, and torchrun shows the first to fail.
         if verdicts is None or rank is None:
-            tell(verdict)
+            print_verdict(verdict)
             sys.exit(verdict.exit_code)
         verdict.leave(verdicts, rank)
         if verdict.is_about_peer:
@@ -124,18 +131,17 @@ def place_here(num_processes: int | None) -> tuple[int, int] | None:
 
 
 def launched(arguments: Sequence[str], *, num_processes: int, overrides: Sequence[str], debug: bool) -> int:
-    """Start the ranks of a command, wait for them, and tell the one verdict that matters; the exit code."""
+    """Start the ranks of a command, wait for them, print the verdict that matters; returns the exit code."""
     from shardwise.comm import launch
 
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        # Ranks read the configuration anew and need the same settings.
         options = [word for each in overrides for word in ("--set", each)]
         options += ["--verdicts", folder, *(["--debug"] if debug else [])]
         code = launch("shardwise.cli", [*arguments, *options], num_processes=num_processes)
-        verdict = weighed(Path(folder))
+        verdict = deciding_verdict(Path(folder))
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if verdict is None or code == 0 or code > INTERRUPTED:  # stopped from outside: the ranks' words are its echo
         return code
-    tell(verdict)
+    print_verdict(verdict)
     return verdict.exit_code

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.exit_verdicts import told
+from shardwise.cli.exit_verdicts import errors_in_words
 
 if TYPE_CHECKING:
     from shardwise.plan.schedules import Schedule
@@ -44,16 +44,13 @@ def schedule(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage or a schedule that cannot be run, 130 stopped by Ctrl-C.
     """
-    with told(debug=debug):
-        from shardwise.plan.schedule_check import adapt, check
-        from shardwise.plan.schedule_walk import chain
-        from shardwise.plan.timeline import simulate_schedule
-        from shardwise.plan.timeline_text import draw_timeline
+    with errors_in_words(debug=debug):
+        from shardwise.plan.schedule_check import adapt, chain, check
+        from shardwise.plan.timeline import draw_timeline, simulate_schedule
 
-        # What was asked for is checked, and what would be trained is drawn: `adapt` changes a named schedule that would
-        # deadlock.
         asked = _schedule(schedule, ranks, chunks, microbatches)
         moved = chain(asked.num_stages) if transfers is None else _transfers(transfers)
+        # A named schedule is changed as training would change it, a written one never: what cannot run is refused.
         run = adapt(asked, moved)
         timeline = simulate_schedule(
             run,
@@ -70,7 +67,7 @@ def schedule(
         if orders:
             click.echo(f"\n{heading}\n{lines}", nl=False)
         if picture is not None:
-            from shardwise.train.timeline_figure import save_picture
+            from shardwise.train.timeline_files import save_picture
 
             save_picture(timeline, picture, title=heading)
             click.echo(f"drawn in {picture}")
@@ -80,7 +77,6 @@ def _schedule(source: str, ranks: int | None, chunks: int | None, microbatches: 
     from shardwise.errors import PlanError
     from shardwise.plan.schedules import SCHEDULES, Schedule, make_schedule
 
-    # A file that happens to be called 1f1b does not hide the schedule.
     if source not in SCHEDULES and Path(source).is_file():
         text = Path(source).read_text(encoding="utf-8", errors="replace") + "\n"
         own = Schedule.parse(text)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.exit_verdicts import launched, place_here, told
+from shardwise.cli.exit_verdicts import errors_in_words, launched, place_here
 from shardwise.errors import in_words
 from shardwise.train.stop_signals import Stopped, StopSignals
 
@@ -42,13 +42,13 @@ def train(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1.
     """
-    # Signals are caught before anything slow: one that comes during imports ends the run in order too.
-    with told(debug=debug), StopSignals() as signals:
+    # Signals are caught before anything else: one that comes while torch is imported ends the run in words too.
+    with errors_in_words(debug=debug), StopSignals() as signals:
         place = place_here(nproc)
         rank, size = place or (None, nproc or 1)
-        with told(debug=debug, rank=rank, verdicts=verdicts):
-            # Before processes are started: a mistake is reported once, and not by every rank.
+        with errors_in_words(debug=debug, rank=rank, verdicts=verdicts):
             run_config = _checked(config, overrides, size)
+            # Checked here as well, though ranks check again: N processes would say it N times, seconds later.
             if nproc is not None and nproc > 1:
                 arguments = ["train", str(config), *(["--resume", resume] if resume is not None else [])]
                 sys.exit(launched(arguments, num_processes=nproc, overrides=overrides, debug=debug))
@@ -80,8 +80,7 @@ def _run(config: "RunConfig", resume: str | None, signals: StopSignals, *, is_ra
     try:
         run(config, channel, Console(), resume=resume, signals=signals)
     except BaseException as error:
-        # Agreed: every rank stops at this update, so the channel can close in order. Otherwise others still wait in a
-        # collective, and abort wakes them.
+        # A stop that all ranks agreed on needs no abort: an abort would turn the peers' clean ends into PeerErrors.
         if not (isinstance(error, Stopped) and error.is_agreed):
             channel.abort(str(error) if isinstance(error, Stopped) else in_words(error))
             raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.exit_verdicts import FAILED, launched, place_here, told
+from shardwise.cli.exit_verdicts import FAILED, errors_in_words, launched, place_here
 from shardwise.errors import in_words
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ def verify(
 
     Exit codes: 0 equal or rounding, 1 diverged, inconclusive or failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
-    with told(debug=debug):
-        # Simulated ranks are threads of this process: what a launcher set up does not matter.
+    # Two blocks: until it is known whether this is a rank, there is no number to say in an error.
+    with errors_in_words(debug=debug):
         place = None if simulate else place_here(nproc)
     is_rank = place is not None
     rank, size = place or (None, nproc)
-    with told(debug=debug, rank=rank, verdicts=verdicts):
+    with errors_in_words(debug=debug, rank=rank, verdicts=verdicts):
         if simulate and nproc is not None:
             raise click.UsageError("--simulate and --nproc exclude each other: ranks are simulated or real")
         run_config = _checked(config, layout, overrides, size)
@@ -84,21 +84,23 @@ def _checked(path: Path, layout: str, overrides: tuple[str, ...], num_processes:
 def _simulate(config: "RunConfig", steps: int) -> bool:
     from shardwise.train.verification.verifier import verify_simulated
 
+    # Threads take turns on the cores: a rank may wait for as long as all the others compute.
     timeout_seconds = max(_SIMULATED_TIMEOUT_SECONDS, config.train.timeout_seconds)
     program = _program(config, steps)
-    return _tell(verify_simulated(program, title=_title(config, program, "simulated"), timeout_seconds=timeout_seconds))
+    title = _title(config, program, "simulated")
+    return _print_report(verify_simulated(program, title=title, timeout_seconds=timeout_seconds))
 
 
 def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
     """Be one rank; the first one goes on alone when the run under the layout is done."""
+    # The layout runs first and whole: the comparison then repeats each of its updates from the state that it had.
     from shardwise.comm import processes
     from shardwise.train.verification.layout_run import run_layout
     from shardwise.train.verification.verifier import compare_with_one_process
 
     channel = processes(timeout_seconds=config.train.timeout_seconds)
     try:
-        # Rank 0 chooses the folder, since its name is random, and tells the others. They share the file system of the
-        # output.
+        # Rank 0 makes the folder and the others learn its name: two names would be two folders on a shared disk.
         made = _made_folder(config.output) if notes is None and channel.rank == 0 else ""
         name = channel.exchange(made.encode(), purpose="a fresh folder for the verification")[0].decode()
         folder = notes if notes is not None else config.output / name
@@ -108,13 +110,13 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
     except BaseException as error:
         channel.abort(in_words(error))
         raise
-    # The channel closes first: the run of one process must not hold the other ranks.
     rank, device = channel.rank, channel.device
+    # Closed before the comparison, which takes as long as the run: ranks that wait would run into their deadline.
     channel.close()
     if rank > 0:
         return False
     try:
-        return _tell(compare_with_one_process(program, folder, device, title=_title(config, program, "real")))
+        return _print_report(compare_with_one_process(program, folder, device, title=_title(config, program, "real")))
     finally:
         if notes is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -127,7 +129,7 @@ def _made_folder(output: Path) -> str:
 
 
 def _program(config: "RunConfig", steps: int) -> "Program":
-    from shardwise.train.verification.configured import configured
+    from shardwise.train.verification.program import configured
 
     return configured(config, steps=steps)
 
@@ -140,7 +142,7 @@ def _title(config: "RunConfig", program: "Program", kind: str) -> str:
     )
 
 
-def _tell(report: "VerificationReport") -> bool:
+def _print_report(report: "VerificationReport") -> bool:
     click.echo(report.text())
     return report.verdict not in ("equal", "rounding")
 

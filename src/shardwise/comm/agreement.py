@@ -1,4 +1,12 @@
-"""Ranks compare before they act: equal descriptions, and one verdict."""
+"""Ranks compare before they act: equal descriptions, and one verdict.
+
+A rank that raised alone would leave the others in the next collective call until their deadline. So what one rank may
+refuse is decided inside `agreed`, on every rank, and ends with one exchange. Only rank 1 has no room on its disk::
+
+    rank 0    decides: yes       gives b"+" + value                             raises CheckpointError: rank 1: no room
+    rank 1    decides: refuses   gives b"-" + [kind, text, problems, notes]     raises the same, from its own error
+    rank 2    decides: yes       gives b"+" + value                             raises the same
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +46,7 @@ def agreed(channel: Channel, *, purpose: str, doing: str | None = None, only: in
     except ShardwiseError as error:
         refusal = error
     except BaseException as error:
+        # A fault of the program, such as a KeyError: nobody can promise that the rank still reaches an exchange.
         if doing is not None:
             channel.abort(f"{type(error).__name__} in {doing}: {error}")
         raise
@@ -45,11 +54,13 @@ def agreed(channel: Channel, *, purpose: str, doing: str | None = None, only: in
     answers = channel.exchange(mine, purpose=purpose)
     refusals = {rank: json.loads(each[1:]) for rank, each in enumerate(answers) if each[:1] == b"-"}
     if refusals:
+        # Each rank builds the error from the same answers: nothing of its own goes in, so the texts cannot differ.
         raise _joined(refusals, names_ranks=only is None and len(refusals) < channel.size) from refusal
     agreement.values = [each[1:] for each in answers]
 
 
 def _packed(error: ShardwiseError) -> bytes:
+    # The nearest class that `shardwise.errors` has: a subclass from elsewhere may be unknown to other ranks.
     kind = next(each.__name__ for each in type(error).__mro__ if vars(errors).get(each.__name__) is each)
     problems, notes = getattr(error, "problems", ()), getattr(error, "__notes__", ())
     return json.dumps([kind, str(error), problems, notes]).encode()
@@ -58,6 +69,7 @@ def _packed(error: ShardwiseError) -> bytes:
 def _joined(refusals: Mapping[int, tuple[str, str, list[str], list[str]]], *, names_ranks: bool) -> ShardwiseError:
     """One error for all that ranks refuse with. Where not all say the same, each line says which rank does."""
     names_ranks = names_ranks or len({text for _, text, _, _ in refusals.values()}) > 1
+    # Ranks that say the same are one line. Where all do, none is named: the refusal is not about a rank.
     lines: dict[str, None] = {}  # keys of dicts keep each text once, in the order of the ranks
     problems: dict[str, None] = {}
     notes: dict[str, None] = {}
@@ -77,6 +89,7 @@ def _joined(refusals: Mapping[int, tuple[str, str, list[str], list[str]]], *, na
 
 def compare(channel: Channel, lines: Sequence[str], *, subject: str, hint: str) -> None:
     """Raise MismatchError on every rank unless all have the same lines; it names who differs, and where."""
+    # Two steps: 16 bytes where all agree, which is nearly always; the lines only where they have to be shown.
     mine = json.dumps(list(lines)).encode()
     digests = channel.exchange(xxhash.xxh3_128_digest(mine), purpose=f"digest of {subject}")
     if len(set(digests)) == 1:
@@ -93,6 +106,7 @@ def compare(channel: Channel, lines: Sequence[str], *, subject: str, hint: str) 
 
 def digest_of_values(tensor: torch.Tensor) -> str:
     """A short digest of the values of a tensor (xxh3 over its row-major bytes)."""
+    # Of the bytes, not of the values: NaNs and the sign of zero count.
     flat = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8)
     return xxhash.xxh3_64_hexdigest(flat.numpy().tobytes())
 

@@ -1,11 +1,24 @@
-"""The one protocol through which ranks talk. Implementations: `processes`, `simulated`, `alone`, `recorded`."""
+"""The one protocol through which ranks talk, what its calls must agree on, and the simplest channel: a world of one.
+
+`Channel` is implemented by `simulated` (threads), `processes` (CPU), `nccl` (GPU), `recorded` (a list around another
+channel) and `alone`, here. All of them check their arguments with the same functions and compare the same `Signature`,
+so that a program that is wrong on one channel is wrong on all. The two sums in memory, `gather` and `scatter_sum`, are
+the reference of what the others compute::
+
+    all_gather       rank 0 gives a, rank 1 gives b        output of both: a b
+    reduce_scatter   rank 0 gives a0 a1, rank 1 b0 b1      output 0: a0 + b0        output 1: a1 + b1
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from shardwise.errors import MismatchError
 
+
+# `wait` is not a formality: until it returns, a peer may still read the input in shared memory, or a kernel on the GPU.
 class Work(Protocol):
     """A transfer in flight. Its tensors belong to the channel until `wait` returns."""
 
@@ -51,14 +64,14 @@ class Channel(Protocol):
         """The channel of these ranks, numbered in this order. Called by its members only, in the same order by each."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed bytes (uint8) on `device`, in the memory out of which this channel moves tensors fastest."""
+        """Zeroed bytes (uint8) on `device`, in the memory from which this channel moves tensors fastest."""
 
     def share(self, num_bytes: int) -> "Sequence[torch.Tensor] | None":
-        """Zeroed bytes on the CPU for each rank, which all ranks read where they lie, in rank order; this rank's are
+        """Zeroed bytes on the CPU for each rank, which all ranks read in place, in rank order; this rank's are
         its own to write.
 
         None where not all ranks of the channel share one host's memory. A collective call: every rank gives the same
-        number. Whoever writes and reads orders that with `exchange`.
+        number. The ranks order their writes and reads with `exchange`.
         """
 
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
@@ -97,3 +110,196 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Give back what the channel holds. Pending transfers must have been waited for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """What the ranks of a transfer must agree on."""
+
+    # Why calls are compared at all: transports do not. Gloo, tried, gives garbage where dtypes differ, leaves the rest
+    # of a longer receive buffer as it was, and ends the whole process where sizes differ. None of these names a rank.
+
+    operation: str
+    purpose: str
+    dtypes: tuple[torch.dtype, ...] = ()
+    """Of what travels; for `reduce_scatter` also of the sum."""
+    counts: tuple[int, ...] = ()
+    """Elements per rank of the channel; for `send` and `receive` the one number of elements."""
+
+    @property
+    def compared(self) -> tuple[object, ...]:
+        """What is equal on all ranks of the transfer: a `send` and the `receive` that takes it are one message."""
+        operation = "message" if self.operation in ("send", "receive") else self.operation
+        return (operation, self.purpose, self.dtypes, self.counts)
+
+    def __str__(self) -> str:
+        dtypes = " summed in ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        return f"{self.operation} for {self.purpose!r}" + (f" of {dtypes}, counts {self.counts}" if dtypes else "")
+
+
+def all_gather_signature(
+    channel: Channel, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None
+) -> Signature:
+    """The signature of an `all_gather` on `channel`; raises `MismatchError` when it does not fit its tensors."""
+    filled = (input.numel(),) * channel.size if counts is None else tuple(counts)
+    signature = Signature(operation="all_gather", purpose=purpose, dtypes=(input.dtype,), counts=filled)
+    if output.dtype != input.dtype:
+        raise MismatchError(f"{signature}: output is {output.dtype}, input {input.dtype}; give both the same dtype")
+    _check_counts(channel, signature)
+    _check_flat(channel, signature, "output", output, sum(filled))
+    _check_flat(channel, signature, "input", input, filled[channel.rank])
+    return signature
+
+
+def reduce_scatter_signature(
+    channel: Channel, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None
+) -> Signature:
+    """The signature of a `reduce_scatter` on `channel`; raises `MismatchError` when it does not fit its tensors."""
+    filled = (output.numel(),) * channel.size if counts is None else tuple(counts)
+    dtypes = (input.dtype, output.dtype)
+    signature = Signature(operation="reduce_scatter", purpose=purpose, dtypes=dtypes, counts=filled)
+    _check_counts(channel, signature)
+    _check_flat(channel, signature, "output", output, filled[channel.rank])
+    _check_flat(channel, signature, "input", input, sum(filled))
+    return signature
+
+
+def message_signature(channel: Channel, operation: str, tensor: torch.Tensor, peer: int, *, purpose: str) -> Signature:
+    """The signature of a `send` to or a `receive` from `peer`; raises `MismatchError` when that is no other rank."""
+    signature = Signature(operation=operation, purpose=purpose, dtypes=(tensor.dtype,), counts=(tensor.numel(),))
+    if not 0 <= peer < channel.size or peer == channel.rank:
+        raise MismatchError(
+            f"{signature}: the peer is {peer}, but this is rank {channel.rank} of a channel of {channel.size}; "
+            "name another rank of the channel"
+        )
+    _check_tensor(channel, signature, "the tensor", tensor)
+    return signature
+
+
+def member_ranks(channel: Channel, ranks: Sequence[int]) -> tuple[int, ...]:
+    """`ranks` for `channel.over`, checked: distinct, of this channel, the calling rank among them."""
+    # The order counts: it numbers the ranks of the new channel, and is part of the name of its lanes.
+    asked = tuple(ranks)
+    if len(set(asked)) != len(asked) or not all(0 <= rank < channel.size for rank in asked):
+        raise MismatchError(f"over({asked}): name distinct ranks of the channel, 0 to {channel.size - 1}")
+    if channel.rank not in asked:
+        raise MismatchError(f"over({asked}) is for its members only, and this is rank {channel.rank}")
+    return asked
+
+
+def gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+    """Copy all `inputs` into each of the `outputs`, one after the other; a part that is its own input stays."""
+    # Values move, not graphs: the other channels detach their tensors.
+    with torch.inference_mode():
+        for output in outputs:
+            for part, source in zip(torch.split(output, list(counts)), inputs, strict=True):
+                if part.data_ptr() != source.data_ptr():
+                    part.copy_(source)
+
+
+def scatter_sum(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+    """Leave in output r part r of ((input 0 + input 1) + input 2 ...), summed in the dtype of that output."""
+    # The order is part of the promise: floating-point sums depend on it. In rank order a sum is the same on every run,
+    # on every transport, and for every way to cut the elements over owners.
+    with torch.inference_mode():
+        parts = [torch.split(whole, list(counts)) for whole in inputs]
+        for rank, output in enumerate(outputs):
+            terms = [part[rank] for part in parts]
+            # An output that is part of its own rank's input must not be written before that term has been added.
+            in_place = output.data_ptr() == terms[rank].data_ptr()
+            total = torch.empty_like(output) if in_place and rank > 0 else output
+            if total.data_ptr() != terms[0].data_ptr():
+                total.copy_(terms[0])
+            for term in terms[1:]:
+                # Each term is widened before it is added: bfloat16 gradients travel as they are and are summed in
+                # float32, where they would lose bits with every addition in their own dtype.
+                total.add_(term.to(output.dtype))
+            if total is not output:
+                output.copy_(total)
+
+
+# The checks look at the arguments of this rank alone and send nothing. Where they raise, the peers learn of it when
+# this rank aborts the channel or ends.
+def _check_counts(channel: Channel, signature: Signature) -> None:
+    if len(signature.counts) != channel.size or min(signature.counts) < 0:
+        raise MismatchError(f"{signature}: give one count, zero or more, for each of the {channel.size} ranks")
+
+
+def _check_flat(channel: Channel, signature: Signature, label: str, tensor: torch.Tensor, num_elements: int) -> None:
+    if tensor.dim() != 1 or tensor.numel() != num_elements:
+        raise MismatchError(
+            f"{signature}: {label} has shape {tuple(tensor.shape)}, but rank {channel.rank} of the channel "
+            f"needs ({num_elements},)"
+        )
+    _check_tensor(channel, signature, label, tensor)
+
+
+def _check_tensor(channel: Channel, signature: Signature, label: str, tensor: torch.Tensor) -> None:
+    # Transports see flat bytes. Those of a strided tensor would be a copy, and what is received into it would be lost.
+    if tensor.device.type != channel.device.type:
+        raise MismatchError(f"{signature}: {label} is on {tensor.device}, but the channel on {channel.device}")
+    if not tensor.is_contiguous():
+        raise MismatchError(f"{signature}: {label} is not contiguous; call .contiguous() first")
+
+
+def alone(device: torch.device | str = "cpu") -> Channel:
+    """The channel of a world of one rank, whose tensors live on `device`."""
+    return _Alone(torch.device(device))
+
+
+class _FinishedWork:
+    def wait(self) -> None:
+        """Everything was done in the call."""
+
+
+class _Alone:
+    # Calls are checked as on any channel: an argument that is wrong must not wait for a second rank to be found.
+    rank = 0
+    size = 1
+    progresses_alone = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def over(self, ranks: Sequence[int]) -> Channel:
+        member_ranks(self, ranks)
+        return self
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """See `Channel.allocate`."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        """See `Channel.share`."""
+        return [torch.zeros(num_bytes, dtype=torch.uint8)]
+
+    def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
+        return [value]
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
+        gather([output], [input], signature.counts)
+        return _FinishedWork()
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
+        scatter_sum([output], [input], signature.counts)
+        return _FinishedWork()
+
+    def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        message_signature(self, "send", tensor, destination, purpose=purpose)
+        raise AssertionError("a world of one has no peer that passes the check")
+
+    def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
+        message_signature(self, "receive", tensor, source, purpose=purpose)
+        raise AssertionError("a world of one has no peer that passes the check")
+
+    def abort(self, reason: str) -> None:
+        """There is no peer to tell."""
+
+    def close(self) -> None:
+        """Nothing is held."""

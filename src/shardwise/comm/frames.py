@@ -1,8 +1,25 @@
-"""The frames that two ranks exchange over their socket: a fixed header, then `length` bytes of payload."""
+"""The frames that two ranks exchange over their socket: a header of 48 bytes, then `length` bytes of payload.
+
+A message of 2.5 MiB with a new signature, from rank S to rank R on the same host::
+
+    S -> R   SIGNATURE  digest, text              once per link: later messages name the digest alone
+    S -> R   SEGMENT    number 0, a descriptor    once per link: R maps the memory in which the slots of S are
+    S -> R   CHUNK      offset 0.0 MiB, slot 0    header only; the bytes are in shared memory
+    S -> R   CHUNK      offset 1.0 MiB, slot 1
+    R -> S   CONSUMED   slot 0                    S may write slot 0 again
+    S -> R   CHUNK      offset 2.0 MiB, slot 0
+    R -> S   CONSUMED   slot 1, then slot 0
+
+Between hosts the bytes follow the header, and a CREDIT per chunk takes the place of CONSUMED. The payloads that put
+waiting and failing into words, `Status` and `ChannelVerdict`, are defined here too.
+"""
 
 import enum
+import json
 import struct
 import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 FORMAT = struct.Struct("<BBHIQQQQII")
 """kind, flags, segment, slot, lane, digest, offset, total, number, length."""
@@ -11,10 +28,10 @@ HEADER_BYTES = FORMAT.size
 Header = tuple[int, int, int, int, int, int, int, int, int, int]
 
 IN_SLOT = 1
-"""Flag of a chunk: its bytes lie in a slot of the sender's shared memory instead of following the header."""
+"""Flag of a chunk: its bytes are in a slot of the sender's shared memory instead of following the header."""
 
 IN_PLACE = 4
-"""Flag of a chunk: its bytes lie where the payload says (`PLACE`) in memory that the sender has lent to its tensors."""
+"""Flag of a chunk: its bytes are where the payload says (`PLACE`) in memory that the sender has lent to its tensors."""
 
 PLACE = struct.Struct("<Q")
 """Where a chunk begins in its segment."""
@@ -26,6 +43,7 @@ ASKS = 2
 class FrameKind(enum.IntEnum):
     """What a frame says."""
 
+    # The numbers are the wire format: `WIRE` covers them.
     CHUNK = 1  # a part of a message: lane, number, digest, offset, total, and a slot or the bytes themselves
     SIGNATURE = 2  # the text that belongs to a digest, before its first use
     CONSUMED = 3  # a slot may be written again
@@ -38,10 +56,14 @@ class FrameKind(enum.IntEnum):
     BYE = 10  # the sender closed its channel on purpose
 
 
+# A reader takes memory for a payload before the payload has come. Without a limit, one garbled header would make it ask
+# for up to 4 GiB.
 MAX_PAYLOAD_BYTES = 64 << 20
 """No frame announces more: chunks are cut far below, and texts name ranks and numbers."""
 
 
+# Computed, so that nobody can change a format and forget to raise a number. It cannot see what the numbers in a frame
+# mean: a change of meaning needs a new `FrameKind`.
 WIRE = f"{zlib.crc32(repr((FORMAT.format, PLACE.format, list(FrameKind), IN_SLOT, IN_PLACE, ASKS)).encode()):08x}"
 """A digest of the formats, which change between versions: ranks talk to each other only where it is the same."""
 
@@ -63,3 +85,63 @@ def frame(
     """The bytes of one frame; `length` announces payload bytes that the caller sends itself."""
     announced = len(payload) if length is None else length
     return FORMAT.pack(kind, flags, segment, slot, lane, digest, offset, total, number, announced) + payload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """Where a rank has been waiting for a while."""
+
+    operation: str
+    purpose: str
+    awaited: tuple[int, ...]
+    """The world ranks it waits for."""
+
+    def packed(self) -> bytes:
+        """As the payload of a STATUS frame."""
+        return json.dumps([self.operation, self.purpose, self.awaited]).encode()
+
+    @classmethod
+    def parsed(cls, payload: bytes) -> "Status":
+        """From the payload of a STATUS frame."""
+        operation, purpose, awaited = json.loads(payload)
+        return cls(operation=operation, purpose=purpose, awaited=tuple(awaited))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChannelVerdict:
+    """Why a channel has ended. The first one holds; ranks pass it on, so that all name the same culprit."""
+
+    fact: str
+    """A sentence about the culprit, without what this rank was doing."""
+
+    # Kept apart from the fact, because `PeerError.rank` gives it to programs.
+    culprit: int | None
+    """World rank; None for a mismatch, which names its ranks in the fact."""
+
+    def packed(self) -> bytes:
+        """As the payload of a FAILED frame."""
+        return json.dumps([self.fact, self.culprit]).encode()
+
+    @classmethod
+    def parsed(cls, payload: bytes) -> "ChannelVerdict":
+        """From the payload of a FAILED frame."""
+        fact, culprit = json.loads(payload)
+        return cls(fact=fact, culprit=culprit)
+
+
+def gone(rank: int) -> ChannelVerdict:
+    """The verdict on a rank whose connection ended without a goodbye."""
+    return ChannelVerdict(fact=f"rank {rank} is gone (its process died)", culprit=rank)
+
+
+def garbled(rank: int, what: str) -> ChannelVerdict:
+    """The verdict on a rank that sent what cannot be understood."""
+    fact = f"rank {rank} sent {what}; its connection is broken, or it runs another version of shardwise"
+    return ChannelVerdict(fact=fact, culprit=rank)
+
+
+def different(texts: Mapping[int, str]) -> ChannelVerdict:
+    """The verdict on calls that meet and do not fit, by world rank."""
+    lines = [f"  - rank {rank}: {texts[rank]}" for rank in sorted(texts)]
+    heading = "calls that meet differ; make the same calls in the same order on every rank:"
+    return ChannelVerdict(fact="\n".join([heading, *lines]), culprit=None)

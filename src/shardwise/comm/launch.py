@@ -1,4 +1,13 @@
-"""Starts one process per rank on this host, watches them, and ends them together."""
+"""Starts one process per rank on this host, watches them, and ends them together.
+
+The launcher is one loop over a queue of events: ends of ranks, and signals to the launcher. Rank 2 of 4 fails::
+
+    ranks 0 1 2 3 run                    wait for the first failure, without a deadline
+    rank 2 ends with 1                   the others have `grace_seconds` to find out and say so
+    ranks 0 and 1 end with PEER_FAILED   they only followed: the launcher looks for another culprit
+    rank 3 hangs                         SIGTERM, 5 seconds, SIGKILL
+    "rank 2 failed with exit code 1", its last lines, and exit code 1
+"""
 
 import collections
 import contextlib
@@ -25,6 +34,7 @@ _KEPT_LINES = 200
 _SECONDS_TO_TERMINATE = 5.0
 
 
+# Loaded here and not in the child: between fork and exec a lock that another thread holds is never released.
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -36,9 +46,10 @@ def _die_with_launcher() -> None:
 
 
 class _RankProcess:
-    """One process. All but rank 0 speak into a pipe, of which the last lines are kept."""
+    """One process. All but rank 0 speak into a pipe, and their last lines are kept."""
 
     def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> None:
+        # Rank 0 has the terminal: what all ranks print alike is then there once, and in its own order.
         self.rank = rank
         self.lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         # A process group of its own: Ctrl-C reaches the launcher alone, which passes it on exactly once.
@@ -53,6 +64,7 @@ class _RankProcess:
             text=True,
             errors="replace",
         )
+        # Read all the time: a rank that prints into a full pipe would stop there.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -102,6 +114,7 @@ def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, 
                 ranks.append(_RankProcess(rank, command, _environment(rank, num_processes, port)))
                 ranks[-1].report_end(events)
             stop = _collect(events, codes, num_processes, until_failure=True)
+            # A run that is asked to stop may finish its update and save it: that takes as long as it takes.
             if stop:
                 _pass_on(_passed_on(stop), ranks, events, codes, patience_seconds=math.inf)
             elif len(codes) < num_processes:
@@ -110,10 +123,11 @@ def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, 
             _pass_on(signal.SIGINT, ranks, events, codes, patience_seconds=grace_seconds)
             return _INTERRUPTED
         finally:
+            # The codes up to here are the ranks' own words. Those of ranks that are ended now say only that they were.
             own_codes = dict(codes)
             _pass_on(signal.SIGTERM, ranks, events, codes, patience_seconds=_SECONDS_TO_TERMINATE)
             _pass_on(signal.SIGKILL, ranks, events, codes, patience_seconds=_SECONDS_TO_TERMINATE)
-        # A rank that failed while it saved has the word, whoever asked it to stop.
+        # The exit code of a rank that failed while it saved comes before the signal that asked it to stop.
         as_asked = (0, PEER_FAILED, -_passed_on(stop), 128 + _passed_on(stop))
         if stop and all(code in as_asked for code in own_codes.values()):
             return 128 + stop
@@ -173,6 +187,7 @@ def _verdict(ranks: Sequence[_RankProcess], codes: dict[int, int]) -> int:
     failures = [rank for rank, code in codes.items() if code]  # in the order in which they ended
     if not failures:
         return 0
+    # A signal before an exit code, and both before ranks that ended because of a peer; of equals the first.
     culprit = min(failures, key=lambda rank: (codes[rank] == PEER_FAILED, codes[rank] > 0))
     code = codes[culprit]
     if code < 0:
@@ -193,6 +208,7 @@ def _verdict(ranks: Sequence[_RankProcess], codes: dict[int, int]) -> int:
 
 
 def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
+    # By default each process would take all cores, and n of them would keep each other from working.
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = str(max(1, cores // num_processes))
     return {
@@ -220,12 +236,13 @@ def _reserved_port() -> Iterator[int]:
 def _stop_signals(events: Events) -> Iterator[None]:
     """Turn signals that ask to stop into events, so that no rank outlives the launcher.
 
-    Whoever ignores one (`nohup` does so for SIGHUP) goes on ignoring it.
+    A signal that is ignored (`nohup` ignores SIGHUP) stays ignored.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
         events.put(number)
 
+    # Python sets handlers of signals in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

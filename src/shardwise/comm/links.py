@@ -1,4 +1,14 @@
-"""One connection to one other rank: frames out of a queue that never blocks, frames in as they come."""
+"""One connection to one other rank: frames out of a queue that never blocks, frames in as they come.
+
+Sockets do not block and writers never wait: what the socket does not take stays in the queue of its link, and is
+written by the next call, or between calls by the `Flusher`. A queue holds frames, and payloads apart from them, which
+may be views of tensors::
+
+    put(header) put(payload, whole=False)   put(SEGMENT, descriptor=9)   put(CREDIT)
+    [ header ][ payload, 0.7 of 1 MiB out ] [ SEGMENT + descriptor 9 ] [ CREDIT ]
+                ^ put_last(FAILED) keeps up to here, or the reader could not find the next frame,
+                  drops the rest, and closes the queue: ... payload ][ FAILED ]
+"""
 
 import array
 import collections
@@ -8,19 +18,31 @@ import os
 import select
 import socket
 import termios
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 
-from shardwise.comm.channel_verdicts import ChannelVerdict, Status
-from shardwise.comm.frames import FORMAT, HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameKind, Header, frame
+from shardwise.comm.frames import (
+    FORMAT,
+    HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    ChannelVerdict,
+    FrameKind,
+    Header,
+    Status,
+    frame,
+)
 from shardwise.comm.shared_memory import SharedSegment, map_segment
 
 READ_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 8
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 _MAX_BUFFERS = 32
+"""Entries of a queue that are given to the kernel with one call; small frames often wait in numbers."""
+
 _KINDS = frozenset(map(int, FrameKind))
 _LINGER_LOOK_UP_SECONDS = 0.01
 
@@ -29,7 +51,7 @@ Taker = Callable[["PeerLink", Header, Payload], None]
 
 
 class _Outgoing:
-    """Bytes waiting for room in the socket, perhaps with a descriptor, perhaps with somebody who waits for it."""
+    """Bytes that wait for room in the socket, perhaps with a descriptor, or a function to call when they have left."""
 
     __slots__ = ("begun", "content", "descriptor", "on_sent", "whole")
 
@@ -47,6 +69,7 @@ class PeerLink:
     """The connection to world rank `rank`; `local` when descriptors can pass and memory is shared."""
 
     def __init__(self, connection: socket.socket, *, rank: int, local: bool) -> None:
+        # A rank that blocked in a write would not read meanwhile, and two such ranks would wait for each other.
         connection.setblocking(False)
         self.rank = rank
         self.local = local
@@ -56,7 +79,7 @@ class PeerLink:
         self.garbled = ""
         """What came that is no frame of ours; nothing more is read then."""
         self.has_failed = False
-        """The other side has told its verdict and sends nothing more."""
+        """The other side has sent its verdict and sends nothing more."""
         self.texts: dict[int, str] = {}
         """Digest to text, for the signatures that the other side has used."""
         self.status: Status | None = None
@@ -66,10 +89,13 @@ class PeerLink:
         self._connection = connection
         self._said_last = False
         self._outgoing: collections.deque[_Outgoing] = collections.deque()
+        # What the other side knows by now: signatures, segments of ours. What this side has mapped of its segments.
         self._told: set[int] = set()
         self._announced: set[int] = set()
         self._mapped: dict[int, torch.Tensor] = {}
+        # Descriptors come with the first byte of the frame that announces them, so both are in the same order.
         self._descriptors: collections.deque[int] = collections.deque()
+        # What has been read beyond the last whole frame: a part of a header, or a payload that is filled in place.
         self._rest = b""
         self._partial: tuple[Header, memoryview] | None = None
         self._num_filled = 0
@@ -92,6 +118,7 @@ class PeerLink:
         on_sent: Callable[[], None] | None = None,
     ) -> None:
         """Queue a frame (`whole`) or the payload of the frame queued before; its memory is the queue's until sent."""
+        # No error: that the other side has gone shows when this rank waits for it, where it can be said why.
         if not (self.ended or self._said_last):
             self._outgoing.append(_Outgoing(content, whole=whole, descriptor=descriptor, on_sent=on_sent))
 
@@ -129,6 +156,8 @@ class PeerLink:
             first = self._outgoing[0]
             try:
                 if first.descriptor is not None:
+                    # On its own: the descriptor goes with the first byte of the call, which has to be that of its
+                    # frame.
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [first.descriptor]))]
                     num_sent = self._connection.sendmsg([first.content], rights)
                     os.close(first.descriptor)
@@ -140,7 +169,7 @@ class PeerLink:
             except BlockingIOError:
                 return
             except OSError:
-                # The reading side says what became of the peer; what it sent before its end is still to be read.
+                # The reading side says what became of the peer; what it sent before its end has not been read yet.
                 self.drop_queue()
                 return
             self._advance_queue(num_sent)
@@ -168,7 +197,8 @@ class PeerLink:
                 return
 
     def drop_queue(self) -> None:
-        """Forget the frames of which no byte has left, so that what is queued next goes out soon."""
+        """Forget the frames that have not begun to leave, so that the next one goes out soon."""
+        # A frame that is cut would make the reader take what follows for its payload.
         kept: collections.deque[_Outgoing] = collections.deque()
         if self._outgoing and not self.ended and (self._outgoing[0].begun or not self._outgoing[0].whole):
             kept.append(self._outgoing.popleft())
@@ -181,6 +211,7 @@ class PeerLink:
 
     def receive(self, take: Taker) -> None:
         """Read what has come, up to about one chunk, and give each whole frame to `take`."""
+        # Not until the socket is empty: one rank that sends without end would keep this rank from all others.
         if self._partial is not None:
             self._fill(take)
             return
@@ -189,6 +220,7 @@ class PeerLink:
         except BlockingIOError:
             return
         except OSError:
+            # A reset, as from a killed process of another host, is an end like any other. The switchboard judges it.
             self._end()
             return
         for level, kind, packed in rights:
@@ -196,6 +228,7 @@ class PeerLink:
                 received = array.array("i")
                 received.frombytes(packed[: len(packed) - len(packed) % received.itemsize])
                 self._descriptors.extend(received)
+        # No bytes mean that the other side has closed. It said BYE before, or died.
         if not content:
             self._end()
             return
@@ -235,6 +268,7 @@ class PeerLink:
     def _fill(self, take: Taker) -> None:
         assert self._partial is not None
         header, body = self._partial
+        # Never beyond the payload: so no byte of a SEGMENT frame is read here, whose descriptor would be lost.
         try:
             num_read = self._connection.recv_into(body[self._num_filled :])
         except BlockingIOError:
@@ -265,6 +299,9 @@ class PeerLink:
         """Let the other host take what was written; closing TCP over unread input would throw it away."""
         if self.local or self.ended:
             return
+        # Three steps: say that nothing more comes, wait until the other host has acknowledged what was sent, and read
+        # all that it sent meanwhile. A close over unread bytes is a reset, upon which the other host drops what it has
+        # not read yet: the last messages, and the reason for the end.
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
             self._connection.settimeout(_LINGER_LOOK_UP_SECONDS)
@@ -277,6 +314,8 @@ class PeerLink:
                 pass
 
     def _num_unacknowledged_bytes(self) -> int:
+        # The kernel of this host knows what the other one has acknowledged. (Linux; elsewhere an OSError ends the
+        # wait.)
         count = array.array("i", [0])
         fcntl.ioctl(self._connection, termios.TIOCOUTQ, count)
         return count[0]
@@ -308,10 +347,17 @@ def flush_until(deadline: float, links: Collection[PeerLink]) -> None:
 
 
 def stuck(awaited: int, links: Mapping[int, PeerLink], *, own_rank: int, timeout_seconds: float) -> ChannelVerdict:
-    """The verdict on the rank at the end of the chain of waiting ranks that begins with `awaited`."""
+    """The verdict on the rank at the end of the chain of waiting ranks that begins with `awaited`.
+
+    Each rank that waits for a while says so to all (STATUS). With these, rank 0 of 4 follows the chain::
+
+        0 --waits for--> 1 --waits for--> 2 --waits for--> 3, which has said nothing: rank 3 made no progress
+
+    That rank 1 did not answer is true, but rank 3 is where to look for the cause.
+    """
     culprit = awaited
     chain = []
-    passed = {own_rank}
+    passed = {own_rank}  # where ranks wait in a circle the walk ends before it comes round
     while (status := links[culprit].status) is not None:
         passed.add(culprit)
         following = [rank for rank in status.awaited if rank not in passed]
@@ -330,3 +376,52 @@ def _last_seen(link: PeerLink) -> str:
     if link.last_digest is None:
         return "it has made no call yet"
     return f"last seen in {link.texts[link.last_digest]}, {time.monotonic() - link.last_heard:.0f} s ago"
+
+
+_LOOK_UP_SECONDS = 0.5
+
+
+class Flusher:
+    """One thread, started when first needed, that empties the queues of the links between the calls.
+
+    Without it a peer would wait for a message, or for a slot, until this rank makes its next call. It only writes: what
+    comes in is for the calls. It takes `lock`, which calls hold, whenever it touches a link.
+    """
+
+    def __init__(self, lock: AbstractContextManager[bool], links: Collection[PeerLink]) -> None:
+        self._lock = lock
+        self._links = links
+        self._work = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def wake(self) -> None:
+        """There are queues to empty. The caller holds the lock."""
+        if self._thread is None:
+            # A daemon: a program that forgets `close` must end all the same.
+            self._thread = threading.Thread(target=self._run, name="shardwise flusher", daemon=True)
+            self._thread.start()
+        self._work.set()
+
+    def stop(self) -> None:
+        """End the thread soon. The caller holds the lock."""
+        self._stopped = True
+        self._work.set()
+
+    def _run(self) -> None:
+        while True:
+            self._work.wait()
+            with self._lock:
+                if self._stopped:
+                    return
+                poll = select.poll()
+                self._work.clear()
+                for link in self._links:
+                    link.flush()
+                    if link.wants_to_write:
+                        poll.register(link.fileno(), select.POLLOUT)
+                        self._work.set()
+            # Outside the lock, which a call may want; a socket that has room by then is found writable at once.
+            if self._work.is_set():
+                # A link that is closed meanwhile ends the poll as well.
+                poll.poll(_LOOK_UP_SECONDS * 1000)

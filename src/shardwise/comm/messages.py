@@ -1,4 +1,16 @@
-"""Messages between two ranks in chunks: out through slots or as bytes, in as chunks that wait to be consumed.
+"""Messages in chunks of at most 1 MiB, and the transfers of one call that they make up.
+
+A call becomes one `TransferInFlight`: some `Outbound` messages and one intake, which takes `Inbound` messages to where
+their bytes belong. The bytes of a message travel in one of four ways::
+
+    message                     where the bytes are             the tensor is the caller's again
+    up to 16 KiB                in the frame                    at once
+    same host, lent memory      where they are (IN_PLACE)       when each reader has given CREDIT for all chunks
+    same host, other memory     in slots, for all readers       when the last chunk is in a slot
+    other host                  after the frame, over TCP       when the socket has taken the last byte
+
+Lent memory is what `Channel.allocate` gives. A message of `send` never travels in place: its sender may write the
+tensor again as soon as `wait` has returned, which must not depend on the receiver.
 
 [Note: why no order of calls can deadlock]
 Every message holds back its sender at most for itself: it has a window of chunks of its own, and when it has no chunk
@@ -9,12 +21,13 @@ the whole message at once, so that two ranks may both send first, and the receiv
 
 import collections
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from shardwise.comm.call_signatures import Signature
+from shardwise.comm.channel import Signature
 from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, FrameKind, frame
 from shardwise.comm.links import Payload, PeerLink
 from shardwise.comm.shared_memory import SLOT_BYTES, SlotPool
@@ -23,6 +36,7 @@ INLINE_BYTES = 16 << 10
 """Messages up to this size travel in the frame: two copies by the kernel cost less than a slot and its return."""
 
 _GROWTH_SLOTS = 4
+"""Slots of the segment that a message without a free slot adds: it needs one, and will soon need the next."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,9 +55,8 @@ class Stamp:
     @classmethod
     def of(cls, signature: Signature) -> "Stamp":
         """The stamp of a call; equal for the `send` and the `receive` that fit."""
-        operation = "message" if signature.operation in ("send", "receive") else signature.operation
-        compared = repr((operation, signature.purpose, signature.dtypes, signature.counts))
-        digest = int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=8).digest(), "little")
+        # Not `hash`: Python seeds it anew in every process.
+        digest = int.from_bytes(hashlib.blake2b(repr(signature.compared).encode(), digest_size=8).digest(), "little")
         return cls(signature=signature, digest=digest, text=str(signature))
 
 
@@ -62,11 +75,13 @@ class MessageChunk:
         """The content as flat bytes."""
         if isinstance(self.content, torch.Tensor):
             return self.content
+        # torch warns of memory that it may not write, and the payload of a frame that came whole is `bytes`.
         writable = self.content if isinstance(self.content, memoryview) else bytearray(self.content)
         return torch.frombuffer(writable, dtype=torch.uint8) if len(writable) else torch.empty(0, dtype=torch.uint8)
 
     def consumed(self) -> None:
         """The content has been read and is not touched again."""
+        # From here on the sender may overwrite the bytes: a reader copies what it needs before.
         if self._acknowledgement:
             self._link.put(self._acknowledgement)
 
@@ -92,6 +107,7 @@ class Inbound:
         self.source = source
         self.lane = lane
         self.number = number
+        # The call sets `expected`, the first frame `digest` and `total`. They are compared when both are there.
         self.expected: Stamp | None = None
         self.digest: int | None = None
         self.total = -1
@@ -114,6 +130,7 @@ class Inbound:
 
     def refuse(self) -> None:
         """It is not what was expected: nothing of it is delivered, so the call that waits for it never completes."""
+        # Chunks are dropped without an acknowledgement: the channel ends with this message, for the sender too.
         self.is_refused = True
         self.chunks.clear()
 
@@ -148,6 +165,9 @@ class Outbound:
         self._num_unsent = 0
         self._begun = False
         for link, _ in targets:
+            # A collective finds out about a difference by itself: each rank waits for messages of all others. The
+            # sender of a `send` waits for nobody, and would go on with a wrong program. So the first message of each
+            # signature on a link asks for an answer, and only later ones are free.
             if link.tell_signature(stamp.digest, stamp.text) and buffered:
                 self.answered = False
         self._flags = 0 if self.answered else ASKS
@@ -155,6 +175,7 @@ class Outbound:
         self._place = pool.locate(source) if is_local and not buffered and self.total > INLINE_BYTES else None
         self.is_credited = self.total > INLINE_BYTES and (self._place is not None or not is_local)
         """Whether readers acknowledge by the message, not by the slot."""
+        # A credit names its message, which has one number per reader. A slot frees itself, for all readers together.
         self._num_unread = dict.fromkeys((link.rank for link, _ in targets), 0)
         """Chunks in place that a reader has not consumed yet."""
         self._copy: Callable[[], bool] = self._put_as_bytes
@@ -164,6 +185,7 @@ class Outbound:
     @property
     def is_published(self) -> bool:
         """Whether the source tensor is not needed any more; a buffered message has its own."""
+        # Bytes that wait for room in a socket are a view of the caller's tensor, unless the message has a copy.
         is_out = self._begun and self._num_published == self.total and (self._buffered or not self._num_unsent)
         return is_out and not (self._place is not None and any(self._num_unread.values()))
 
@@ -185,6 +207,7 @@ class Outbound:
 
     def advance(self) -> bool:
         """Publish as many chunks as there is room for; whether there were any."""
+        # `_begun` and not the number of bytes: a message may be empty, and is sent all the same.
         if self._begun and self._num_published == self.total:
             return False
         if self.total <= INLINE_BYTES:
@@ -193,6 +216,7 @@ class Outbound:
         moved = False
         while self._num_published < self.total and self._copy():
             moved = True
+            # After every chunk: a reader copies the first while this rank copies the second.
             for link, _ in self.targets:
                 link.flush()
         return moved
@@ -212,7 +236,7 @@ class Outbound:
         )
 
     def _put_inline(self) -> None:
-        content = self._source.numpy().tobytes()
+        content = self._source.numpy().tobytes()  # a copy, so that the tensor is the caller's again at once
         for link, number in self.targets:
             link.put(self._header(number, length=self.total) + content)
             link.flush()
@@ -221,6 +245,8 @@ class Outbound:
 
     def _put_in_slot(self) -> bool:
         num_left = -(-(self.total - self._num_published) // SLOT_BYTES)
+        # How far the pool may grow for this chunk. A buffered message leaves as a whole, whatever its size. Another one
+        # stays within its window, and grows the pool only for its first chunk: then it always moves (see the note).
         if self._buffered:
             grow = num_left
         elif self.num_on_the_way < self._window:
@@ -232,6 +258,8 @@ class Outbound:
             return False
         num_bytes = min(SLOT_BYTES, self.total - self._num_published)
         slot.memory[:num_bytes].copy_(self._source[self._num_published : self._num_published + num_bytes])
+        # The order matters: the frame is queued after the copy, and a reader looks at a slot only after its frame. The
+        # socket between them orders the two, so that the memory needs no lock and no atomic counter.
         slot.readers = len(self.targets)
         slot.outbound = self
         for link, number in self.targets:
@@ -243,6 +271,8 @@ class Outbound:
     def _put_in_place(self) -> bool:
         assert self._place is not None
         segment, start = self._place
+        # No window: nothing is copied, so chunks on their way take no memory. They are cut all the same, because the
+        # sum of several messages goes on chunk by chunk.
         num_bytes = min(SLOT_BYTES, self.total - self._num_published)
         for link, number in self.targets:
             link.tell_segment(segment)
@@ -257,6 +287,7 @@ class Outbound:
             return False
         ((link, number),) = self.targets
         num_bytes = min(SLOT_BYTES, self.total - self._num_published)
+        # A view, not a copy: the queue of the link reads the tensor itself, and `_sent` says when it has.
         content = self._source.numpy().data[self._num_published : self._num_published + num_bytes]
         self._num_unsent += 1
         link.put(self._header(number, length=num_bytes))
@@ -269,7 +300,215 @@ class Outbound:
         self._num_published += num_bytes
         self.num_on_the_way += num_chunks
         if self._num_published == self.total:
-            self._source = torch.empty(0, dtype=torch.uint8)  # let go of the caller's memory
+            # Transfers live in lists and dicts until their last acknowledgement, and would keep the memory alive.
+            self._source = torch.empty(0, dtype=torch.uint8)
 
     def _sent(self) -> None:
         self._num_unsent -= 1
+
+
+class Intake(Protocol):
+    """The receiving side of a transfer."""
+
+    def advance(self) -> bool:
+        """Use the chunks that have come; whether there were any."""
+
+    @property
+    def awaited(self) -> list[int]:
+        """World ranks that have not sent everything yet; empty when complete."""
+
+
+class TransferInFlight:
+    """A call in flight: the `Work` of the process channel. `wait` is the switchboard's, which moves all messages."""
+
+    __slots__ = ("_intake", "_outbounds", "_wait", "signature")
+
+    def __init__(
+        self,
+        signature: Signature,
+        outbounds: Sequence[Outbound],
+        intake: Intake | None,
+        wait: Callable[["TransferInFlight"], None],
+    ) -> None:
+        self.signature = signature
+        self._outbounds = outbounds
+        self._intake = intake
+        self._wait = wait
+
+    def advance(self) -> bool:
+        """Do what can be done now; whether there was anything."""
+        moved = False
+        for outbound in self._outbounds:
+            moved |= outbound.advance()
+        if self._intake is not None:
+            moved |= self._intake.advance()
+        return moved
+
+    @property
+    def awaited(self) -> list[int]:
+        """World ranks that the transfer waits for; empty when it is complete."""
+        ranks = [] if self._intake is None else self._intake.awaited
+        return ranks + [rank for outbound in self._outbounds for rank in outbound.awaited]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the tensors are the caller's again."""
+        return not self.awaited
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        self._wait(self)
+
+
+class MessageFilling:
+    """Each message is copied to its place; places may be anywhere and messages come in any order."""
+
+    def __init__(self, places: Sequence[tuple[Inbound, torch.Tensor]]) -> None:
+        self._open = list(places)
+
+    def advance(self) -> bool:
+        """See `Intake`."""
+        moved = False
+        # Chunks of one message come in order, but each knows its place, so that the messages may come in any order.
+        for place in tuple(self._open):
+            inbound, target = place
+            while inbound.chunks:
+                chunk = inbound.take()
+                content = chunk.tensor()
+                target[chunk.offset : chunk.offset + len(content)].copy_(content)
+                chunk.consumed()
+                moved = True
+            if inbound.is_complete:
+                self._open.remove(place)
+        return moved
+
+    @property
+    def awaited(self) -> list[int]:
+        """See `Intake`."""
+        return [inbound.source for inbound, _ in self._open]
+
+
+class Collecting:
+    """Messages whose lengths only their senders know, as byte strings."""
+
+    def __init__(self, inbounds: Sequence[Inbound]) -> None:
+        self._open = list(inbounds)
+        self.values: dict[int, bytearray] = {inbound.source: bytearray() for inbound in inbounds}
+        """World rank to what it sent; whole once nothing is awaited."""
+
+    def advance(self) -> bool:
+        """See `Intake`."""
+        moved = False
+        for inbound in tuple(self._open):
+            while inbound.chunks:
+                chunk = inbound.take()
+                content = chunk.content
+                self.values[inbound.source] += content.numpy().data if isinstance(content, torch.Tensor) else content
+                chunk.consumed()
+                moved = True
+            if inbound.is_complete:
+                self._open.remove(inbound)
+        return moved
+
+    @property
+    def awaited(self) -> list[int]:
+        """See `Intake`."""
+        return [inbound.source for inbound in self._open]
+
+
+class Summing:
+    """The sum in rank order, one cache-sized region after the other.
+
+    `terms[r]` is the message of rank r, or this rank's own part as a tensor; all are cut into chunks at the same
+    elements. Region by region, ((r0 + r1) + r2) ... in the dtype of `output`. `output` may be the own part itself: then
+    the partial sums stay in a scratch chunk, and the last addition writes the region after this rank has read it.
+
+    Rank 1 of 3 sums 2.5 MiB in six additions, whichever message comes first::
+
+        region              0 to 1 MiB         1 to 2 MiB         2 to 2.5 MiB
+        term of rank 0      chunk 0  held      chunk 1  held      chunk 2  held
+        term of rank 1      own part  (1)      own part  (3)      own part  (5)
+        term of rank 2      chunk 0   (2)      chunk 1   (4)      chunk 2   (6)
+
+    Until chunk 0 of rank 0 is there, nothing is added: chunks of rank 2 wait in their slots, and its window holds it
+    back. To add what comes first would be quicker now and then, but the sum would depend on who was quicker.
+    """
+
+    def __init__(self, output: torch.Tensor, terms: Sequence[Inbound | torch.Tensor], dtype: torch.dtype) -> None:
+        self._output = output
+        self._terms = terms
+        self._dtype = dtype
+        self._region_elements = SLOT_BYTES // dtype.itemsize
+        self._start = 0  # first element of the current region
+        self._num_added = 0  # terms in the sum of the current region
+        # With two terms the one addition reads both and writes the region: no partial sum needs a place.
+        own = next(term for term in terms if isinstance(term, torch.Tensor))
+        aliased = own.numel() > 0 and own.data_ptr() == output.data_ptr()
+        self._scratch = (
+            torch.empty(min(self._region_elements, len(output)), dtype=output.dtype)
+            if aliased and len(terms) > 2
+            else None
+        )
+        self._same_dtype = dtype == output.dtype
+        # torch adds bfloat16 to float32 in float32 within one kernel. Where the promoted dtype is not that of the
+        # output, a term is converted on its own.
+        self._widens = torch.promote_types(dtype, output.dtype) == output.dtype
+        self._held: tuple[torch.Tensor, MessageChunk | None] | None = None
+        """The first term of a region: it is read together with the second, which saves writing it."""
+        self._done = False
+
+    def advance(self) -> bool:
+        """See `Intake`."""
+        moved = False
+        while not self._done:
+            term = self._terms[self._num_added]
+            if isinstance(term, torch.Tensor):
+                self._add(term[self._start : self._stop], None)
+            elif term.chunks:
+                chunk = term.take()
+                self._add(chunk.tensor().view(self._dtype), chunk)
+            else:
+                break
+            moved = True
+        return moved
+
+    @property
+    def _stop(self) -> int:
+        return min(self._start + self._region_elements, len(self._output))
+
+    def _add(self, values: torch.Tensor, chunk: MessageChunk | None) -> None:
+        region = self._output[self._start : self._stop]
+        is_last = self._num_added == len(self._terms) - 1
+        partial = region if self._scratch is None or is_last else self._scratch[: len(region)]
+        if self._num_added == 0 and self._same_dtype and not is_last:
+            # Not acknowledged yet: its sender must not overwrite what the next addition reads.
+            self._held = (values, chunk)
+        else:
+            if self._num_added == 0:
+                partial.copy_(values)
+            elif self._held is not None:
+                first, first_chunk = self._held
+                torch.add(first, values, out=partial)
+                self._held = None
+                if first_chunk is not None:
+                    first_chunk.consumed()
+            else:
+                summed = values if self._same_dtype or self._widens else values.to(region.dtype)
+                torch.add(region if self._scratch is None else self._scratch[: len(region)], summed, out=partial)
+            if chunk is not None:
+                chunk.consumed()
+        self._num_added += 1
+        if is_last:
+            self._num_added = 0
+            self._start = self._stop
+            self._done = self._start == len(self._output)
+
+    @property
+    def awaited(self) -> list[int]:
+        """See `Intake`."""
+        if self._done:
+            return []
+        term = self._terms[self._num_added]
+        # All ranks that have given nothing to add now, not only the next in order: a lost one is noticed at once.
+        missing = [t.source for t in self._terms if isinstance(t, Inbound) and not t.is_complete and not t.chunks]
+        return missing or ([term.source] if isinstance(term, Inbound) else [])

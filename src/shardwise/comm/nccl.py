@@ -1,4 +1,14 @@
-"""The channel between GPUs: NCCL moves the tensors, the connections of the CPU channel compare, exchange and fail."""
+"""The channel between GPUs: NCCL moves the tensors, the connections of the CPU channel compare, exchange and fail.
+
+Each call goes two ways. The CPUs exchange its signature, while a kernel on a stream of its own moves the tensor::
+
+    CPU            all_gather(x)     compute ...      work.wait()       compute ...
+    connections    signature -> peers, <- peers
+    NCCL's stream          [ wait for x ][ all-gather ]
+    own stream     [ makes x ]      [ kernels ...  ]    [ wait for it ][ kernels that read the output ]
+
+A kernel cannot say which rank it waits for, nor that two ranks mean different calls. The connections can.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,15 +16,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.alone import alone
-from shardwise.comm.call_signatures import (
+from shardwise.comm.channel import (
+    Channel,
     Signature,
+    Work,
     all_gather_signature,
+    alone,
     member_ranks,
     message_signature,
     reduce_scatter_signature,
 )
-from shardwise.comm.channel import Channel, Work
 from shardwise.errors import PeerError, PlanError
 
 
@@ -32,6 +43,9 @@ def _native(new_name: str, old_name: str) -> _Native:
 
 class _NcclWork:
     """Ends on the GPU: `wait` makes the current stream wait and keeps what the kernel reads until then."""
+
+    # Why tensors are kept: memory that is freed is given to the next tensor of the current stream, which knows nothing
+    # of the stream on which the kernel still reads. After `wait` the current stream is behind that kernel.
 
     def __init__(
         self, work: dist.Work | None, signature: Signature, *kept: torch.Tensor, comparison: Work | None = None
@@ -92,10 +106,14 @@ class NcclChannel:
         self._control = control
         self._known: set[Signature] = set()
         self._channels: dict[tuple[int, ...], Channel] = {control.members: self}
-        # Groups number their ranks by world rank, whatever the order of the members.
+        # Groups number their ranks by world rank, whatever the order of the members:
+        #
+        #     channel.over([2, 0])    rank 0 here is world rank 2, rank 1 is world rank 0
+        #     output of all_gather    [ part of 2 | part of 0 ]
+        #     list for the group      [ part of 0, part of 2 ]     _by_world_rank = [1, 0]
         self._by_world_rank = sorted(range(self.size), key=control.members.__getitem__)
         # NCCL runs the operations of a communicator in order, so two ranks that both send first would wait for ever on
-        # one. Messages to higher and to lower world ranks have a group each.
+        # one. Messages to higher and to lower world ranks have a group each. All ranks make the three in this order.
         self._group, self._upward, self._downward = (self._new_group() for _ in range(3))
 
     def _new_group(self) -> dist.ProcessGroup:
@@ -106,6 +124,7 @@ class NcclChannel:
                 f"a channel over ranks {members} was asked for, but the process group is bound to a device, and then "
                 "only all ranks together can make groups; call init_process_group without device_id"
             )
+        # Only the members take part: ranks outside do not know that this channel is made.
         group = dist.new_group(members, backend="nccl", use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -140,6 +159,7 @@ class NcclChannel:
         """See `Channel.all_gather`."""
         signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
         self._compare(signature)
+        # One kernel straight into the output, where the output is what the group would make of equal parts.
         if self._is_plain(signature):
             native = _native("all_gather_single", "all_gather_into_tensor")
             return _NcclWork(native(output, input, group=self._group, async_op=True), signature, output, input)
@@ -153,7 +173,7 @@ class NcclChannel:
         """See `Channel.reduce_scatter`. NCCL sums in the dtype that travels, so a narrower input is widened first."""
         signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
         self._compare(signature)
-        source = input.to(output.dtype)
+        source = input.to(output.dtype)  # held by the work until its end, as nobody else holds it
         if self._is_plain(signature):
             native = _native("reduce_scatter_single", "reduce_scatter_tensor")
             return _NcclWork(native(output, source, group=self._group, async_op=True), signature, output, source)
@@ -167,6 +187,7 @@ class NcclChannel:
         if tensor.device.type == "cpu":
             return self._control.send(tensor, destination, purpose=purpose)
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
+        # Not waited for here: the other side may call much later, and this rank must not stop until then.
         comparison = self._control.compare_message(signature, destination)
         sender, receiver = self._control.members[self.rank], self._control.members[destination]
         work = dist.isend(tensor, group=self._direction(sender, receiver), dst=receiver)
@@ -187,17 +208,20 @@ class NcclChannel:
         self._control.abort(reason)
 
     def close(self) -> None:
-        """See `Channel.close`. The process group stays: whoever made it may still use it."""
+        """See `Channel.close`. The process group stays: the program that made it may still use it."""
         self._control.close()
 
     def _direction(self, sender: int, receiver: int) -> dist.ProcessGroup:
         return self._upward if sender < receiver else self._downward
 
     def _is_plain(self, signature: Signature) -> bool:
-        """Whether all parts are equal and lie in the order of the group."""
+        """Whether all parts are equal and in the order of the group."""
         return len(set(signature.counts)) == 1 and self._by_world_rank == list(range(self.size))
 
     def _compare(self, signature: Signature) -> None:
+        # Ranks whose signatures differ must not begin: their kernels would wait for each other on the GPUs. So a new
+        # one is waited for. To wait each time would hold the CPU back from the GPU at every call of every step; a known
+        # signature that a rank calls at the wrong time is found by a later call, before the update.
         work = self._control.compare(signature)
         if signature not in self._known:
             work.wait()

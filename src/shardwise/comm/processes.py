@@ -1,30 +1,48 @@
-"""The channel over real processes: shared memory between CPU ranks of one host, TCP otherwise, NCCL between GPUs."""
+"""The channel over real processes: shared memory between CPU ranks of one host, TCP otherwise, NCCL between GPUs.
+
+Here calls become messages; a `Switchboard` moves them. A collective of n ranks is n (n - 1) messages, each straight to
+its reader: an all-gather gives the same bytes to all, a reduce-scatter gives each rank its own part, and the reader
+adds. So a rank sends and receives as many bytes as in a ring, in one step instead of n - 1, and the sum has an order::
+
+    reduce_scatter    input of rank 0:  [ part 0 | part 1 | part 2 ]
+                                                     |        +------> rank 2 adds (0 + 1) + 2
+                                                     +---------------> rank 1 adds (0 + 1) + 2
+    all_gather        output of rank 0: [ part 0 | part 1 | part 2 ]
+                                                     ^        ^------- from rank 2
+                                                     +---------------- from rank 1
+
+`default_channel` says which channel a program gets that names none.
+"""
 
 import hashlib
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 
 import torch
+import torch.distributed as dist
 
-from shardwise.comm.alone import alone
-from shardwise.comm.call_signatures import (
+from shardwise.comm.channel import (
+    Channel,
     Signature,
+    Work,
     all_gather_signature,
+    alone,
     member_ranks,
     message_signature,
     reduce_scatter_signature,
 )
-from shardwise.comm.channel import Channel, Work
-from shardwise.comm.channel_verdicts import ChannelVerdict
-from shardwise.comm.messages import Inbound, Outbound, as_bytes
+from shardwise.comm.connections import connect
+from shardwise.comm.frames import ChannelVerdict
+from shardwise.comm.messages import Collecting, Inbound, MessageFilling, Outbound, Summing, as_bytes
 from shardwise.comm.nccl import NcclChannel
-from shardwise.comm.rendezvous import connect, meet
+from shardwise.comm.rendezvous import meet
 from shardwise.comm.switchboard import Switchboard
-from shardwise.comm.transfers_in_flight import Collecting, MessageFilling, Summing
-from shardwise.errors import in_words
+from shardwise.errors import ShardwiseError, in_words
+from shardwise.launchers import place_of
 
 
 def processes(
@@ -50,8 +68,49 @@ def processes(
     return channel if meeting.device.type == "cpu" else NcclChannel(channel, meeting.device)
 
 
+def default_channel() -> Channel:
+    """The initialised process group, else the processes that a launcher announces, else a world of one.
+
+    Launchers are torchrun, srun and mpirun. Raises PlanError where one announces several processes, but not enough for
+    them to meet.
+    """
+    initialised = dist.is_available() and dist.is_initialized()
+    return processes() if initialised or place_of(os.environ) is not None else alone()
+
+
+@contextmanager
+def given_or_default(channel: Channel | None, doing: str) -> Iterator[Channel]:
+    """A channel for one thing to do: the one given, or the default one, which is closed afterwards.
+
+    An error that the ranks have not agreed on aborts the channel, with what this rank was `doing`: no peer waits.
+    """
+    # A channel that was given may serve other things after this one: only its owner closes it.
+    used = channel if channel is not None else default_channel()
+    try:
+        yield used
+    except ShardwiseError:
+        # The ranks have agreed on it, or know of it: an abort would put another error in its place.
+        raise
+    except BaseException as error:
+        used.abort(f"{type(error).__name__} in {doing}: {error}")
+        raise
+    finally:
+        if channel is None:
+            used.close()
+
+
+def channel_of(state: object) -> Channel | None:
+    """The channel of an object that has one as `channel`, such as an engine: its ranks hold the object together."""
+    channel = getattr(state, "channel", None)
+    return channel if isinstance(channel, Channel) else None
+
+
 def _drop_in_children(board: Switchboard) -> None:
-    """A forked child (a data loader's worker) would keep connections open that tell the peers of this rank's death."""
+    """Close in a forked child, such as a data loader's worker, what it has inherited.
+
+    Peers learn of the death of this rank by the end of its connections. A child would keep them open.
+    """
+    # Weak, since what is registered with the interpreter stays registered: it would keep every board alive.
     reference = weakref.ref(board)
 
     def drop() -> None:
@@ -74,7 +133,8 @@ def _speak_at_the_end(board: Switchboard) -> None:
             what = "has ended its program (its last line, or sys.exit) without closing its channel"
             left.leave(f"rank {left.rank} {f'stopped: {in_words(error)}' if error else what}")
 
-    # Not `atexit`, which processes of multiprocessing leave out.
+    # Not `atexit`, which processes of multiprocessing leave out. Where the process is killed nothing runs, and the
+    # peers see the connection end.
     Finalize(None, speak, exitpriority=0)
 
 
@@ -87,6 +147,7 @@ class ProcessChannel:
     """The channel among the `members`, world ranks in the order of their ranks here, for tensors on the CPU."""
 
     device = torch.device("cpu")
+    # Messages move inside calls. One that is begun early gains nothing while this rank computes.
     progresses_alone = False
 
     def __init__(self, board: Switchboard, members: tuple[int, ...], *, owns_board: bool = False) -> None:
@@ -107,6 +168,8 @@ class ProcessChannel:
     def subset(self, ranks: Sequence[int]) -> "ProcessChannel":
         """`over`, by its own type."""
         members = tuple(self.members[rank] for rank in member_ranks(self, ranks))
+        # Two channels over the same members would be one all the same: the board counts messages by lane, and a lane is
+        # a digest of the members.
         if members not in self._channels:
             channel = ProcessChannel(self._board, members)
             channel._channels = self._channels
@@ -114,13 +177,14 @@ class ProcessChannel:
         return self._channels[members]
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """See `Channel.allocate`: memory that ranks on this host read where it lies."""
+        """See `Channel.allocate`: memory that ranks on this host read where it is."""
         if num_bytes == 0 or not self._board.shares_memory_with(self._peers):
             return torch.zeros(num_bytes, dtype=torch.uint8)
         return self._board.lend(num_bytes)
 
     def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
         """See `Channel.share`."""
+        # All take the same way: a rank that returned None alone would leave the others in the next exchange.
         reaches_all = num_bytes > 0 and self._board.shares_memory_with_all(self._peers)
         purpose = f"{num_bytes} bytes of shared memory"
         if not all(self.exchange(b"+" if reaches_all else b"", purpose=f"who has {purpose}")):
@@ -128,13 +192,15 @@ class ProcessChannel:
         own = self._board.lend(num_bytes)
         with self._board.lock:
             place = self._board.tell_place(own, self._peers)
-        # A place is told before the message that names it, on the same connection: it is known when that has come.
+        # The frame with the descriptor goes before the message that names the place, on the same connection: the memory
+        # is mapped when the message has come.
         places = self.exchange(place, purpose=f"places of {purpose}")
         shared = [
             own if member == self._board.rank else self._board.memory_of(member, there, num_bytes)
             for member, there in zip(self.members, places, strict=True)
         ]
-        # Nobody gives its memory back before all have it.
+        # Nobody gives its memory back before all see it. Else a RELEASE could come right after the SEGMENT, before a
+        # slow rank has looked the memory up. A view of it, once made, keeps it mapped.
         self.exchange(b"", purpose=f"sight of {purpose}")
         return shared
 
@@ -164,6 +230,7 @@ class ProcessChannel:
                 for member, part in zip(self.members, parts, strict=True)
                 if member != self._board.rank
             ]
+            # Usually the input is its own part of the output, as in a bucket of parameters.
             own = parts[self.rank]
             if own.data_ptr() != input.data_ptr():
                 own.copy_(input.detach())
@@ -178,7 +245,8 @@ class ProcessChannel:
             self._board.check(signature)
             parts = torch.split(input.detach(), list(signature.counts))
             outbounds: list[Outbound] = []
-            # Each rank begins with its right neighbour, so that no rank is everybody's first.
+            # Every peer gets another part, so that no slot serves two readers: all messages share the slots of the
+            # pool. Each rank begins with its right neighbour, so that no rank is everybody's first.
             for step in range(1, self.size):
                 destination = (self.rank + step) % self.size
                 outbounds += self._board.send(
@@ -223,6 +291,7 @@ class ProcessChannel:
 
     def compare(self, signature: Signature) -> Work:
         """Begin to compare the signature of a collective that travels on another way."""
+        # A message without bytes: its header has the digest, and that is all that is compared.
         with self._board.lock:
             self._board.check(signature)
             intake = Collecting([self._expected(rank, signature) for rank in self._peers])

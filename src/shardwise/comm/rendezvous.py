@@ -1,41 +1,30 @@
-"""How the processes find each other: through the store to their addresses, from the addresses to one link per pair.
+"""How the processes find each other: the rank, the size and a store of keys and values, before any connection.
 
-    store:   token (1) -> host records (2) -> TCP addresses, where a pair needs them (3) -> verdicts (4)
-    sockets: each rank connects to every lower rank, then accepts every higher one; a hello proves the token
+All come through the store of torch.distributed, which rank 0 or torchrun serves. `connections` makes one link per pair
+out of it. Keys of two ranks that make their second channel::
 
-(1) Rank 0 draws a secret; who does not know it is turned away. (2) Ranks whose records are equal share a kernel and
-its Unix sockets. (3) Listening ports are opened only then. (4) If a local connection failed anywhere, all connect
-through TCP.
+    shardwise/process/0           boot id, pid namespace, pid, start: who rank 0 is, for those who wait for it
+    shardwise/1                   2: how many channels rank 1 has begun, which numbers this one
+    shardwise/channel/2/token/0   what rank 0 publishes while channel 2 is made, under the key `token`
+    shardwise/channel/2/host/1    what rank 1 publishes under the key `host`
+
+Until there is a connection nothing tells of a peer's death. So a rank that waits for a key of another one looks each
+second whether the process that published `process/N` still runs.
 """
 
-import contextlib
-import hashlib
-import ipaddress
 import json
 import os
-import secrets
-import socket
-import sys
 import time
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from shardwise.comm.frames import WIRE
-from shardwise.comm.hellos import HELLO_SECONDS, TOKEN_BYTES, accept, say_hello
-from shardwise.comm.life import is_gone, own_record
-from shardwise.comm.links import PeerLink
-from shardwise.errors import MismatchError, PeerError, PlanError, in_words
+from shardwise.errors import PeerError, PlanError
 from shardwise.launchers import Announced, announced
-
-_SHOWN_RANKS = 8
 
 _LIFE_SECONDS = 1.0
 """A rank that waits looks so often whether the other one is still there."""
@@ -65,6 +54,7 @@ class Rendezvous:
 
     def read(self, key: str, rank: int) -> str:
         """The value of another rank; raises `PeerError` when it does not come."""
+        # In short waits: the store has no way to wake this rank when the other one has ended.
         name = f"{key}/{rank}"
         deadline = time.monotonic() + self.patience_seconds
         while True:
@@ -107,8 +97,10 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Rendezvous:
 
     Raises `PlanError` when there is neither, or when the device asked for needs another backend.
     """
+    # A short timeout is meant for a peer that hangs in a step, not for one that still compiles.
     patience = max(timeout_seconds, START_SECONDS)
     wants_nccl = (torch.cuda.is_available() and dist.is_nccl_available()) if device is None else device.type == "cuda"
+    # An initialised group wins over the environment: the program has said who takes part.
     if not dist.is_initialized():
         world = announced(os.environ)
         if world is None:
@@ -118,6 +110,7 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Rendezvous:
                 # Not bound to the device: groups of a bound one can be made by all ranks only.
                 dist.init_process_group("nccl", timeout=timedelta(seconds=timeout_seconds))
             else:
+                # On the CPU the store is enough; a process group is not made, and stays the program's to make.
                 store, rank, size = _meet_at("env://", patience)
         else:
             store, rank, size = _meet_announced(world.checked(), patience)
@@ -197,235 +190,40 @@ def _device(asked: torch.device | None) -> torch.device:
 
 
 def _store_host(store: Store) -> str | None:
+    # A store without a host, such as one in a file, says nothing of the network between the ranks.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, TCPStore) else None
 
 
-def connect(meeting: Rendezvous, *, shared_memory: bool) -> dict[int, PeerLink]:
-    """One link to every other rank, by world rank; raises `PeerError` when one cannot be had."""
-    if meeting.rank == 0:
-        meeting.publish("token", secrets.token_hex(TOKEN_BYTES // 2))
-    token = meeting.read("token", 0).encode()
-    with contextlib.ExitStack() as listeners:
-        unix = _listen_on_unix(token, meeting.rank) if shared_memory else None
-        if unix is not None:
-            listeners.enter_context(unix)
-        meeting.publish("host", _record("" if unix is None else _host_identity()))
-        hosts = _hosts(meeting.read_all("host"), meeting.rank)
-        local = {rank for rank, host in enumerate(hosts) if host and host == hosts[meeting.rank]} - {meeting.rank}
-        links: dict[int, PeerLink] = {}
-        failure = ""
-        if local:
-            assert unix is not None
-            try:
-                links = _connect_pairs(meeting, token, local, [unix], _unix_connector(meeting.rank, token))
-            except OSError as error:
-                failure = in_words(error)
-        if any(hosts):
-            meeting.publish("verdict", failure)
-            if any(meeting.read_all("verdict")):
-                for link in links.values():
-                    link.close()
-                links = {}
-        remote = set(range(meeting.size)) - links.keys() - {meeting.rank}
-        if remote:
-            links |= _connect_through_tcp(meeting, token, remote)
-    # The store may live in rank 0: it stays until everybody has read what it needs.
-    meeting.publish("connected", "")
-    if meeting.rank == 0:
-        meeting.read_all("connected")
-    return links
-
-
-def _record(host: str) -> str:
-    """What a rank says of itself: its version before anything that another version might say otherwise."""
-    return f"wire format {WIRE} (shardwise {_own_version()})\n{host}"
-
-
-@cache
-def _own_version() -> str:
-    """Found once: to parse what pip has installed takes longer than to meet."""
+def own_record() -> str:
+    """This process, as others of its host know it; "" where the system does not say."""
     try:
-        return metadata.version("shardwise")
-    except metadata.PackageNotFoundError:
-        return "that is not installed"
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return json.dumps([host, os.readlink("/proc/self/ns/pid"), os.getpid(), _start_of(os.getpid())])
+    except (OSError, ValueError, IndexError):
+        return ""
 
 
-def _hosts(records: Sequence[str], own_rank: int) -> list[str]:
-    """The hosts of all ranks. Raises MismatchError, with the versions, where they do not speak as this one does."""
-    versions, _, hosts = zip(*(record.rpartition("\n") for record in records), strict=True)
-    different = [rank for rank, version in enumerate(versions) if not version.startswith(f"wire format {WIRE} ")]
-    if different:
-        lines = [
-            f"  - rank {rank}: {versions[rank] or 'an older version, which does not say its format'}"
-            for rank in sorted({own_rank, *different[:_SHOWN_RANKS]})
-        ]
-        raise MismatchError(
-            "ranks run versions of shardwise that cannot talk to each other; install the same one on all hosts:\n"
-            + "\n".join(lines)
-        )
-    return list(hosts)
-
-
-def _connect_through_tcp(meeting: Rendezvous, token: bytes, ranks: set[int]) -> dict[int, PeerLink]:
-    with contextlib.ExitStack() as open_listeners:
-        listeners = _listen_on_tcp(_own_addresses(meeting.store_host))
-        for listener in listeners:
-            open_listeners.enter_context(listener)
-        bound = [listener.getsockname()[:2] for listener in listeners]
-        meeting.publish("address", json.dumps([[address for address, _ in bound], bound[0][1]]))
-        try:
-            return _connect_pairs(meeting, token, ranks, listeners, _tcp_connector(meeting, token))
-        except OSError as error:
-            text = f"rank {meeting.rank} could not connect to ranks {sorted(ranks)} through TCP: {error}"
-            raise PeerError(text, operation="start", purpose="connections") from error
-
-
-def _connect_pairs(
-    meeting: Rendezvous,
-    token: bytes,
-    ranks: set[int],
-    listeners: Sequence[socket.socket],
-    connect_to: Callable[[int, float], socket.socket],
-) -> dict[int, PeerLink]:
-    local = listeners[0].family == socket.AF_UNIX
-    deadline = time.monotonic() + meeting.patience_seconds
-    connections: dict[int, socket.socket] = {}
-
-    def look_up(missing: Collection[int]) -> None:
-        if local and any(meeting.has_published("verdict", rank) for rank in missing):
-            raise ConnectionError("another rank has given up")
-
+def is_gone(record: str) -> bool:
+    """Whether the process of a record was on this host and is no more; False where that cannot be known."""
+    # In doubt it lives: to give up a rank that only starts slowly would end a run that is well.
+    own = own_record()
+    if not record or not own:
+        return False
+    *place, process, start = json.loads(record)
+    if place != json.loads(own)[:2]:
+        return False
     try:
-        for rank in sorted(ranks):
-            if rank < meeting.rank:
-                connections[rank] = connect_to(rank, deadline)
-        higher = {rank for rank in ranks if rank > meeting.rank}
-        connections |= accept(listeners, higher, token, meeting.rank, deadline=deadline, look_up=look_up)
-    except BaseException:
-        for connection in connections.values():
-            connection.close()
-        raise
-    return {rank: PeerLink(connection, rank=rank, local=local) for rank, connection in connections.items()}
+        return _start_of(int(process)) != str(start)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, IndexError):
+        return False
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("no connection in time")
-    return left
-
-
-# Unix sockets in the abstract namespace: no file is made, and the name ends with its socket.
-
-
-def _host_identity() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')}"
-
-
-def _unix_name(token: bytes, rank: int) -> str:
-    # The names of abstract sockets are public, the token is not.
-    return f"\0shardwise-{hashlib.blake2b(token, digest_size=16).hexdigest()}-{rank}"
-
-
-def _listen_on_unix(token: bytes, rank: int) -> socket.socket | None:
-    """A listener, or None where memory cannot be shared this way."""
-    if sys.platform != "linux":
-        return None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _host_identity()
-        os.close(os.memfd_create("shardwise-probe"))
-        listener.bind(_unix_name(token, rank))
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        return None
-    return listener
-
-
-def _unix_connector(own_rank: int, token: bytes) -> Callable[[int, float], socket.socket]:
-    def connect_to(rank: int, deadline: float) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(_left(deadline))
-            connection.connect(_unix_name(token, rank))
-            say_hello(connection, token, own_rank, rank)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    return connect_to
-
-
-# TCP
-
-
-def _listen_on_tcp(addresses: Sequence[str]) -> list[socket.socket]:
-    """Listeners at one port, each bound to one of the addresses that are announced, as far as they are this host's."""
-    listeners: list[socket.socket] = []
-    problems = []
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            port = listeners[0].getsockname()[1] if listeners else 0
-            listeners.append(socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN))
-        except OSError as error:
-            problems.append(f"{address}: {error}")
-    if not listeners:
-        raise PeerError(
-            f"this rank cannot listen at any of its addresses ({'; '.join(problems) or 'it has none'})",
-            operation="start",
-            purpose="connections",
-        )
-    return listeners
-
-
-def _own_addresses(store_host: str | None) -> list[str]:
-    """Addresses under which others may reach this host: on the way to the store first, then those of its name.
-
-    A store at the loopback address is on this host, and so are all that use it: then nobody else has to get in.
-    """
-    addresses: list[str] = []
-    with contextlib.suppress(OSError):
-        for family, _, _, _, address in socket.getaddrinfo(store_host or "localhost", 9, type=socket.SOCK_DGRAM):
-            # Connecting a datagram socket sends nothing; it only chooses the interface.
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                addresses.append(str(probe.getsockname()[0]))
-    if addresses and store_host is not None and _is_loopback(store_host):
-        return list(dict.fromkeys(addresses))
-    with contextlib.suppress(OSError):
-        addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
-    return list(dict.fromkeys(addresses))
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether it is said to be this host itself; a name of it that only leads to the loopback address is not."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _tcp_connector(meeting: Rendezvous, token: bytes) -> Callable[[int, float], socket.socket]:
-    def connect_to(rank: int, deadline: float) -> socket.socket:
-        addresses, port = json.loads(meeting.read("address", rank))
-        problems = []
-        for address in addresses:
-            connection = None
-            try:
-                connection = socket.create_connection((address, port), timeout=min(_left(deadline), HELLO_SECONDS))
-                say_hello(connection, token, meeting.rank, rank)
-            except OSError as error:
-                problems.append(f"{address} port {port}: {error}")
-                if connection is not None:
-                    connection.close()
-            else:
-                return connection
-        raise ConnectionError(f"rank {rank} cannot be reached at " + "; ".join(problems))
-
-    return connect_to
+def _start_of(process: int) -> str:
+    """When a process was started, which tells it from a later one with its number. Zombies are gone."""
+    # The name of the program, in brackets, may hold spaces and brackets of its own; the fields come after the last one.
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]

@@ -1,8 +1,14 @@
 """Shared memory without names: a descriptor passed over a Unix socket, so nothing can stay behind in /dev/shm.
 
-A sender owns a pool of equal slots in one or more segments. It copies a chunk into a slot and tells its readers; the
-last reader that has consumed the chunk gives the slot back. Segments beyond the first exist only as long as messages
-need them. Memory that was lent to tensors is read by the peers where it lies, without that copy.
+A sender owns a pool of equal slots in one or more segments. It alone writes them; peers map them and read. Segments
+beyond the first exist only as long as messages need them. Memory that was lent to tensors is read by the peers where
+it is, without a copy into a slot. The life of a slot, with two readers::
+
+    free ----take----> copied into ----CHUNK to both----> readers 2 --CONSUMED--> readers 1 --CONSUMED--> free
+          by the owner             over the sockets                 from either           from the other
+
+Memory has no lock: a reader looks only after the CHUNK frame, the owner writes only after all CONSUMED frames, and
+frames pass through the kernel, which orders what was written before them.
 """
 
 import mmap
@@ -26,6 +32,7 @@ RETAINED_SLOTS = 16
 
 def map_segment(descriptor: int, num_bytes: int) -> torch.Tensor:
     """Map the memory behind a descriptor as bytes, and close the descriptor; unmapped with its last view."""
+    # The tensor keeps the mapping alive, and the mapping needs no descriptor: what is left open is lost for good.
     try:
         return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
     finally:
@@ -42,6 +49,8 @@ class ChunkSlot:
         self.index = index
         self.memory = memory
         self.readers = 0
+        # The message in the slot, by which the switchboard finds whose window has room again. An `object`, because
+        # messages are built upon this file.
         self.outbound: object = None
 
 
@@ -51,6 +60,7 @@ class SharedSegment:
     def __init__(self, number: int, num_bytes: int) -> None:
         self.number = number
         self.num_bytes = num_bytes
+        # The name is for /proc alone. When the last process that maps the memory ends, killed or not, it is gone.
         self.descriptor = os.memfd_create(f"shardwise-{number}")
         os.ftruncate(self.descriptor, num_bytes)
         self.slots: list[ChunkSlot] = []
@@ -94,6 +104,7 @@ class SlotPool:
     def take(self, *, grow: int) -> ChunkSlot | None:
         """A free slot, or with `grow` > 0 one of a new segment of that many slots, else None."""
         if not self._free:
+            # A refusal is no deadlock: who is refused has a chunk on its way, and comes back when it is consumed.
             if self._segments and not grow:
                 return None
             self._add_segment(max(grow, 0 if self._segments else BASE_SLOTS))
@@ -102,15 +113,18 @@ class SlotPool:
         return slot
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed bytes that the peers can read where they lie; given back when no tensor views them any more."""
+        """Zeroed bytes that the peers can read in place; given back when no tensor views them any more."""
         segment = SharedSegment(self._number(), num_bytes)
+        # Views of the memory, and views of views, keep the mapping alive, and nobody says when the last one goes. So
+        # the pool holds the mapping weakly and looks now and then (`release_idle`).
         mapping = mmap.mmap(segment.descriptor, num_bytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self._lent[segment.number] = Lent(segment=segment, start=memory.data_ptr(), mapping=weakref.ref(mapping))
         return memory
 
     def locate(self, source: torch.Tensor) -> tuple[SharedSegment, int] | None:
-        """The lent segment in which flat bytes lie, and where in it they begin."""
+        """The lent segment that holds flat bytes, and where in it they begin; None for other memory."""
+        # By address: a message is any view of the memory, such as one bucket of many. Few segments are lent at a time.
         address = source.data_ptr()
         for lent in self._lent.values():
             if lent.start <= address and address + len(source) <= lent.start + lent.segment.num_bytes:
@@ -121,10 +135,11 @@ class SlotPool:
         segment = SharedSegment(self._number(), num_slots * SLOT_BYTES)
         segment.cut()
         self._segments[segment.number] = segment
-        self._free.extend(reversed(segment.slots))
+        self._free.extend(reversed(segment.slots))  # slots are taken from the end
 
     def _number(self) -> int:
         """A number that no segment has, and as long as possible none had: readers may still hear of its end."""
+        # Frames give a segment 16 bits.
         while (number := self._next_number) in self._segments or number in self._lent:
             self._next_number = (number + 1) & 0xFFFF
         self._next_number = (number + 1) & 0xFFFF
@@ -150,6 +165,7 @@ class SlotPool:
             if lent.mapping() is None:
                 released.append(number)
                 self._lent.pop(number).segment.close()
+        # Slots beyond those kept go segment by segment, since memory is given back by segment only.
         spare = self.num_slots - BASE_SLOTS - RETAINED_SLOTS
         for segment in list(self._segments.values())[1:]:
             if spare > 0 and not segment.num_used:

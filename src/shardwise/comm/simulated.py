@@ -9,7 +9,8 @@
 
 With the baton go the random states of torch, `random` and numpy, so that each rank draws as in a process of its own.
 Only the holder of the baton touches the state of the world; therefore nothing here is locked, and when no rank can go
-on, that is known at once.
+on, that is known at once. `Group` and `MatchedCalls` bring the calls of the ranks together, compare them and move their
+data; the rest is whose turn it is, and what a rank that stops means for the others.
 """
 
 import random
@@ -22,18 +23,21 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from shardwise.comm.call_matching import Group, MatchedCalls, RankCall, named
-from shardwise.comm.call_signatures import (
+from shardwise.comm.channel import (
+    Channel,
     Signature,
+    Work,
     all_gather_signature,
+    gather,
     member_ranks,
     message_signature,
     reduce_scatter_signature,
+    scatter_sum,
 )
-from shardwise.comm.channel import Channel, Work
-from shardwise.errors import PeerError, PlanError, ShardwiseError, in_words
+from shardwise.errors import CallMismatchError, PeerError, PlanError, ShardwiseError, in_words
 
 T = TypeVar("T")
+
 
 _INTERRUPT_SECONDS = 0.1
 """How soon, at the latest, an interrupt of the caller is noticed."""
@@ -64,6 +68,7 @@ def simulate(world_size: int, fn: Callable[[Channel], T], *, timeout_seconds: fl
         torch.set_num_threads(num_threads)  # a new thread would take all cores
         results[channel.rank] = fn(channel)
 
+    # Daemons: a rank that hangs is left behind, and must not keep the process from its end.
     threads = [
         threading.Thread(target=world.live, args=(rank, body), name=f"simulated rank {rank.number}", daemon=True)
         for rank in world.ranks
@@ -75,6 +80,7 @@ def simulate(world_size: int, fn: Callable[[Channel], T], *, timeout_seconds: fl
         for thread in threads:
             thread.join()
     finally:
+        # In this order: a rank that is left behind may still be running, and puts no random state back from now on.
         world.is_abandoned = True
         callers_state.restore()
     world.raise_if_failed()
@@ -95,6 +101,99 @@ class _RandomState:
         np.random.set_state(self._numpy)
 
 
+def named(ranks: Sequence[int]) -> str:
+    """The ranks in words: "rank 1", "ranks 0, 2"."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+@dataclass(kw_only=True, slots=True)
+class RankCall:
+    """What one rank gives to a transfer; tensors are flat."""
+
+    signature: Signature
+    output: torch.Tensor | None = None
+    input: torch.Tensor | None = None
+    value: bytes = b""
+
+
+class MatchedCalls:
+    """The calls of several ranks that belong together."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.calls: dict[int, RankCall] = {}
+        self.is_ready = False
+        """Every rank has called, so that no wait blocks any more."""
+        self.values: list[bytes] = []
+        """What an `exchange` gave."""
+        self._difference = ""
+
+    def missing(self) -> list[int]:
+        """The ranks that have not called yet."""
+        return [rank for rank in self.ranks if rank not in self.calls] if not self.is_ready else []
+
+    def join(self, rank: int, call: RankCall) -> None:
+        """Add the call of one rank; the last one brings the comparison."""
+        self.calls[rank] = call
+        self.is_ready = len(self.calls) == len(self.ranks)
+        if self.is_ready:
+            self._compare()
+
+    def _compare(self) -> None:
+        alike: dict[tuple[object, ...], list[int]] = {}
+        texts: dict[tuple[object, ...], str] = {}
+        for rank in self.ranks:
+            signature = self.calls[rank].signature
+            alike.setdefault(signature.compared, []).append(rank)
+            texts.setdefault(signature.compared, str(signature))
+        # Only noted here: each rank raises it in its own wait, as ranks of real processes do.
+        if len(alike) > 1:
+            lines = [f"  - {named(ranks)}: {texts[key]}" for key, ranks in alike.items()]
+            self._difference = "\n".join(
+                [f"calls of {named(self.ranks)} that meet differ; make the same calls in the same order:", *lines]
+            )
+            self.calls.clear()  # no data moves
+
+    def carry_out(self) -> None:
+        """Move the data unless it was done, and let go of the tensors; raises `MismatchError` when the calls differ."""
+        # The first rank that waits moves the data of all: by then every rank has given its tensors away until it waits.
+        if self._difference:
+            raise CallMismatchError(self._difference)
+        if not self.calls:
+            return
+        calls = [self.calls[rank] for rank in self.ranks]
+        outputs = [call.output for call in calls if call.output is not None]
+        inputs = [call.input for call in calls if call.input is not None]
+        signature = calls[0].signature
+        if signature.operation == "exchange":
+            self.values = [call.value for call in calls]
+        elif signature.operation == "reduce_scatter":
+            scatter_sum(outputs, inputs, signature.counts)
+        else:
+            gather(outputs, inputs, signature.counts)
+        self.calls.clear()
+
+
+class Group:
+    """The ranks of one channel: pairs the calls that belong together, in the order in which each rank makes them."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self._num_calls: dict[tuple[tuple[int, ...], int], int] = {}
+        self._open: dict[tuple[tuple[int, ...], int], MatchedCalls] = {}
+
+    def join(self, lane: tuple[int, ...], rank: int, call: RankCall) -> MatchedCalls:
+        """Add the call to its transfer; a lane is (source, destination), or empty for collectives."""
+        position = self._num_calls.get((lane, rank), 0)
+        self._num_calls[lane, rank] = position + 1
+        # The n-th call of one rank meets the n-th call of each other, whatever they are: only so can a difference show.
+        transfer = self._open.setdefault((lane, position), MatchedCalls(lane or self.ranks))
+        transfer.join(rank, call)
+        if transfer.is_ready:
+            del self._open[lane, position]
+        return transfer
+
+
 @dataclass(kw_only=True, slots=True)
 class _SimulatedRank:
     """What the world knows of one rank."""
@@ -102,7 +201,7 @@ class _SimulatedRank:
     number: int
     random_state: _RandomState
     gate: threading.Lock = field(default_factory=threading.Lock)
-    """Released by whoever hands this rank the baton."""
+    """Released by the rank that hands this one the baton."""
     last_call: Signature | None = None
     waits_in: MatchedCalls | None = None
     has_returned: bool = False
@@ -144,9 +243,10 @@ class _World:
         self._stop: _Stop | None = None
         self._failed: list[_SimulatedRank] = []
         self._returned_early: set[int] = set()
-        """Ranks that returned although nothing had stopped: whoever waits for them waits in vain."""
+        """Ranks that returned although nothing had stopped: a rank that waits for one of them waits in vain."""
         self._all_ended = threading.Lock()
         self._last_movement = time.monotonic()
+        # A closed gate is a locked lock: its rank waits in a second `acquire` until another thread releases it.
         for lock in (self._all_ended, *(rank.gate for rank in self.ranks)):
             lock.acquire()
 
@@ -158,6 +258,7 @@ class _World:
         try:
             body(self.channel(rank, tuple(range(len(self.ranks)))))
             rank.has_returned = True
+            # A rank that returns after a stop may have caught its error; who waits for it hears the reason of the stop.
             if self._stop is None:
                 self._returned_early.add(rank.number)
         except BaseException as error:
@@ -184,6 +285,7 @@ class _World:
 
     def wait(self, rank: _SimulatedRank, signature: Signature, transfer: MatchedCalls) -> None:
         """Let others run until the transfer is ready, then carry it out."""
+        # A transfer that is ready completes even after a stop: what peers gave is not taken back.
         self._last_movement = time.monotonic()
         rank.last_call = signature
         while not transfer.is_ready:
@@ -193,6 +295,7 @@ class _World:
             self._raise_if_stopped(signature)
             rank.waits_in = transfer
             successor = self._next_after(rank)
+            # The own turn again: this rank goes round the loop once more and finds what has stopped the world.
             if successor is not rank:
                 rank.random_state = _RandomState()
                 self._give_baton(successor)
@@ -211,6 +314,7 @@ class _World:
 
     def _take_baton(self, rank: _SimulatedRank) -> None:
         rank.gate.acquire()
+        # These states are global to the process: with the baton goes the right to set them.
         if not self.is_abandoned:
             rank.random_state.restore()
 
@@ -225,6 +329,7 @@ class _World:
         return alive[0]
 
     def _can_go_on(self, rank: _SimulatedRank) -> bool:
+        # After a stop every rank can go on: it raises, and its `finally` blocks run.
         transfer = rank.waits_in
         return transfer is None or transfer.is_ready or self._stop is not None or bool(self._returned(transfer))
 
@@ -250,6 +355,7 @@ class _World:
             while not self._all_ended.acquire(timeout=_INTERRUPT_SECONDS):
                 if time.monotonic() < max(deadline, self._last_movement + timeout_seconds):
                     continue
+                # The last rank may compute as long as it likes: nobody waits for it but the caller.
                 self._raise_if_others_wait(timeout_seconds)
                 deadline = time.monotonic() + timeout_seconds
         except BaseException as error:
@@ -264,6 +370,7 @@ class _World:
         if self._stop is not None and self._stop.rank is not None and self.ranks[self._stop.rank].error is not None:
             first = self.ranks[self._stop.rank]
         assert first.error is not None
+        # Where all ranks have refused alike, the note "raised by rank 0" would only mislead.
         verdicts = {(type(rank.error), str(rank.error)) for rank in self.ranks}
         if len(verdicts) > 1 or not isinstance(first.error, ShardwiseError):
             first.error.add_note(f"raised by rank {first.number} of {len(self.ranks)} simulated ranks")
@@ -336,6 +443,7 @@ class _SimulatedChannel:
         return self._issue(RankCall(signature=signature, output=output, input=input))
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        # A lane of its own per pair and direction, so that messages do not count among the collectives.
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
         lane = (self._world_rank.number, self._group.ranks[destination])
         return self._issue(RankCall(signature=signature, input=tensor.view(-1)), lane)

@@ -1,7 +1,14 @@
-"""All connections of this process, and the loop that moves every message while somebody waits for one.
+"""All connections of this process, and the loop that moves every message while a call waits for one.
 
 Progress is made inside calls, which costs the training step nothing while it computes; only what did not fit into a
-socket is written by a thread between the calls.
+socket is written by a thread between the calls. A message is known by (rank, lane, number), on both sides without
+asking: a lane is a digest of the members and the kind of call, and the numbers count the messages of a lane::
+
+    rank 0 calls                                     lane, number      rank 1 calls
+    all_gather "weights" on ranks 0 1          ----  c01, 0     ----   all_gather "weights" on ranks 0 1
+    send "activation" to rank 1                ----  m01, 0     ----   receive "activation" from rank 0
+    reduce_scatter "gradients" on ranks 0 1 2  ----  c012, 0    ----   reduce_scatter "gradients" ...
+    all_gather "buffers" on ranks 0 1          ----  c01, 1     --/-   all_gather "weights": MismatchError on both
 """
 
 import collections
@@ -15,18 +22,32 @@ from typing import NoReturn
 
 import torch
 
-from shardwise.comm.call_signatures import Signature
-from shardwise.comm.channel_verdicts import ChannelVerdict, Status, different, garbled, gone
-from shardwise.comm.flusher import Flusher
-from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, FrameKind, Header, frame
-from shardwise.comm.links import Payload, PeerLink, flush_until, stuck
-from shardwise.comm.messages import INLINE_BYTES, Inbound, MessageChunk, Outbound, Stamp
+from shardwise.comm.channel import Signature
+from shardwise.comm.frames import (
+    ASKS,
+    IN_PLACE,
+    IN_SLOT,
+    PLACE,
+    ChannelVerdict,
+    FrameKind,
+    Header,
+    Status,
+    different,
+    frame,
+    garbled,
+    gone,
+)
+from shardwise.comm.links import Flusher, Payload, PeerLink, flush_until, stuck
+from shardwise.comm.messages import INLINE_BYTES, Inbound, Intake, MessageChunk, Outbound, Stamp, TransferInFlight
 from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
-from shardwise.comm.transfers_in_flight import Intake, TransferInFlight
 from shardwise.errors import CallMismatchError, PeerError, in_words
 
 _NUMBERS = 1 << 32
+"""Messages of a lane are counted modulo this: a frame has 32 bits for the number, and never so many are under way."""
+
 _MIN_WINDOW = 2
+"""Chunks of one message under way at least: one to be read while the next is copied."""
+
 _INTERRUPT_SECONDS = 0.5
 """How soon a Ctrl-C is noticed that comes just before the poll blocks: Python handles it when the poll returns."""
 
@@ -53,10 +74,13 @@ class Switchboard:
         self._by_descriptor = {link.fileno(): link for link in links.values()}
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
+        # Sockets are polled for room only while something waits for it: most have room all the time, and a poll for it
+        # would return at once.
         self._writers: set[int] = set()
         self._stamps: dict[Signature, Stamp] = {}
         self._sent_numbers: collections.Counter[tuple[int, int]] = collections.Counter()
         self._expected_numbers: collections.Counter[tuple[int, int]] = collections.Counter()
+        # By (rank, lane, number). An inbound message leaves when a call has met it and its last chunk has come.
         self._inbounds: dict[tuple[int, int, int], Inbound] = {}
         self._unanswered: dict[tuple[int, int, int], Outbound] = {}
         self._credited: dict[tuple[int, int, int], Outbound] = {}
@@ -66,8 +90,11 @@ class Switchboard:
         self._has_ended = False
         """The verdict was raised here, or this rank decided it: nothing more is sent or taken in."""
         self._raised: tuple[str, str, str] | None = None
+        # Reentrant: the channel holds it over several calls of the board, such as expect and start, whose order on the
+        # lanes must not be broken by another thread.
         self.lock = threading.RLock()
         """Held during every call, so that threads take turns."""
+        # The flusher takes the same lock, so that it never writes into the middle of a frame of a call.
         self._flusher = Flusher(self.lock, links.values())
 
     # Building transfers. Messages of one lane between two ranks are matched in order; lanes do not affect each other.
@@ -86,11 +113,14 @@ class Switchboard:
         stamp = self._stamp(signature)
         targets = [(self._links[rank], self._count(self._sent_numbers, lane, rank)) for rank in destinations]
         small = len(source) <= INLINE_BYTES
+        # Readers on this host share one copy in a slot. A large message between hosts has a queue of its own per link.
         together = [target for target in targets if small or target[0].local]
         groups = ([together] if together else []) + [[target] for target in targets if target not in together]
         outbounds = []
         for group in groups:
             remote = not group[0][0].local
+            # `send` gives the tensor back at once, but the queue of a link reads it until the socket has taken all of
+            # it. On this host the slots are that copy.
             outbound = Outbound(
                 source.clone() if remote and buffered and not small else source,
                 group,
@@ -120,6 +150,7 @@ class Switchboard:
     def start(self, signature: Signature, outbounds: Sequence[Outbound], intake: Intake | None) -> TransferInFlight:
         """Put a transfer under way and do what can be done at once."""
         transfer = TransferInFlight(signature, outbounds, intake, self.wait)
+        # Peers get what there is room for now, although this rank may compute before it waits.
         transfer.advance()
         if not transfer.is_done:
             self._active.append(transfer)
@@ -136,25 +167,27 @@ class Switchboard:
         return all(self._links[rank].local for rank in ranks)
 
     def tell_place(self, memory: torch.Tensor, ranks: Sequence[int]) -> bytes:
-        """Let these ranks map the segment in which lent memory lies; its place in words for `memory_of`."""
+        """Let these ranks map the segment that holds lent memory; return its place in words for `memory_of`."""
         found = self._pool.locate(memory)
-        assert found is not None, "lent memory lies in a segment"
+        assert found is not None, "lent memory is part of a segment"
         segment, start = found
         for rank in ranks:
             self._links[rank].tell_segment(segment)
         return json.dumps([segment.number, start]).encode()
 
     def memory_of(self, rank: int, place: bytes, num_bytes: int) -> torch.Tensor:
-        """The memory that a peer has told this rank of."""
+        """The memory of a peer at the place that its `tell_place` gave."""
         number, start = json.loads(place)
         return self._links[rank].shared(number, start, num_bytes)
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed bytes that peers on this host read where they lie."""
+        """Zeroed bytes that peers on this host read in place."""
         return self._pool.lend(num_bytes)
 
     def check(self, signature: Signature) -> None:
         """Take in what has come; raise if the board has ended. Every call begins with it."""
+        # A failure is raised by the next call, even one that could complete: the sooner all ranks stop, the less they
+        # compute for nothing. It also empties the sockets now and then, on which senders may wait.
         with self.lock:
             if self.verdict is None:
                 self._turn(0)
@@ -184,18 +217,27 @@ class Switchboard:
                 self._leave()
 
     def _wait(self, transfer: TransferInFlight) -> None:
+        # The deadline counts from the last chunk that moved, in any transfer: a large message may take as long as it
+        # needs. Ranks tell where they wait well before it, so that the first rank at its deadline knows the chain.
+        #
+        #     0 s    last movement
+        #     1 s    STATUS to all: I wait for rank 2 in all_gather for 'weights'
+        #    60 s    verdict on the rank at the end of the chain, FAILED to all, PeerError
         last_movement = time.monotonic()
         notice_after = min(1.0, self.timeout_seconds / 4)
         has_told = False
         while True:
             if self._has_ended or (self.verdict is not None and self._is_hopeless(transfer)):
                 self._raise(transfer.signature)
+            # Before the poll: the rank that asks may be the one that this rank waits for.
             self._answer_asking()
             idle = time.monotonic() - last_movement
             limit = self.timeout_seconds if has_told else notice_after
             moved = self._turn(min(max(0.0, limit - idle), _INTERRUPT_SECONDS))
             if transfer.is_done:
                 return
+            # Not at once: a rank that has ended may have sent all that this transfer needs. Only one that waits for
+            # such a rank gives up, at the top of the loop.
             self._note_ended()
             if self._is_hopeless(transfer):
                 continue
@@ -216,8 +258,10 @@ class Switchboard:
             link = self._by_descriptor[descriptor]
             link.receive(self._take)
             if link.ended:
+                # A closed socket is always readable: the poll would never wait again.
                 self._poll.unregister(descriptor)
                 self._writers.discard(descriptor)
+        # All transfers, not only the one that is waited for: another rank may need a later one first.
         moved = False
         still_active = []
         for transfer in self._active:
@@ -248,7 +292,10 @@ class Switchboard:
                 link.forget_segment(number)
 
     def _answer_asking(self) -> None:
-        """Whoever waits for one of our answers need not wait until this rank is done waiting."""
+        """Answer the peers that ask, although this rank waits itself and has not called what they ask about."""
+        # Two ranks that both send first, with a signature that is new, would otherwise wait for each other's answers.
+        # An answer from here says less (the message is not matched yet), and a difference is then found by the
+        # receiver.
         for inbound in self._asking:
             self._links[inbound.source].put(frame(FrameKind.ANSWER, lane=inbound.lane, number=inbound.number))
         self._asking.clear()
@@ -265,6 +312,7 @@ class Switchboard:
 
     def _act(self, link: PeerLink, header: Header, payload: Payload) -> None:
         kind, _, segment, slot, lane, digest, _, total, number, _ = header
+        # What comes after the end would call up messages that are gone.
         if self._has_ended:
             return
         if kind == FrameKind.CHUNK:
@@ -284,6 +332,7 @@ class Switchboard:
         elif kind == FrameKind.STATUS:
             link.status = Status.parsed(bytes(payload))
         elif kind == FrameKind.FAILED:
+            # Noted, not raised: this rank may be in a transfer that it can complete (see the note on failures).
             verdict = ChannelVerdict.parsed(bytes(payload))
             link.has_failed = True
             self.verdict = self.verdict or verdict
@@ -302,6 +351,7 @@ class Switchboard:
             self._match(inbound)
         if inbound.is_refused:
             return
+        # The reply is made here, with the frame that it answers at hand, and sent when the chunk is consumed.
         num_bytes = min(SLOT_BYTES, total - offset) if flags & (IN_SLOT | IN_PLACE) else length
         content: torch.Tensor | Payload
         if flags & IN_SLOT:
@@ -317,6 +367,7 @@ class Switchboard:
         inbound.chunks.append(MessageChunk(link, offset, content, reply))
         inbound.has_arrived = offset + num_bytes >= total
         self._forget_if_met(inbound)
+        # A rank that sends has left the call in which it said that it waits.
         link.status = None
         link.last_digest = digest
         link.last_heard = time.monotonic()
@@ -347,6 +398,7 @@ class Switchboard:
         if inbound.expected is None or inbound.digest is None:
             return
         if inbound.expected.digest != inbound.digest:
+            # The error shows both texts: the sender's came as a SIGNATURE frame before the chunk.
             inbound.refuse()
             theirs = self._links[inbound.source].texts[inbound.digest]
             self.fail(different({self.rank: inbound.expected.text, inbound.source: theirs}))
@@ -358,6 +410,7 @@ class Switchboard:
 
     def fail(self, verdict: ChannelVerdict) -> None:
         """End the board, unless it has ended, and tell everybody."""
+        # The first verdict stays. A rank that fails because another one did would else blame the messenger.
         self.verdict = self.verdict or verdict
         if not self._has_ended:
             self._has_ended = True
@@ -370,6 +423,8 @@ class Switchboard:
         self.fail(self.verdict)
         if self.verdict.culprit is None:
             raise CallMismatchError(self.verdict.fact)
+        # Later calls raise the same text: what the rank was doing when it learnt of the failure, not when it asked
+        # again.
         if self._raised is None:
             where = f"while rank {self.rank} was in {signature.operation} for {signature.purpose!r}"
             text = f"{self.verdict.fact}, {where}"
@@ -407,6 +462,8 @@ class Switchboard:
     def close(self) -> None:
         """Let buffered messages leave, say goodbye, and give everything back."""
         with self.lock:
+            # `send` has promised that its messages need nothing more from the caller. Here is the last chance to write
+            # them.
             deadline = time.monotonic() + self.timeout_seconds
             while not self._has_ended and self._is_leaving() and time.monotonic() < deadline:
                 self._turn(min(1.0, self.timeout_seconds))

@@ -10,8 +10,8 @@ from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
-from shardwise.engine.tensor.notes import module_noted
 from shardwise.engine.tensor.region_proof import Proof
+from shardwise.engine.tensor.styles import module_noted
 from shardwise.engine.weights import Weighting
 from shardwise.engine.zero.uneven_microbatches import Joint, Passes, UnevenMicrobatches
 from shardwise.errors import BatchError, ModelError

@@ -47,15 +47,14 @@ from shardwise.engine.restore import EngineRestoration
 from shardwise.engine.sizes import PlanSizes
 from shardwise.engine.state import placed, state_of
 from shardwise.engine.step_exchange import StepExchange, exchange_loss, exchange_step
-from shardwise.engine.tensor.deciding import TensorDecision
-from shardwise.engine.tensor.replicated import sum_over_ranks
-from shardwise.engine.tensor.summed_gradients import SummedGradients
+from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
+from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.weights import Weighting, check_writes, describe_batch, merge_weights, pack_weights, weigh
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.errors import ModelError, OptimizerError
 from shardwise.plan import Footprint, Plan, Traffic
-from shardwise.plan.model_settings import settings_of_model
+from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
 
 

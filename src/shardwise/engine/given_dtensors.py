@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from shardwise.comm.dtensors import is_dtensor, local_stretches, local_tensor, with_local_tensor
+from shardwise.comm.local_tensors import is_dtensor, local_stretches, local_tensor, with_local_tensor
 from shardwise.engine.inventory import Inventory
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.plan import Plan

@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.meta_init import with_values
 from shardwise.engine.pipeline.stage_ties import StageTies
-from shardwise.engine.tensor.cutting import portion_of
+from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.zero.flat_params import FlatParams
 
 BufferPlace = tuple[nn.Module, str]

@@ -7,12 +7,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.comm.dtensors import is_dtensor
-from shardwise.comm.host_memory import extent, share_elements
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name, extent, is_dtensor, share_elements
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter, Precision
-from shardwise.plan.parameters import check_keep, describe
+from shardwise.plan.outlines import check_keep, describe
 from shardwise.space import Portion
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory
 from shardwise.errors import OptimizerError
 from shardwise.plan.optimizer_entries import NEVER_ALONG, python_type, python_types, values_of
-from shardwise.plan.optimizer_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup
+from shardwise.plan.saved_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.tensor.cutting import portion_of
+from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.zero.flat_params import Owned
 from shardwise.errors import OptimizerError, few_of, in_words
 from shardwise.plan import Parameter

@@ -15,8 +15,7 @@ from torch import nn
 
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import agreed, compare, digest_of_values
-from shardwise.comm.dtensors import is_dtensor
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation
@@ -30,20 +29,19 @@ from shardwise.engine.meta_init import Initialisation
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.optimizer_state import KnownOptimizer, know
 from shardwise.engine.optimizers import OptimizerSource, build, check_coverage, describe_settings, swap
-from shardwise.engine.pipeline.gradient_kinds import GradientKinds
-from shardwise.engine.pipeline.placing import agree_on_placement
+from shardwise.engine.pipeline.crossings import GradientKinds
+from shardwise.engine.pipeline.module_placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage_parameters import StageParameters, assign_parameters, drop_foreign, move_to
+from shardwise.engine.pipeline.stage_contents import StageParameters, assign_parameters, drop_foreign, move_to
 from shardwise.engine.pipeline.stage_ties import StageTies, chains_of
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.sizes import PlanSizes
-from shardwise.engine.tensor.cutting import NO_CUTS, agree_on_tensor_plan, keep_portions
-from shardwise.engine.tensor.deciding import TensorDecision
 from shardwise.engine.tensor.region_proof import Proof
-from shardwise.engine.tensor.running import TensorParallel
+from shardwise.engine.tensor.styles import TensorParallel
 from shardwise.engine.tensor.summed_gradients import SummedGradients
+from shardwise.engine.tensor.tensor_decision import NO_CUTS, TensorDecision, agree_on_tensor_plan, keep_portions
 from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
 from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.pipeline.nested import transform
-from shardwise.engine.tensor.notes import innermost_module
+from shardwise.engine.tensor.styles import innermost_module
 from shardwise.errors import ModelError, ShardwiseError, UnderflowWarning
 from shardwise.plan import Parameter, Precision
 

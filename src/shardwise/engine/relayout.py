@@ -17,8 +17,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.dtensors import is_dtensor
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.hand_over import HandOver
 from shardwise.engine.initial_values import Later
@@ -30,8 +29,8 @@ from shardwise.engine.state import whole
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import reshard
 from shardwise.plan import Plan
-from shardwise.plan.merged_settings import merge_settings
-from shardwise.plan.state_names import MASTER, split_state_name
+from shardwise.plan.names import MASTER, split_state_name
+from shardwise.plan.saved_settings import merge_settings
 from shardwise.space import Piece
 
 Pieces = dict[Piece, torch.Tensor]

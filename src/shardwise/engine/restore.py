@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.torch_dtypes import dtype_name, torch_dtype
+from shardwise.comm.local_tensors import dtype_name, torch_dtype
 from shardwise.engine.computation import Computation
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
@@ -24,7 +24,6 @@ from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.state import placed, state_of_model, whole
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.errors import CheckpointError
-from shardwise.plan.model_settings import origin_of
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -32,7 +31,7 @@ from shardwise.plan.optimizer_entries import (
     names_without_elements,
     plan_optimizers,
 )
-from shardwise.plan.optimizer_settings import take_over
+from shardwise.plan.saved_settings import origin_of, take_over
 from shardwise.space import Piece
 
 

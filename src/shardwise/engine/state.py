@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.optimizer_state import KnownOptimizer
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.plan import Parameter, Segment
-from shardwise.plan.state_names import MASTER, state_name
+from shardwise.plan.names import MASTER, state_name
 from shardwise.space import Box, Piece
 
 

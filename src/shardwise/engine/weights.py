@@ -10,7 +10,7 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.batches import Batch, LossWeight, count_rows
 from shardwise.engine.zero.uneven_microbatches import Joint
 from shardwise.errors import BatchError, MismatchError

@@ -9,7 +9,7 @@ import xxhash
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, compare
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
 from shardwise.plan.reshard import ReshardPlan, plan_reshard

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.moving.mover import Delivery, Mover
 from shardwise.moving.parts import parts_of
 from shardwise.plan.reshard import ReshardPlan, Route, Share

@@ -5,10 +5,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.default import given_or_default
-from shardwise.comm.dtensors import is_dtensor
-from shardwise.comm.host_memory import extent, first_shared, share_elements
-from shardwise.comm.torch_dtypes import dtype_name, torch_dtype
+from shardwise.comm.local_tensors import dtype_name, extent, first_shared, is_dtensor, share_elements, torch_dtype
+from shardwise.comm.processes import given_or_default
 from shardwise.errors import PlanError
 from shardwise.moving.consent import consent
 from shardwise.moving.execution import carry_out_plan

@@ -14,8 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Channel
-from shardwise.comm.default import given_or_default
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.processes import given_or_default
 from shardwise.errors import MismatchError, PlanError
 from shardwise.moving.consent import Consent, consent
 from shardwise.moving.execution import carry_out_plan

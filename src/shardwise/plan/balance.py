@@ -1,12 +1,96 @@
-"""A placement that makes the loads of the stages even: the model is opened as far as that needs, and cut in order."""
+"""A placement that makes the loads of the stages even: the model is opened as far as that needs, and cut in order.
 
+A unit is a module that stays whole. Units are cut into runs, one for each stage, so that the largest load is as small
+as it can be. A module is opened only where that lowers the largest load by a quarter, because the code of an opened
+module becomes glue, which every rank runs. Two models on 2 stages:
+
+    embed 10 | layers.0 4 | layers.1 4 | layers.2 4 | head 10    cut 18 + 14
+    with layers.1 opened   10 | 4 | 2 2 | 4 | 10                 cut 16 + 16: 16 > 0.75 * 18, so it stays whole
+    embed 2 | layer 20 | head 2                                  cut 22 + 2
+    with layer opened      2 | 5 5 5 5 | 2                       cut 12 + 12: 12 < 0.75 * 22, so it is opened
+"""
+
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import inf
 
 from shardwise.errors import PlanError
-from shardwise.plan.cuts import cut_evenly, least_largest_load
 from shardwise.plan.outlines import Outline, parents
+
+
+def least_largest_load(loads: Sequence[float], num_runs: int) -> float:
+    """The largest load of a run in the best cut of `loads` (none negative) into `num_runs` runs, none empty.
+
+    Found by halving between a bound below and a load that some cut reaches: runs filled in order up to a limit are the
+    fewest. There must be as many loads as runs, so that fewer runs can be cut further.
+    """
+    # The answer is at least the largest load, and at most all of them in one run. Every trial moves a bound to a load
+    # that some cut really has, so that whole numbers end after few trials and floats end at an exact sum, not near one.
+    sums = list(accumulate(loads, initial=0))
+    low, high = max(end - start for start, end in pairwise(sums)), sums[-1]
+    while low < high:
+        # Flops of large models are beyond what a float holds exactly: whole numbers stay whole.
+        limit = (low + high) // 2 if isinstance(high, int) else (low + high) / 2
+        num, reached, beyond = _filled(sums, limit)
+        if num <= num_runs and reached < high:
+            high = reached
+        elif num > num_runs and beyond > low:
+            low = beyond
+        else:  # neighbours among the floats
+            break
+    return high
+
+
+def _filled(sums: Sequence[float], limit: float) -> tuple[int, float, float]:
+    """Runs filled in order up to `limit`: how many, the largest, and the least limit that would change one of them."""
+    num, reached, beyond, start = 0, sums[0], inf, 0
+    while start + 1 < len(sums):
+        end = max(start + 1, bisect_right(sums, sums[start] + limit) - 1)
+        reached = max(reached, sums[end] - sums[start])
+        if end + 1 < len(sums):
+            beyond = min(beyond, sums[end + 1] - sums[start])
+        num, start = num + 1, end
+    return num, reached, beyond
+
+
+def cut_evenly(loads: Sequence[float], num_runs: int) -> list[int]:
+    """Where each run ends, in the best cut of `loads` (none negative) into `num_runs` runs, none empty.
+
+    Of the cuts with the least largest load: the least sum of squares, so that the other runs are even too, and of those
+    the one whose first and last run are lightest (the first holds most activations, the last computes the loss).
+    """
+    # best[end]: the cheapest cut of the first `end` loads into `num` runs, as (sum of squares, load of the outer runs).
+    # Only ends within the limit are looked at, so the time is far from loads * loads * runs for models of many layers.
+    limit = least_largest_load(loads, num_runs)
+    sums = list(accumulate(loads, initial=0))
+    best: list[tuple[float, float]] = [(0, 0)] + [(inf, inf)] * len(loads)
+    cuts: list[list[int]] = []
+    for num in range(1, num_runs + 1):
+        before, best = best, [(inf, inf)] * len(sums)
+        cuts.append([0] * len(sums))
+        for end in _ends_within(sums, limit, num, num_runs - num):
+            for start in range(end - 1, num - 2, -1):
+                if (load := sums[end] - sums[start]) > limit:
+                    break
+                squares, outer = before[start]
+                cost = (squares + load * load, outer + (load if num in (1, num_runs) else 0))
+                if cost < best[end]:
+                    best[end], cuts[-1][end] = cost, start
+    ends = [len(loads)]
+    for starts in reversed(cuts[1:]):
+        ends.append(starts[ends[-1]])
+    return ends[::-1]
+
+
+def _ends_within(sums: Sequence[float], limit: float, num_before: int, num_behind: int) -> range:
+    """Where the runs before an end, and those behind it, can stay within `limit`, as far as their sum shows."""
+    reach = limit * (1 + 1e-9)  # a little further, for sums that are not exact
+    first = bisect_left(sums, sums[-1] - num_behind * reach)
+    last = bisect_right(sums, num_before * reach)
+    return range(max(first, num_before), min(last, len(sums) - num_behind))
+
 
 _WORTH_OPENING = 0.75
 """The largest load must fall below this part of what it was, or a module stays whole: each opened one costs glue."""
@@ -39,6 +123,7 @@ def balanced_stages(
     tree = _Tree(outline, work, order)
     if num_stages == 1 and not tree.units(frozenset()):
         return {}, dict.fromkeys((name for module in outline.modules() for name, _ in module.own_parameters), 0)
+    # First enough units for all stages, then evener ones, and at the end closed again what turned out to be no help.
     opened = _opened_for(tree, num_stages)
     while (further := _opened_further(tree, opened, num_stages)) is not None:
         opened = further
@@ -66,6 +151,8 @@ def _opened_for(tree: "_Tree", num_stages: int) -> Opened:
                 f"pipeline: {num_stages} stages asked, but the model has only {len(names)} modules that can be placed"
                 f"{': ' * bool(names)}{shown}; use fewer stages (mesh.pp, pipeline.chunks)"
             )
+        # A module with parameters of its own computes with them in its forward, between its children. Opened, that
+        # becomes glue: last of all.
         heaviest = max(openable, key=lambda unit: (not unit.module.own_parameters, unit.load))
         opened |= {heaviest.module.name}
     return opened
@@ -76,9 +163,11 @@ def _opened_further(tree: "_Tree", opened: Opened, num_stages: int) -> Opened | 
     units = tree.units(opened)
     loads = [unit.load for unit in units]
     limit = _WORTH_OPENING * least_largest_load(loads, num_stages)
+    # Not even perfectly even loads would be worth it.
     if sum(loads) / num_stages >= limit:
         return None
-    # Units as heavy as that all have to be opened, and what is in them where it is as heavy again.
+    # No cut can bring a stage below its heaviest unit: those above the limit all have to be opened, and what is in them
+    # where it is as heavy again.
     while heavy := {unit.module.name for unit in units if unit.load >= limit}:
         if not heavy <= tree.openable:
             return None
@@ -113,6 +202,7 @@ def _one_opened(tree: "_Tree", opened: Opened, num_stages: int, limit: float) ->
 def _without_idle(tree: "_Tree", opened: Opened, num_stages: int) -> Opened:
     """What was opened on the way to something better, and brings next to nothing itself, is closed again."""
     limit = _NOT_WORTH_OPENING * tree.largest_load(opened, num_stages)
+    # From the inside out: a module can be closed only when those in it are. Names break ties, alike on all ranks.
     for name in sorted(opened, key=lambda name: (-name.count("."), name)):
         closed = opened - {name}
         if len(tree.units(closed)) >= num_stages and tree.largest_load(closed, num_stages) <= limit:
@@ -132,6 +222,7 @@ class _Tree:
         self.openable: set[str] = set()
         """Names of the modules that hold others with parameters."""
         self._survey(outline)
+        # Whole, these could not be run on one stage: part of what is in them is called from elsewhere.
         self._always_open = self._torn_modules() | self._uncalled_modules()
 
     def units(self, opened: Opened) -> list[_BalancedUnit]:
@@ -162,11 +253,12 @@ class _Tree:
             self._with_parameters.add(module.name)
 
     def _torn_modules(self) -> set[str]:
-        """Modules that hold, under some name, a module that also lies outside them: they cannot be placed whole."""
+        """Modules that hold, under some name, a module that is also outside of them: they cannot be placed whole."""
         module_of = {name: module for module in self._outline.modules() for name in module.names}
         torn: set[str] = set()
         for module in self._outline.modules():
             if module.aliases and module.name in self._with_parameters:
+                # Around one of its names, but not around all of them: the shared module would be on two stages.
                 around = [{module_of[outer].name for outer in parents(name)} for name in module.names]
                 torn |= around[0].union(*around) - around[0].intersection(*around)
         return torn
@@ -194,6 +286,8 @@ class _Tree:
         for child in module.children:
             self._walk(child, opened, units, waiting)
         own = [name for name, _ in module.own_parameters]
+        # The opened module's forward uses its own parameters as glue. On the stage of the child that runs first they
+        # are near to where they are used.
         if own and len(units) > start:
             positions = self._positions(units)
             _give(units[min(range(start, len(units)), key=positions.__getitem__)], own, self._own_load(module))

@@ -1,13 +1,18 @@
 """Buckets and owners: which parameters share a flat buffer, and who owns which elements of it.
 
-A bucket is a flat buffer that one collective moves. Its elements are cut into one part per owner, in owner order:
+A bucket is a flat buffer that one collective moves. Its elements are cut into one part per owner, in owner order. For
+parameters w0, w1 and w2 of 10, 40 and 16 elements, filled from the last to the first, and 2 owners:
 
-      bucket   |  part of owner 0  |  part of owner 1  |  part of owner 2  |
-      slice    |  w2.w2.w2.b2.w1.w1|w1.w1.w1.w1.w1.b1..|w0.w0.w0.w0 [pad]  |   parts of equal size cut parameters
-      whole    |  w1.w1.w1.w1 [pad]|w2.w2.w2 b2 [pad]  |w0.w0 b1 [pad]     |   parts of any size hold whole ones
+    element   0         16                    48      56    64        74             96
+    slice     | w2 (16) | w1 (40) . . . . . . . . . . | pad | w0 (10) | pad . . . . . |
+              | <-- owner 0: w2, w1[0:32] --> | <-- owner 1: w1[32:40], w0 ---------> |   counts 48, 48
 
-Slots start at multiples of ALIGNMENT_ELEMENTS, so that every view is fit for vector loads and every part can be halved
-over replicas; padding belongs to no parameter and is never read.
+    element   0                   40    48        64        74    80
+    whole     | w1 (40) . . . . . | pad | w2 (16) | w0 (10) | pad |
+              | <-- owner 0: w1 ------> | <-- owner 1: w2, w0 --> |                       counts 48, 32
+
+`slice` cuts parameters, and suits optimizers that work element by element. `whole` cuts none, for the others. Padding
+belongs to no parameter: no norm, optimizer or file ever reads it.
 """
 
 import json
@@ -17,10 +22,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.parameters import Parameter
+from shardwise.plan.outlines import Parameter
 from shardwise.plan.specs import Sharding
 from shardwise.space import Run
 
+# Kernels load 16 to 64 bytes at a time, and round by the alignment of what they read. Aligned slots keep the views of
+# parameters fit for them, and their results those of a tensor that torch allocated itself.
 ALIGNMENT_ELEMENTS = 16
 """Slots and parts start at multiples of this: 32 bytes of a 2-byte dtype, 64 of float32."""
 
@@ -112,19 +119,26 @@ def plan_ownership(
     """Fuse the parameters into buckets of at most `sharding.bucket_bytes` and give every element one owner.
 
     Buckets follow the parameters from last to first, because backward completes them in that order. `units`: parameter
-    -> what it is gathered and reduced with; those of different units share no bucket. Under stage 3, where whole
-    working copies are held by nobody, parameters that are neither trained nor cast lie in buckets too.
+    -> what it is gathered and reduced with; those of different units share no bucket. Under stage 3 no rank holds whole
+    working copies, so parameters that are neither trained nor cast are in buckets too.
     """
     units = units or {}
+    # A frozen parameter in its own dtype needs no buffer: nothing reduces, casts or publishes it. Under stage 3 it must
+    # be cut all the same, or every rank would hold all of it.
     fused = [parameter for parameter in reversed(parameters) if parameter.fused or sharding.stage == 3]
     groups: list[list[Parameter]] = []
+    # Backward can reduce a bucket when its last member has a gradient. Groups fill side by side (one per kind), so they
+    # are put in order by their last members, and not by their first.
     last_of: list[int] = []  # position of the last member of each group
     open_groups: dict[tuple[str | bool | None, ...], tuple[int, int]] = {}  # which group, and bytes in it
     for position, parameter in enumerate(fused):
-        # What is cut along tp has another size on other ranks: apart from it, whole parameters lie alike on all.
+        # A parameter that is cut along tp may have another size on other ranks. It would shift the whole parameters
+        # behind it. In a bucket of their own those have the same slots and owners on all ranks along tp.
         unit = units.get(parameter.name)
         kind = (parameter.working, parameter.master, parameter.trainable, parameter.portion is None, unit)
         size_bytes = parameter.num_elements * itemsize_bytes(parameter.working)
+        # One group of each kind is open at a time. A parameter of another kind between two members does not close it:
+        # norms in float32 between bfloat16 matrices would otherwise leave one small bucket per layer.
         at, held_bytes = open_groups.get(kind, (-1, 0))
         if at < 0 or held_bytes + size_bytes > sharding.bucket_bytes:
             at, held_bytes = len(groups), 0
@@ -147,6 +161,7 @@ def _owners_of_whole(parameters: Sequence[Parameter], num_owners: int) -> dict[s
 
     By their global sizes, so that ranks along tp, which have other parts of them, come to the same owners.
     """
+    # Over all buckets together: balanced bucket by bucket, the first owner would get the largest matrix of each.
     load_bytes = [0] * num_owners
     owner_of = {}
     for parameter in sorted(parameters, key=lambda each: (not each.trainable, -_master_bytes(each))):
@@ -163,8 +178,10 @@ def _master_bytes(parameter: Parameter) -> int:
 def _bucket(
     members: Sequence[Parameter], owner_of: dict[str, int] | None, num_owners: int, num_replicas: int
 ) -> Bucket:
+    # Replicas of an owner add up their sums of its part by reduce-scatter and all-gather: the part must divide by them.
     unit = ALIGNMENT_ELEMENTS * num_replicas
     if owner_of is None:
+        # Equal parts: NCCL has one collective for those, and needs several transfers for parts of several sizes.
         slots, end = _slots(members, 0)
         counts = (_round_up(end, unit * num_owners) // num_owners,) * num_owners
     else:

@@ -14,7 +14,7 @@ ITEMSIZE_BYTES: Mapping[str, int] = MappingProxyType(
         "int16": 2,
         "int32": 4,
         "int64": 8,
-        "float4_e2m1fn_x2": 1,
+        "float4_e2m1fn_x2": 1,  # two numbers in each element
         "float8_e4m3fn": 1,
         "float8_e4m3fnuz": 1,
         "float8_e5m2": 1,
@@ -31,6 +31,8 @@ ITEMSIZE_BYTES: Mapping[str, int] = MappingProxyType(
 )
 """Bytes of one element."""
 
+# 16, of complex128. A torch view needs an offset that is a multiple of its own itemsize, and every itemsize divides 16,
+# so one alignment serves messages and files that hold stretches of several dtypes.
 ALIGNMENT_BYTES = max(ITEMSIZE_BYTES.values())
 """Stretches of a message start at multiples of the widest element, so that they can be viewed in any dtype."""
 
@@ -75,7 +77,8 @@ def promote(first: str, second: str) -> str:
         real = promote(_real(first), _real(second))
         return "complex128" if real == "float64" else "complex64"
     if itemsize_bytes(first) == itemsize_bytes(second):
-        return "float32"  # float16 and bfloat16 hold values that the other does not
+        # float16 has more digits, bfloat16 the larger range: only a wider dtype holds the values of both.
+        return "float32"
     return max(first, second, key=itemsize_bytes)
 
 

@@ -1,10 +1,16 @@
-"""What a plan costs a rank: bytes held and bytes sent, and where the gradients lie.
+"""What a plan costs a rank: bytes held and bytes sent, and where the gradients are in memory.
 
-With N elements, d owners and bf16 compute: working copy 2N, gradients 2N (4N when several microbatches accumulate in
-float32), master 4N/d, optimizer state of the owned N/d; sent per update (d-1)/d * N * (bytes of gradient + bytes of
-working copy). Stage 2 holds gradients of 4N/d and those of two buckets on their way, and sends them for each of the k
-microbatches, k * 2 bytes each. Stage 3 holds working copies of 2N/d, the two units that are gathered, and the gradients
-of two units on their way, and sends each unit as often as it is gathered (`plan.gathers`).
+With N elements, d owners, k microbatches, bfloat16 compute and AdamW; u is the largest bucket or unit, in elements:
+
+    stage    working   gradients               master   Adam   on their way         gathered   sent per update
+    0        2N        2N (k=1), 4N (k>1)      4N       8N     -                    -          (d-1)/d N (2 or 4 + 4)
+    1        2N        2N (k=1), 4N (k>1)      4N/d     8N/d   -                    -          (d-1)/d N (2 or 4 + 2)
+    2        2N        4N/d                    4N/d     8N/d   4u, + 4u/d if k>1    -          (d-1)/d N (2k + 2)
+    3        2N/d      4N/d                    4N/d     8N/d   4u, + 4u/d if k>1    4u         (d-1)/d N (2k + 2g)
+
+g: how often each unit is gathered (`plan.gathers`). N = 1e9, d = 8, k = 4, u = 2e7: stage 1 holds 2 + 4 + 0.5 + 1 GB,
+stage 3 holds 0.25 + 0.5 + 0.5 + 1 + 0.09 + 0.08 GB. Stage 0 is one owner with d replicas: it sends gradients twice (a
+reduce-scatter and an all-gather of float32 sums) and no working copies. Activations do not count.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +23,7 @@ from shardwise.plan.specs import Precision
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaRegion:
-    """Where one bucket's gradients lie in the arena, in bytes from its beginning."""
+    """The place of one bucket's gradients in the arena, in bytes from its beginning."""
 
     gradient_dtype: str
     gradient_start_bytes: int
@@ -32,10 +38,16 @@ class Arena:
 
     A gradient that is accumulated in the master's dtype is reduced in place (p). A narrower one (g) cannot: its owned
     part grows. Their reduced parts are therefore packed at the front, each over gradients that were reduced before it,
-    and those that stay in place lie behind all of them, so that nothing is packed over their results:
+    and those that stay in place are behind all of them, so that nothing is packed over their results:
 
-        [ headroom | g0 . . . . | g2 . . . . | p1 . . . . | p3 . . . . ]    before
-        [ r0 . | r2 . | (free)               |  . . r1  . | . . r3 . . ]    after
+        2 owners, k = 1; buckets of 64 elements: g0 and g2 in bfloat16, p1 in float32; the arena of owner 1
+
+        byte     0          128        256        384                   640
+        before   | headroom | g0       | g2       | p1                  |
+        after    | r0       | r2       | (free)   |          | r1       |
+
+    Buckets are reduced in their order, so r2 may overwrite g0. Without the headroom r0 would overwrite g0 itself, while
+    the collective still reads it.
     """
 
     num_bytes: int
@@ -57,7 +69,7 @@ class Footprint:
     """Stages 2 and 3: gradients on their way to owners; two buffers (of the largest bucket, or of those of a
     unit), and a part of a sum where microbatches are merged."""
     gathered_bytes: int = 0
-    """Stage 3: of the two largest units, the most that is gathered at a time where no unit lies in another; of all
+    """Stage 3: of the two largest units, the most that is gathered at a time where no unit is inside another; of all
     units where they are kept."""
 
 
@@ -83,6 +95,8 @@ def wire_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) -
     Parameters wider than the plan's masters (float64, complex) keep their own dtype all the way.
     """
     held = gradient_dtype(bucket, precision, num_microbatches=num_microbatches)
+    # A cast to `precision.reduce` may only lose what the plan gives up knowingly: never the digits of a parameter whose
+    # own dtype is wider than the plan's masters, and never by widening, which sends more for nothing.
     narrows = bucket.master == precision.master and promote(held, precision.reduce) == held
     return precision.reduce if narrows else held
 
@@ -94,7 +108,7 @@ def run_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPlace:
-    """Where the gradient of one bucket lies on its way, in a buffer that serves several buckets in turn."""
+    """The place of the gradient of one bucket on its way, in a buffer that serves several buckets in turn."""
 
     group: int
     """Buckets of one group come together, and have a buffer together."""
@@ -124,14 +138,18 @@ def buffer_bytes(ownership: Ownership, precision: Precision, *, by_unit: bool) -
 
 def plan_arena(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Arena:
     """Lay out the gradients of the trainable buckets for one owner."""
+    # One block and not one buffer per bucket: a rank's reduced parts need no memory besides the gradients.
     buckets = [bucket for bucket in ownership.buckets if bucket.trainable]
     dtypes = [gradient_dtype(bucket, precision, num_microbatches=num_microbatches) for bucket in buckets]
-    headroom = packed = grown = 0  # bytes needed in front, reduced parts so far, gradients so far that do not stay
+    # When bucket n is reduced, the results of 0 .. n must end at or before its gradient: headroom + grown >= packed,
+    # where packed counts results up to n and grown counts gradients before n (of those that do not stay in place).
+    headroom = packed = grown = 0
     for bucket, dtype in zip(buckets, dtypes, strict=True):
         if dtype != bucket.master:
             packed += bucket.counts[owner] * itemsize_bytes(bucket.master)
             headroom = max(headroom, packed - grown)
             grown += bucket.num_elements * itemsize_bytes(dtype)
+    # A multiple of 64 keeps the gradients behind it as well aligned as slots are in their buckets.
     headroom = -(-headroom // 64) * 64
     regions = []
     packed, growing, staying = 0, headroom, headroom + grown
@@ -179,6 +197,8 @@ def sharded_footprint(
 
     keeps: what was gathered stays until the update. late: parameters whose gradients stay whole until its end.
     """
+    # Late: a tie between stages of a pipeline, whose gradient is summed over the stages first. It cannot go to its
+    # owner microbatch by microbatch, so its bucket has an arena as under stage 1.
     whole, cut = _by_lateness(ownership, late)
     held = footprint(whole, owner, precision, num_microbatches=num_microbatches)
     rest = footprint(ownership, owner, precision, num_microbatches=num_microbatches)
@@ -187,9 +207,11 @@ def sharded_footprint(
         bucket.counts[owner] * itemsize_bytes(run_dtype(bucket, precision, num_microbatches=num_microbatches))
         for bucket in trainable
     )
+    # One buffer fills in backward while the other is reduced. Peaks above that are given back (`grad_buffers`).
     places = places_in_buffers(cut, precision, by_unit=bool(units))
     num_buffers = min(2, len({place.group for place in places}))
     scratch = max((bucket.counts[owner] * itemsize_bytes(bucket.master) for bucket in trainable), default=0)
+    # The unit that runs and the next one: the two largest are the most that these can be.
     gathered = dict.fromkeys(units, 0)
     working = 0
     for bucket in ownership.buckets:
@@ -227,7 +249,9 @@ def sharded_traffic(
     reduce_bytes, gather_bytes = once.reduce_bytes, once.gather_bytes
     for bucket in cut.buckets:
         own, working = bucket.counts[owner], itemsize_bytes(bucket.working)
-        times = int(bucket.trainable)  # once, after the update
+        # Without units: once, after the update, when owners publish what they changed. Under stage 3 nothing is
+        # published; the next forward gathers.
+        times = int(bucket.trainable)
         if gathers is not None and bucket.unit is not None:
             times = gathers.get(bucket.unit, times)
         gather_bytes += times * (ownership.num_owners - 1) * own * working
@@ -235,6 +259,7 @@ def sharded_traffic(
             wire = itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=1))
             reduce_bytes += num_microbatches * (bucket.num_elements - own) * wire
             if (replicas := ownership.num_replicas) > 1:
+                # Once per update, not per microbatch: replicas add up the owners' sums of all microbatches.
                 reduce_bytes += 2 * (replicas - 1) * (own // replicas) * itemsize_bytes(bucket.master)
     return Traffic(reduce_bytes=reduce_bytes, gather_bytes=gather_bytes)
 
@@ -258,7 +283,8 @@ def traffic(ownership: Ownership, owner: int, precision: Precision, *, num_micro
         reduce_bytes += (bucket.num_elements - own) * wire
         gather_bytes += (ownership.num_owners - 1) * own * itemsize_bytes(bucket.working)
         if (replicas := ownership.num_replicas) > 1:
-            # Owners of the same part add up their sums: a reduce-scatter and an all-gather over the replicas.
+            # Owners of the same part add up their sums: a reduce-scatter and an all-gather over the replicas. With one
+            # owner there was no sum before, so that the first of the two carries gradients in their wire dtype.
             first = wire if ownership.num_owners == 1 else itemsize_bytes(bucket.master)
             reduce_bytes += (replicas - 1) * (own // replicas) * (first + itemsize_bytes(bucket.master))
     return Traffic(reduce_bytes=reduce_bytes, gather_bytes=gather_bytes)

@@ -1,4 +1,9 @@
-"""The one matcher of names: which parameters a pattern means."""
+"""Names of parameters and of optimizer state: the one matcher of patterns, and the names of entries of state.
+
+A pattern in a plan may mean three things: a name or glob of modules or parameters (`meant_by`), the same with all that
+is inside (`matches`), and a name that was mistyped (`nearest`). In a state, parameters and buffers have the names of
+the model. Optimizer state is named `optimizer/<parameter>/<key>`.
+"""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -14,8 +19,10 @@ def matches(pattern: str, name: str) -> bool:
     False
     """
     parts = name.split(".")
+    # The name and every module around it, whole names only: "norm" must not mean "norms.weight".
     meant = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return any(each == pattern or fnmatchcase(each, pattern) for each in meant)  # a name may hold brackets itself
+    # Equality first: a name may hold brackets itself (keys of a ModuleDict), which a glob would read as a set.
+    return any(each == pattern or fnmatchcase(each, pattern) for each in meant)
 
 
 def any_matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
@@ -34,6 +41,7 @@ def meant_by(pattern: str, names: Sequence[str]) -> list[str]:
 
 def nearest(pattern: str, names: Sequence[str]) -> str | None:
     """The name that is spelled most like a pattern; None where there are no names."""
+    # A cutoff of 0 always gives a name: a far one still shows what names of this model look like.
     near = difflib.get_close_matches(pattern.strip("*"), names, n=1, cutoff=0.0)
     return near[0] if near else None
 
@@ -48,3 +56,37 @@ def unmatched(patterns: Iterable[str], names: Sequence[str], *, role: str) -> li
         hint = f"; the nearest parameter is {near!r}" if near is not None else "; the model has no parameters"
         findings.append(f"{role}: {pattern!r} matches none of the {len(names)} parameters{hint}")
     return findings
+
+
+MASTER = "master"
+"""The key of a parameter's master, where that is held apart from the working copy."""
+
+STATE_PREFIX = "optimizer/"
+"""With this the names of all optimizer state begin."""
+
+
+def state_name(parameter: str, key: str) -> str:
+    """The name of what an optimizer has for a parameter under `key`.
+
+    >>> state_name("layer.weight", "exp_avg")
+    'optimizer/layer.weight/exp_avg'
+    """
+    return f"{STATE_PREFIX}{parameter}/{key}"
+
+
+def is_state_name(name: str) -> bool:
+    """Whether a name is not the model's own."""
+    return name.startswith(STATE_PREFIX)
+
+
+def split_state_name(name: str) -> tuple[str, str] | None:
+    """The parameter and the key of a name that `state_name` makes; None for every other. Keys hold no slash.
+
+    >>> split_state_name("optimizer/layer.weight/exp_avg"), split_state_name("layer.weight")
+    (('layer.weight', 'exp_avg'), None)
+    """
+    if not is_state_name(name) or name.count("/") < 2:
+        return None
+    # From the right: a parameter's name may hold slashes, and a key may not (`values_of` refuses one).
+    parameter, _, key = name.removeprefix(STATE_PREFIX).rpartition("/")
+    return parameter, key

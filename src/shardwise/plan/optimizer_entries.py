@@ -1,6 +1,11 @@
-"""Which entries of optimizer state a checkpoint has for live parameters, and what they are to become.
+"""Which entries of optimizer state a checkpoint has for live parameters, and what they become here.
 
-The state of a parameter is stored as `optimizer/<parameter>/<key>`; `optimizer/<parameter>/master` is its master.
+The state of a parameter is stored as `optimizer/<parameter>/<key>`; `optimizer/<parameter>/master` is its master, which
+is no state. For a parameter w of shape (4, 3), bfloat16 when saved and float32 here, under AdamW:
+
+    optimizer/w/exp_avg   bfloat16 (4, 3)   along: cut like w; follows w: becomes float32
+    optimizer/w/step      float32 ()        not along: whole for everyone who has a part of w; stays float32
+    optimizer/w/ratio     float32 (4,)      not along (its shape is not w's); its dtype was not w's: stays float32
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import OptimizerError
-from shardwise.plan.optimizer_settings import (
+from shardwise.plan.names import MASTER, split_state_name, state_name
+from shardwise.plan.saved_settings import (
     PYTHON_DTYPES,
     NamedOptimizer,
     TakeOver,
@@ -16,9 +22,10 @@ from shardwise.plan.optimizer_settings import (
     stored_names,
     stored_ties,
 )
-from shardwise.plan.state_names import MASTER, split_state_name, state_name
 from shardwise.space import Piece
 
+# Shapes decide what is cut along with a parameter. A scalar parameter has the shape of its `step`, which would look
+# like a moment.
 NEVER_ALONG = frozenset({"step"})
 """Keys that count updates: one number, though a parameter may have one element."""
 
@@ -28,7 +35,7 @@ def values_of(
 ) -> Iterator[tuple[str, str, Any]]:
     """The state of a live optimizer as (name of the parameter, key, value).
 
-    Raises OptimizerError for state of what is no parameter in `name_of`, and for keys of which no name can be made.
+    Raises OptimizerError for state of an object that `name_of` does not have, and for keys that fit into no name.
     """
     for parameter, entries in state.items():
         if (name := name_of.get(parameter)) is None:
@@ -39,6 +46,7 @@ def values_of(
                 "the names of the model's parameters"
             )
         for key, value in entries.items():
+            # A slash would make the name ambiguous (see `split_state_name`), and the master has its name already.
             if not isinstance(key, str) or "/" in key or key == MASTER:
                 raise OptimizerError(
                     f"the optimizer's state of {name!r} has the key {key!r}; a checkpoint names it "
@@ -50,6 +58,7 @@ def values_of(
 def python_type(parameter: str, key: str, value: object) -> str:
     """The name of the type of a Python value in an optimizer's state; raises OptimizerError unless it can be kept."""
     name = type(value).__name__
+    # By the type's name: a bool is an int for isinstance, and comes back as what it was.
     if name not in PYTHON_DTYPES or (name == "int" and not -(1 << 63) <= value < 1 << 63):  # type: ignore[operator]
         raise OptimizerError(
             f"the optimizer's state {key!r} of {parameter!r} is {value!r:.80} ({name}); a checkpoint keeps tensors, "
@@ -75,7 +84,8 @@ def python_types(values: Iterable[tuple[str, str, Any]]) -> dict[str, str]:
 
 
 def has_updated(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter with this state was updated; Adagrad has state before its first update."""
+    """Whether a parameter with this state was updated."""
+    # State is not enough: Adagrad makes it in its constructor, with step 0.
     step = state.get("step")
     return bool(state) and (step is None or bool(step != 0))
 
@@ -151,15 +161,18 @@ def plan_optimizers(
     parameters, alias -> name. stored: every tensor of the checkpoint as one piece. Raises CheckpointError for settings
     that are not understood.
     """
+    # Under the names of the save, which may call a tied parameter otherwise than the live model does.
     over = plan_take_over(live, ties, settings)
     by_parameter = _entries_by_parameter(stored)
     then = stored_names([each.name for each in parameters], ties, by_parameter, stored_ties(settings))
     entries = {
         each.name: tuple(_entries(each, by_parameter[then[each.name]], _held(stored, then[each.name]), over))
         for each in parameters
+        # State of another kind of optimizer is left; where nothing says which optimizer it was, shapes must do.
         if each.name in then and (each.name in over.source or not over.has_groups)
     }
     findings = list(over.findings)
+    # Plain weights into an optimizer that has updated: its moments would go on from the values that are overwritten.
     knows_optimizers = over.has_groups or bool(by_parameter)
     if not knows_optimizers and any(each.has_state for each in parameters):
         findings.append(
@@ -218,10 +231,12 @@ def _entries(
     plain = over.source[live.name][1].plain if live.name in over.source else {}
     for key, piece in found.items():
         python = plain.get(key)
+        # "plain" holds for a key and all parameters. A tensor of another shape or dtype under this key was a tensor.
         if piece.global_shape or PYTHON_DTYPES.get(python or "") != piece.dtype:
-            python = None  # other parameters have a Python value here, this one a tensor
+            python = None
         along = python is None and piece.global_shape == live.shape and key not in live.whole_keys
-        # What the optimizer made in the parameter's dtype, it needs in the dtype that the parameter has now.
+        # Optimizers make moments in the parameter's dtype (zeros_like) and need them in the dtype that it has now. A
+        # scalar of that dtype by chance (`step` is float32) was not made so, and stays.
         follows = held is not None and piece.dtype == held.dtype and (along or bool(piece.global_shape))
         whole = Piece(
             name=state_name(live.name, key),

@@ -1,12 +1,140 @@
-"""Whether a schedule can be run with the transfers that a model really has, and one that can where it cannot."""
+"""Whether a schedule can be run with the transfers that a model really has, and the nearest one that can.
 
-from collections import Counter
-from collections.abc import Iterable
+A schedule is made before anyone knows which values cross between stages; the first forward shows that. `walk` runs the
+schedule against these transfers in thought: who waits for what, and when. `check` finds faults and deadlocks, and
+`adapt` gives up as little as it can. One microbatch's transfers are (source stage, destination stage) in program order.
+Every rank walks through the same program; what it meets at a local stage below the highest that it has entered belongs
+to that highest one:
+
+    transfers     0>1  1>2  2>0  0>2          (4 stages on 2 ranks)
+    rank 0, F.0   send                        runs on until it would enter stage 2
+            F.2        recv  local  local     stage 0 again, but stage 2 was entered
+    rank 1, F.1   recv send
+
+A backward is its forward reversed: it waits for the gradient of what was sent, and sends that of what was received.
+(The engine waits for a gradient in the backward of the stage that made the value, which is the same one or a later one
+of the rank: what passes here, passes there.)
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 
 from shardwise.errors import PlanError
-from shardwise.plan.schedule_walk import Transfers, walk
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, warmed_up
+
+Transfers = Sequence[tuple[int, int]]
+"""(source stage, destination stage) of every value that one microbatch moves, in program order."""
+
+
+@dataclass(slots=True)
+class ActionPart:
+    """A part of an action: it waits for transfers, computes, and sends transfers; all by their numbers."""
+
+    waits: list[int] = field(default_factory=list)
+    sends: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledMessage:
+    """A value ("F") or a gradient ("B") of one microbatch on its way; `transfer` is the number of its transfer."""
+
+    kind: str
+    microbatch: int
+    transfer: int
+
+
+@dataclass(slots=True)
+class Walk:
+    """What came of it."""
+
+    parts: list[tuple[int, Action, float, float]] = field(default_factory=list)
+    """(rank, action, start, stop) of every part that was computed."""
+    stuck: dict[int, tuple[Action, ScheduledMessage]] = field(default_factory=dict)
+    """For each rank that could not finish: the action that it is in, and what it waits for."""
+
+
+def chain(num_stages: int) -> list[tuple[int, int]]:
+    """The transfers of a model whose stages pass one value on."""
+    return [(stage, stage + 1) for stage in range(num_stages - 1)]
+
+
+def parts_of(transfers: Transfers, num_ranks: int, num_stages: int) -> list[list[ActionPart]]:
+    """For each stage the parts of its forward: runs of waits, each followed by compute and sends.
+
+    What stays on one rank is met in order anyway, and left out.
+    """
+    parts = [[ActionPart()] for _ in range(num_stages)]
+    entered = [-1] * num_ranks
+    for number, (source, destination) in enumerate(transfers):
+        ends = [(source, True), (destination, False)]
+        for stage, is_sent in ends:
+            rank = stage % num_ranks
+            entered[rank] = max(entered[rank], stage)
+            # What stays on one rank needs no message. The stage counts as entered all the same.
+            if source % num_ranks == destination % num_ranks:
+                continue
+            action = parts[entered[rank]]
+            if is_sent:
+                action[-1].sends.append(number)
+            else:
+                # A wait after a send begins a new part: what was computed before is on its way already, and a peer may
+                # need it to give what is waited for. With one part per action, feedback would always deadlock.
+                if action[-1].sends:
+                    action.append(ActionPart())
+                action[-1].waits.append(number)
+    return parts
+
+
+def backward(parts: Sequence[ActionPart]) -> list[ActionPart]:
+    """The parts of the backward of a stage whose forward has these parts."""
+    return [ActionPart(waits=part.sends[::-1], sends=part.waits[::-1]) for part in reversed(parts)]
+
+
+def walk(schedule: Schedule, transfers: Transfers, seconds: Callable[[Action], float], transfer_s: float = 0.0) -> Walk:
+    """Run the schedule; each action takes its seconds, in equal parts. Sends take no time of the rank that sends.
+
+    The schedule must be sound (`schedule_check`), and the transfers between its stages.
+    """
+    forward = parts_of(transfers, schedule.num_ranks, schedule.num_stages)
+    parts = {"F": forward, "B": [backward(stage) for stage in forward]}
+    # Each rank is a generator that stops where it must wait. A send wakes the one rank that waits for it, so that the
+    # walk takes time linear in the messages: no polling, and no clock. When nothing is ready, who still waits is stuck.
+    result = Walk()
+    arrivals: dict[ScheduledMessage, float] = {}
+    waiting: dict[ScheduledMessage, int] = {}
+    ready: deque[int] = deque(range(schedule.num_ranks))
+
+    def run(rank: int) -> Iterator[tuple[Action, ScheduledMessage]]:
+        """Run the rank's order; yields what it waits for while that has not been sent."""
+        now = 0.0
+        for action in schedule.orders[rank]:
+            message = partial(ScheduledMessage, action.kind, action.microbatch)
+            stage_parts = parts[action.kind][action.stage]
+            for part in stage_parts:
+                for number in part.waits:
+                    while (waited := message(number)) not in arrivals:
+                        yield action, waited
+                    now = max(now, arrivals[waited])
+                stop = now + seconds(action) / len(stage_parts)
+                result.parts.append((rank, action, now, stop))
+                now = stop
+                for number in part.sends:
+                    sent = message(number)
+                    arrivals[sent] = now + transfer_s
+                    if sent in waiting:
+                        ready.append(waiting.pop(sent))
+
+    runs = [run(rank) for rank in range(schedule.num_ranks)]
+    while ready:
+        rank = ready.popleft()
+        result.stuck.pop(rank, None)
+        if (blocked := next(runs[rank], None)) is not None:
+            result.stuck[rank] = blocked
+            waiting[blocked[1]] = rank
+    return result
 
 
 def check(schedule: Schedule, transfers: Transfers) -> list[str]:
@@ -14,8 +142,9 @@ def check(schedule: Schedule, transfers: Transfers) -> list[str]:
 
     `transfers`: (source stage, destination stage) of what one microbatch moves, in program order; a value may go
     back to an earlier stage, and stages may pass several. Each rank runs its order alone; a send never blocks, a wait
-    lasts until what it waits for is sent. `schedule_walk` says which transfers belong to which action.
+    lasts until what it waits for is sent. `parts_of` says which transfers belong to which action.
     """
+    # Deadlocks last: a walk makes sense only for a schedule with every action once, on the rank of its stage.
     return _foreign(schedule, transfers) + _structure(schedule) or _deadlocks(schedule, transfers)
 
 
@@ -29,6 +158,7 @@ def adapt(schedule: Schedule, transfers: Transfers, *, steps_back: bool = False)
     steps_back: a rank works on one of its stages again after a later one, or waits in a forward for what other stages
     tell, so that the actions of its stages are not apart.
     """
+    # All ranks call this with the same arguments, and so come to the same schedule without a message.
     findings = check(schedule, transfers)
     if steps_back and schedule.num_chunks > 1:
         findings.append(
@@ -82,6 +212,7 @@ def _structure(schedule: Schedule) -> list[str]:
             findings.append(f"{who} has {_microbatches(again)} more than once")
         elif row != sorted(row):
             later, sooner = next((a, b) for a, b in pairwise(row) if a > b)
+            # Not for speed: sums of gradients depend on the order, and this one is that of a single process.
             findings.append(f"{who} has microbatch {later} before {sooner}; each stage takes them in ascending order")
     return findings or [finding for order in schedule.orders for finding in _sequence(order)]
 
@@ -116,14 +247,25 @@ def _deadlocks(schedule: Schedule, transfers: Transfers) -> list[str]:
 
 
 def _in_step(schedule: Schedule, transfers: Transfers) -> Schedule:
-    """1F1B in which no stage runs ahead of one that it, or an earlier stage, gets values back from."""
+    """1F1B in which no stage runs ahead of one that it, or an earlier stage, gets values back from.
+
+    Where stage 2 gives a value back to stage 1 (transfers 0>1, 1>2, 2>1, 2>3), on 4 ranks:
+
+        1f1b      rank 1   F0 F1 F2 (waits for the value 2>1 of microbatch 2)
+                  rank 2   F0 F1 B0 (waits for the gradient of the value 2>1 of microbatch 0): a deadlock
+        in step   rank 1   F0 F1 B0 F2 B1 B2
+                  rank 2   F0 F1 B0 F2 B1 B2
+    """
     num_stages, k = schedule.num_stages, schedule.num_microbatches
+    # Which stages each one feeds, over others too; two that reach each other must not run ahead of each other.
     reached = [{stage} for stage in range(num_stages)]
     for _ in range(num_stages):
         for source, destination in transfers:
             reached[source] |= reached[destination]
     mutual = [max(other for other in reached[stage] if stage in reached[other]) for stage in range(num_stages)]
-    leads = list(accumulate(mutual, max))  # the later stage that each keeps step with
+    # The later stage that each keeps step with. The largest so far: a stage between two that feed each other passes on
+    # what they wait for, so it may not lag behind either.
+    leads = list(accumulate(mutual, max))
     groups = [list(group) for _, group in groupby(range(num_stages), key=leads.__getitem__)]
     ranges = " and ".join(f"{group[0]} to {group[-1]}" for group in groups if len(group) > 1)
     orders = []

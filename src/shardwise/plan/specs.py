@@ -1,4 +1,8 @@
-"""What a user asks for: the plan and its strategies, as frozen values with a text form (TOML) that parses back."""
+"""What a user asks for: the plan and its strategies, as frozen values with a text form (TOML) that parses back.
+
+Each value checks itself when it is made and reports all problems at once. The text is what ranks compare, what a save
+keeps, and what a configuration file may hold; fields appear in their order here, so a new one goes last.
+"""
 
 import dataclasses
 import difflib
@@ -11,7 +15,6 @@ from shardwise.errors import PlanError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.schedules import SCHEDULES, Schedule
 from shardwise.plan.tensor_rules import rule_problems
-from shardwise.plan.toml_text import toml_text
 from shardwise.space import Mesh
 
 Partition = Literal["slice", "whole"]
@@ -38,6 +41,7 @@ class Sharding:
     """Stage 3: gather each unit once per update and keep it for all microbatches; False: anew for each use."""
 
     def __post_init__(self) -> None:
+        # TOML gives lists. A frozen value needs a tuple to be hashable, and to equal the one that was written.
         if isinstance(self.units, list):
             object.__setattr__(self, "units", tuple(self.units))
         _raise(_sharding_problems(self))
@@ -101,6 +105,9 @@ Value = TypeVar("Value")
 class ByName(Mapping[str, Value]):
     """Names with a value each: a mapping that does not change, equal and hashed by content, in the order given."""
 
+    # Why not a dict: a frozen dataclass with one cannot be hashed, and the caller could change it afterwards. Equality
+    # is Mapping's: two orders of the same entries are equal, so the hash must not depend on the order.
+
     __slots__ = ("_values",)
 
     def __init__(self, values: Mapping[str, Value]) -> None:
@@ -130,7 +137,7 @@ class Pipeline:
     """
 
     schedule: str = "1f1b"
-    """`fthenb`, `1f1b` or `interleaved`, or the text of a schedule, which is told by its line ends."""
+    """`fthenb`, `1f1b` or `interleaved`, or the text of a schedule, which is recognised by its line ends."""
     stages: Mapping[str, int] | None = None
     """{name or glob of modules (or of parameters outside them): stage}; None: balanced by `balance`."""
     chunks: int | None = None
@@ -148,6 +155,7 @@ class Pipeline:
         """Stages per rank, also where `chunks` is left to the schedule."""
         if self.chunks is not None:
             return self.chunks
+        # A written schedule has its chunks in its heading: to ask for the number again could only contradict it.
         if "\n" in self.schedule:
             return Schedule.parse(self.schedule).num_chunks
         return 2 if self.schedule == "interleaved" else 1
@@ -202,6 +210,7 @@ class Plan:
     """Largest 2-norm of the averaged gradient of all parameters; None: no clipping."""
 
     def __post_init__(self) -> None:
+        # Each strategy has checked itself. Only what needs two of them is checked here.
         problems = [
             f"{name}: {value!r} is not a {kind.__name__}"
             for name, kind in _STRATEGIES.items()
@@ -210,6 +219,7 @@ class Plan:
         clip = self.clip_grad_norm
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
             problems.append(f"clip_grad_norm: {clip!r} is not a number above 0; None switches clipping off")
+        # Guarded: with a value of another type the findings above are the ones that help.
         if isinstance(self.mesh, Mesh) and isinstance(self.pipeline, Pipeline):
             problems += self.pipeline.foreign_stages(self.mesh.pp)
         _raise(problems)
@@ -240,6 +250,7 @@ class Plan:
                     arguments[name] = read_strategy(name, table)
                 except PlanError as error:
                     problems += error.problems
+        # A plan is made even after problems, for those that only show in it; `_raise` then refuses it.
         try:
             plan = cls(**arguments)
         except PlanError as error:
@@ -266,6 +277,7 @@ def read_strategy(name: str, table: object) -> Any:
     if not isinstance(table, dict):
         raise PlanError(f"{name}: {table!r} is not a table of settings; write [{name}]")
     kind = _STRATEGIES[name]
+    # From the fields of the dataclass: a new setting can be read as soon as it exists.
     known = [spec.name for spec in dataclasses.fields(kind)]
     problems = [
         unknown_setting(f"{name}.{key}", [f"{name}.{each}" for each in known]) for key in table if key not in known
@@ -287,13 +299,14 @@ def _settings(strategy: Any) -> Iterator[tuple[str, object]]:
 
 
 def unknown_setting(key: str, known: Sequence[str]) -> str:
-    """The finding about a setting that nobody knows, with the nearest known one."""
+    """The finding about an unknown setting, with the nearest known one."""
     near = difflib.get_close_matches(key, known, n=1)
     return f"{key}: unknown setting" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 
 
 def _sharding_problems(sharding: Sharding) -> list[str]:
     problems = []
+    # True equals 1: without the second test `stage=True` would be stage 1.
     if sharding.stage not in (0, 1, 2, 3) or isinstance(sharding.stage, bool):
         problems.append(f"sharding.stage: {sharding.stage!r} asked; the stages are 0, 1, 2 and 3")
     for name, choices in (("partition", get_args(Partition)), ("owners", get_args(Owners))):
@@ -329,7 +342,7 @@ def _pipeline_problems(pipeline: Pipeline) -> list[str]:
         )
     elif stages is not None and pipeline.balance != "parameters":
         problems.append(
-            f"pipeline.balance: {pipeline.balance!r} asked, but pipeline.stages says where each module lies; "
+            f"pipeline.balance: {pipeline.balance!r} asked, but pipeline.stages says where each module is; "
             "leave one of them out"
         )
     return problems + ([] if stages is None else _stages_problems(stages))
@@ -373,3 +386,20 @@ def _is_bool(name: str, value: object) -> list[str]:
 def _raise(problems: list[str]) -> None:
     if problems:
         raise PlanError(*problems)
+
+
+def toml_text(value: object) -> str:
+    """The value in TOML, on one line; a mapping becomes an inline table, sorted, as its order means nothing."""
+    # Before numbers: True is an int in Python, and its repr is not TOML.
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(toml_text(each) for each in value) + "]"
+    if isinstance(value, Mapping):
+        entries = (f"{toml_text(name)} = {toml_text(value[name])}" for name in sorted(value))
+        return "{" + ", ".join(entries) + "}"
+    if isinstance(value, str):
+        # A TOML basic string: JSON's escapes are among its own, but it wants control characters escaped too.
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+    return repr(value)

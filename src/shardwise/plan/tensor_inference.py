@@ -58,7 +58,7 @@ class TracedParameter:
 
     name: str
     dim: int | None
-    """The dim along which its groups lie; None where they lie along several."""
+    """The dim that has its groups; None where several have."""
     groups: Groups
 
 
@@ -104,6 +104,7 @@ class RuleInference:
 
 def infer_rules(trace: ForwardTrace, *, num_ranks: int, without: Mapping[str, str] | None = None) -> RuleInference:
     """The rules for `num_ranks`. `without`: maps that stay whole -> why."""
+    # In the order in which maps ran: where a map could be in two families, the earlier one needs it first.
     without = without or {}
     reasons: dict[str, tuple[int, str]] = {}
     """With the number of groups of the family: a map may be in two, and what would have cut it most says more."""
@@ -113,6 +114,7 @@ def infer_rules(trace: ForwardTrace, *, num_ranks: int, without: Mapping[str, st
     for members in _members(trace):
         columns, rows = members.columns, members.rows
         if why := _unfit(members, maps, without, roles) or _uneven(members, maps, trace, num_ranks):
+            # A refused family stays whole, which is right in any case; the user is shown why.
             groups = {group for groups in members.sequences(maps) for group in groups} - {WHOLE, _UNUSED}
             weight = len(groups) if len(groups) > 1 else 0
             for each in (*columns, *rows):
@@ -123,6 +125,7 @@ def infer_rules(trace: ForwardTrace, *, num_ranks: int, without: Mapping[str, st
         roles |= dict.fromkeys(columns, "column") | dict.fromkeys(rows, "row")
     vocabulary = dict(_vocabulary(trace, roles, num_ranks, without))
     left = {name: why for name, (_, why) in reasons.items()}
+    # Last wins: what a rehearsal showed, and that a map did not run, say more than what its family lacks.
     left |= {**without, **dict.fromkeys(trace.not_run, "it did not run on the sample")}
     cut = roles.keys() | vocabulary.keys()
     return RuleInference(
@@ -149,6 +152,7 @@ class _Members:
 
 def _members(trace: ForwardTrace) -> Iterator[_Members]:
     """Families, in the order in which their first maps ran; those that are whole come first."""
+    # Union-find: groups that are along one dim belong to one family, whichever map or parameter brings them together.
     root: dict[int, int] = {}
 
     def find(group: int) -> int:
@@ -172,6 +176,7 @@ def _members(trace: ForwardTrace) -> Iterator[_Members]:
         if each.outputs:
             family = family_of(each.outputs)
             family.columns.append(each.module)
+            # `family_of` keeps no family for what is whole: it is given out at once, or its reason would be lost.
             if set(each.outputs) == {WHOLE}:
                 yield family
         for groups in each.inputs:
@@ -193,10 +198,12 @@ def _unfit(
             return without[each]
         if each in roles:
             return f"{each!r} is cut along its other dim ({roles[each]})"
+    # A residual stream is the usual case: it is added to what every rank has, so what gives it is whole.
     if any(WHOLE in groups for groups in members.sequences(maps)):
         return next((why for each in columns if (why := maps[each].why_whole)), "it meets what every rank has whole")
     if split := [each.name for each in members.parameters if each.dim is None]:
         return f"the parameter {split[0]!r} would be cut along two dims"
+    # A cut that nothing ends would leave every rank with a part of the model's output, or a wrong sum.
     if not rows:
         return "no linear map reads what it gives, feature by feature"
     for each in rows:
@@ -211,6 +218,7 @@ def _unfit(
 
 def _uneven(members: _Members, maps: Mapping[str, TracedMap], trace: ForwardTrace, num_ranks: int) -> str:
     """Why the groups of a family cannot be laid over the ranks; nothing where they can."""
+    # One order for all, or orders without a common group: then cutting each into equal runs puts a group on one rank.
     orders = {stretch.order for groups in members.sequences(maps) for stretch in _stretches(groups)}
     fewest = min(map(len, orders), default=0)
     if fewest < num_ranks:
@@ -242,7 +250,9 @@ class _GroupStretch:
 
 
 def _stretches(groups: Groups) -> list[_GroupStretch]:
-    """A dim as parts in each of which every group has one run of the same length."""
+    """A dim as parts; in each part every group has one run of the same length."""
+    # [0 0 1 1 | 0 1]: runs (0, 2) (1, 2) (0, 1) (1, 1). A new part begins where a group comes again, or a run has
+    # another length than those before it. Groups as (order, unit): (0 1, 2) and (0 1, 1).
     runs: list[list[int]] = []
     for group in groups:
         if runs and runs[-1][0] == group:
@@ -292,11 +302,13 @@ def _vocabulary(
     by_weight: dict[str, list[TracedMap]] = {}
     for each in trace.maps:
         by_weight.setdefault(each.weight, []).append(each)
+    # A tied embedding and head are one weight, which is cut in one way or not at all.
     for held in by_weight.values():
         fits = all(each.vocabulary >= num_ranks and each.module not in roles for each in held)
         fits = fits and all(each.is_embedding or (each.is_head and not each.column_problem) for each in held)
         if not fits or len(held) != held[0].num_holders or any(each.module in without for each in held):
             continue
+        # No head has as many outputs as this embedding has rows: it may be one of positions or of token types.
         if any(each.is_embedding for each in held) and held[0].vocabulary not in heads:
             continue
         if not any(each.is_embedding for each in trace.maps if each.vocabulary == held[0].vocabulary):

@@ -1,10 +1,22 @@
-"""The plan of tensor parallelism as a value: how each parameter is cut, and what each module does with its values."""
+"""The plan of tensor parallelism as a value, and its regions: the modules whose inputs and outputs are whole.
+
+A plan says how each parameter is cut and what is done around the forward of each module (`Style`). A region is a module
+that holds what begins a cut and what ends it. Its output is that of the uncut module, so the two can be compared:
+
+    layer      [ norm ]  [ attention: q k v (begin)  o (ends) ]  [ norm ]  fc1 (begins)  fc2 (ends)
+    regions              [---------------- 1 ----------------]
+               [----------------------------------- 2 ------------------------------------------]
+
+    what is open on the way out:   q, k, v begin + o ends -> attention is needed, nothing is open behind it
+                                   fc1 begins + fc2 ends  -> their parent, the layer, is needed
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from shardwise.plan.toml_text import toml_text
+from shardwise.plan.outlines import parents
+from shardwise.plan.specs import toml_text
 from shardwise.space import Portion
 
 Ranges = tuple[tuple[int, int], ...]
@@ -71,7 +83,7 @@ class TensorPlan:
     summed: frozenset[str] = frozenset()
     """Whole parameters that see other activations on each rank: their gradients are summed over the ranks."""
     named: frozenset[str] = frozenset()
-    """Whole parameters that have a rule, or lie in a module that has one."""
+    """Whole parameters that have a rule, or are in a module that has one."""
 
     def portions(self, coordinate: int) -> dict[str, Portion]:
         """What the rank at this coordinate of `tp` has of each parameter that is cut."""
@@ -85,6 +97,7 @@ class TensorPlan:
             written = {"dim": cut.dim, "ranges": cut.ranges, "shape": cut.shape}
             lines.append(f"cuts.{toml_text(name)} = {toml_text(written)}")
         for name, styles in self.styles.items():
+            # Defaults are left out, so a new field of `Style` does not change the texts of plans that do not use it.
             tables = tuple({key: value for key, value in _items(style) if value != _DEFAULTS[key]} for style in styles)
             lines.append(f"styles.{toml_text(name)} = {toml_text(tables)}")
         return "\n".join(lines) + "\n"
@@ -92,3 +105,96 @@ class TensorPlan:
 
 def _items(style: Style) -> list[tuple[str, object]]:
     return [(name, getattr(style, name)) for name in _DEFAULTS]
+
+
+End = Literal["begins", "ends", "bare"]
+"""What a module leaves open; `bare`: it holds a parameter that is cut without it."""
+
+CUTS_THE_MODULE = frozenset({"column", "row", "vocab", "channels"})
+"""Kinds of rules, and of styles, for modules whose own parameters are cut with them."""
+
+_CLOSED = frozenset({"sum", "sequence", "split"})
+"""Styles of modules that take and give what is whole (or, `split`, what is cut in a known way)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutRegion:
+    """One module to compare."""
+
+    name: str
+    is_needed: bool
+    """Whether it is the smallest around some cut; the others are those around it."""
+    styles: Mapping[str, tuple[Style, ...]]
+    """Module -> its styles; of those in the region."""
+    dims: tuple[int, ...]
+    """Dims of positions along which its inputs or outputs may be cut."""
+
+
+def regions_of(plan: TensorPlan) -> tuple[CutRegion, ...]:
+    """The regions of a plan, and all modules around them, from the outside in.
+
+    A cut that nothing ends (a head whose logits stay cut) is looked at in the module that holds it, unless that is
+    the model itself.
+    """
+    opened: dict[str, set[tuple[str, End]]] = {}
+    for name, end in _ends(plan):
+        opened.setdefault(name, set()).add((name, end))
+    needed = {name for name, styles in plan.styles.items() if any(style.kind in _CLOSED for style in styles)}
+    within = {each for name in (*plan.styles, *opened) for each in _around(name)}
+    # From the inside out: what a module leaves open is handed to the one around it, until a beginning and an end meet.
+    for name in sorted(within, key=_depth, reverse=True):
+        here = opened.pop(name, set())
+        kinds = {end for _, end in here}
+        # A sum closes whatever is open in it, also bare parameters (experts), which no module ends.
+        is_sum = any(style.kind == "sum" for style in plan.styles.get(name, ()))
+        if is_sum or ("ends" in kinds and len(kinds) > 1):
+            needed.add(name)
+        elif name:
+            opened.setdefault(_parent(name), set()).update(here)
+        else:
+            # Nothing ends what is open at the model (a head whose logits stay cut): the module that holds the cut is
+            # compared. Where that is the model, its name is "" and nothing is added.
+            needed |= {holder for each, end in here if (holder := each if end == "bare" else _parent(each))}
+    return tuple(_region(plan, name, is_needed=name in needed) for name in sorted(within, key=_depth))
+
+
+def _ends(plan: TensorPlan) -> list[tuple[str, End]]:
+    """The modules that leave something open."""
+    found: list[tuple[str, End]] = []
+    for name, styles in plan.styles.items():
+        for style in styles:
+            # What gathers or splits inside itself (vocab too, by a sum) takes and gives whole values: nothing is open.
+            if style.kind in ("column", "channels") and not style.gathers:
+                found.append((name, "begins"))
+            elif style.kind == "row" and not style.splits:
+                found.append((name, "ends"))
+    for parameter in plan.cuts:
+        holder = parameter.rpartition(".")[0]
+        if not any(style.kind in CUTS_THE_MODULE for style in plan.styles.get(holder, ())):
+            found.append((holder, "bare"))
+    return found
+
+
+def _region(plan: TensorPlan, name: str, *, is_needed: bool) -> CutRegion:
+    styles = {each: held for each, held in plan.styles.items() if name in _around(each)}
+    dims = {
+        dim
+        for held in styles.values()
+        for style in held
+        for dim in (style.gather, style.scatter, style.dim if style.kind == "split" else None)
+        if dim is not None
+    }
+    return CutRegion(name=name, is_needed=is_needed, styles=styles, dims=tuple(sorted(dims)))
+
+
+def _around(name: str) -> tuple[str, ...]:
+    """A module and those around it."""
+    return (name, *parents(name), "") if name else ("",)
+
+
+def _parent(name: str) -> str:
+    return next(parents(name), "")
+
+
+def _depth(name: str) -> tuple[int, str]:
+    return (name.count(".") + 1 if name else 0, name)

@@ -8,7 +8,7 @@ A rule is a word, and settings in brackets where it needs them: `column`, `colum
     replicate   whole on every rank, and so is all inside that has no rule of its own
     sequence    whole; each rank works on its own positions, which are gathered (norms, dropout)
     heads       of a module of heads: its attributes count this rank's heads while it runs, for forwards that read them
-    sum         a module with cut bare parameters, of which each rank computes a part of a sum (experts)
+    sum         a module with cut bare parameters: each rank computes a part of a sum (experts)
     once        what counts once in such a sum: a bias, a path around; the first rank's goes on
     split       this module and what follows work on this rank's positions, up to a `gather`
     auto        what the model itself carries, or what a run of it allows; any other rule beats it:
@@ -17,7 +17,7 @@ A rule is a word, and settings in brackets where it needs them: `column`, `colum
 and the words of transformers (`colwise`, `packed_colwise`, `moe_tp_experts` ...) with the meaning that they have there.
 Of a bare parameter, `column` cuts the last dim but one (the last of a vector), `row` the last. Settings:
 
-    unit=64            so many indices stay together. Without it, what lies in a module of heads is cut between groups
+    unit=64            so many indices stay together. Without it, what is in a module of heads is cut between groups
                        of heads (a key-value head with its query heads)
     groups=8           the dim, or each of its parts, is so many units side by side (8+8+1024: of each part)
     parts=3            the dim is 3 equal stretches side by side (query, key, value), each cut for itself;
@@ -73,6 +73,8 @@ class Rule:
     """Of `heads`: attributes of the module that are as many times larger as there are more heads on all ranks."""
 
 
+# For each word its defaults and the settings that may change them. Words with one meaning (`colwise` and `column`) come
+# down to one kind and its flags, so that the planner never looks at a word.
 _COLUMN = frozenset({"parts", "unit", "groups", "dim", "gather"})
 _ROW = frozenset({"parts", "unit", "groups", "dim", "scatter"})
 _NONE: frozenset[str] = frozenset()
@@ -90,7 +92,9 @@ _WORDS: dict[str, tuple[Rule, frozenset[str]]] = {
         (Rule(text="sum", kind="sum"), _NONE),
         (Rule(text="once", kind="once"), _NONE),
         (Rule(text="auto", kind="auto"), _NONE),
-        # The words of transformers.distributed.tensor_parallel.
+        # The words of transformers.distributed.tensor_parallel, so that a model's own plan is read as it stands.
+        # `packed` is a gate and an up projection in one matrix: each half is cut for itself. `embedding_rowwise` is
+        # `vocab` without `gathers`, which leaves it to embeddings: the planner refuses it for a head.
         (Rule(text="colwise", kind="column"), _COLUMN),
         (Rule(text="colwise_rep", kind="column", gathers=True), _COLUMN),
         (Rule(text="colwise_gather_output", kind="column", gathers=True), _COLUMN),
@@ -116,7 +120,7 @@ RULES = tuple(_WORDS)
 
 
 def read_rule(text: str) -> Rule:
-    """The rule that a text writes down; raises PlanError for a word or a setting that nobody knows.
+    """The rule that a text writes down; raises PlanError for an unknown word or setting.
 
     >>> read_rule("column(parts=2, unit=64)").parts, read_rule("row(parts=4096+1024+1024)").parts
     (2, (4096, 1024, 1024))
@@ -140,6 +144,7 @@ def _value(text: str, name: str, value: str) -> object:
     if name == "attributes" and all(each.strip().isidentifier() for each in value.split("+")):
         return tuple(each.strip() for each in value.split("+"))
     numbers = [int(each) for each in value.split("+") if each.strip().isdigit()]
+    # Fewer numbers than words between plus signs: one of them was no number. Dims count from 0, sizes from 1.
     least = 0 if name in ("dim", "gather", "scatter") else 1
     if (
         len(numbers) != value.count("+") + 1
@@ -155,7 +160,7 @@ def _value(text: str, name: str, value: str) -> object:
 
 
 def rule_problems(rules: Mapping[str, str]) -> list[str]:
-    """One finding per rule that nobody knows."""
+    """One finding per unknown rule."""
     problems = []
     for name, text in rules.items():
         try:

@@ -1,11 +1,17 @@
-"""When each rank of a pipeline does what: simulated from the times of stages, or measured."""
+"""When each rank of a pipeline does what: simulated from the times of stages, or measured; and its drawing as text.
+
+A span is a forward, a backward or a wait. Waits may be inside of forwards (a stage that others feed twice), so busy
+time is the spans less the waits in them, and the bubble is what is left of all ranks' time:
+
+    rank 0   F0 [0 .. 1]  F1 [1 .. 2]  wait [2 .. 4]  B0 [4 .. 6] ...     busy 1 + 1 + 2 + ..
+    bubble = 1 - (sum of busy) / (ranks * makespan)
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
-from shardwise.plan.schedule_check import check
-from shardwise.plan.schedule_walk import Transfers, walk
+from shardwise.plan.schedule_check import Transfers, check, walk
 from shardwise.plan.schedules import SCHEDULES, Schedule
 
 
@@ -13,7 +19,7 @@ from shardwise.plan.schedules import SCHEDULES, Schedule
 class TimeSpan:
     """What a rank did from `start_s` to `stop_s` (seconds on a clock that all ranks share) for a microbatch's stage.
 
-    `kind` is "F", "B", "wait", or any other word. A wait may lie between forwards and backwards, or inside one.
+    `kind` is "F", "B", "wait", or any other word. A wait may be between forwards and backwards, or inside one.
     """
 
     rank: int
@@ -52,6 +58,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they were not busy, from 0 to 1."""
+        # Ranks that finish early idle until the last one has: the makespan is that of all.
         whole = self.num_ranks * self.makespan_s
         return 1 - sum(self.busy_s) / whole if whole else 0.0
 
@@ -68,6 +75,7 @@ class Timeline:
 
 def _less(span: TimeSpan, waits: Sequence[TimeSpan]) -> list[TimeSpan]:
     """What the waits, sorted by start, leave of a span."""
+    # Waits are sorted by start and do not overlap on one rank, so one pass cuts the span from left to right.
     pieces = []
     start_s = span.start_s
     for wait in waits:
@@ -92,7 +100,7 @@ def simulate_schedule(
 ) -> Timeline:
     """The timeline of a schedule whose forwards and backwards take these seconds, one number per stage.
 
-    An action spends its time in equal parts, one after each run of waits (`schedule_walk`). A transfer arrives
+    An action spends its time in equal parts, one after each run of waits (see `walk`). A transfer arrives
     `transfer_s` after it was sent, and costs neither rank anything. Raises PlanError where the schedule cannot be run
     with these transfers, and for a time that is missing or not one.
     """
@@ -110,6 +118,7 @@ def simulate_schedule(
     seconds = {"F": forward_s, "B": backward_s}
     done = walk(schedule, transfers, lambda action: seconds[action.kind][action.stage], transfer_s)
     spans = []
+    # A rank's gaps are its waits. The time before its first action is one too: the pipeline fills.
     until = [0.0] * schedule.num_ranks
     for rank, action, start_s, stop_s in done.parts:
         for kind, start, stop in (("wait", until[rank], start_s), (action.kind, start_s, stop_s)):
@@ -129,3 +138,82 @@ def ideal_bubble(name: str, *, num_ranks: int, num_chunks: int, num_microbatches
     if name not in SCHEDULES:
         raise PlanError(f"schedule: {name!r} has no formula for its bubble; known are {', '.join(SCHEDULES)}")
     return (num_ranks - 1) / (num_chunks * num_microbatches + num_ranks - 1)
+
+
+_FILL = {"F": "-", "B": "="}
+_IDLE = "."
+
+
+def draw_timeline(timeline: Timeline, *, width: int = 100) -> str:
+    """The drawing, at most `width` columns wide where that leaves room for time, with a legend and the bubble.
+
+    Microbatch 3's forward is `3--`, its backward `3==`, an idle rank `...`. Where ranks have several stages a cell
+    says which, "3.6" for stage 6, as in a schedule's text. A cell too narrow for its number has none.
+    """
+    names = [f"rank {rank}" for rank in range(timeline.num_ranks)]
+    margin = max(map(len, names)) + 2
+    cells = _joined(timeline.busy_spans())
+    columns, makespan_s = max(width - margin, 10), timeline.makespan_s
+    per_second = _columns_per_second([cell.stop_s - cell.start_s for cell in cells], makespan_s, columns)
+    length = round(makespan_s * per_second)
+    # Starts and stops are rounded, never lengths: neighbours meet, and rounding does not add up along a row.
+    rows = [[_IDLE] * length for _ in range(timeline.num_ranks)]
+    placed = []
+    for cell in cells:
+        start = round((cell.start_s - timeline.start_s) * per_second)
+        stop = round((cell.stop_s - timeline.start_s) * per_second)
+        rows[cell.rank][start:stop] = _FILL[cell.kind] * (stop - start)
+        placed.append((cell, start, stop))
+    one_stage = len({(cell.rank, cell.stage) for cell in cells}) <= timeline.num_ranks
+    full = {cell: f"{cell.microbatch}" if one_stage else f"{cell.microbatch}.{cell.stage}" for cell in cells}
+    # Stages in all cells or in none: a row that mixes "3" and "3.6" cannot be read.
+    has_stages = not one_stage and all(len(full[cell]) < stop - start for cell, start, stop in placed)
+    for cell, start, stop in placed:
+        label = full[cell] if has_stages else f"{cell.microbatch}"
+        if len(label) < stop - start:  # a column is left that shows forward or backward
+            rows[cell.rank][start : start + len(label)] = label
+    lines = [f"{name:<{margin}}{''.join(row)}" for name, row in zip(names, rows, strict=True)]
+    return "\n".join([*lines, _legend(timeline, has_stages)]) + "\n"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time in the unit that suits it: "1.5 s", "20 ms", "3.2 us"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-6:.4g} us" if seconds else "0 s"
+
+
+def _legend(timeline: Timeline, has_stages: bool) -> str:
+    example, meaning = ("3.6", "microbatch 3, stage 6") if has_stages else ("3", "microbatch 3")
+    return (
+        f"{example}- forward, {example}= backward of {meaning}; . idle; "
+        f"{seconds_text(timeline.makespan_s)}, bubble {timeline.bubble:.1%}"
+    )
+
+
+def _joined(spans: list[TimeSpan]) -> list[TimeSpan]:
+    """Spans by rank and start; those of one action that follow each other without a gap as one."""
+    joined: list[TimeSpan] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if last and _action(last) == _action(span) and last.stop_s == span.start_s:
+            joined[-1] = TimeSpan(*_action(span), last.start_s, span.stop_s)
+        else:
+            joined.append(span)
+    return joined
+
+
+def _action(span: TimeSpan) -> tuple[int, str, int, int]:
+    return span.rank, span.kind, span.microbatch, span.stage
+
+
+def _columns_per_second(durations: list[float], makespan_s: float, columns: int) -> float:
+    """A whole number of columns for the shortest cell where that fills most of the width, else what fills it all."""
+    if not makespan_s:
+        return 0.0
+    shortest = min(durations, default=makespan_s)
+    # Whole columns for the shortest cell make equal actions equally wide. Below two there is no room for a number, and
+    # the full width shows more. The small number keeps 3.0000 from becoming 2.
+    per_shortest = int(columns * shortest / makespan_s + 1e-9)
+    return per_shortest / shortest if per_shortest >= 2 else columns / makespan_s

@@ -1,12 +1,15 @@
 """Units: which parameters of a model are gathered together, and before the forward of which modules (stage 3).
 
-Where nobody says otherwise, a unit is a repeated block: a member of the outermost list (ModuleList, Sequential) that
+Without patterns from the user, a unit is a repeated block: a member of the outermost list (ModuleList, Sequential) that
 has several modules of one class, or of any module that has several children of one class and no such list in them.
-What lies outside of blocks is a unit by the module that holds it, so that an embedding, a last norm and a head are
+What is outside of blocks is a unit by the module that holds it, so that an embedding, a last norm and a head are
 gathered apart:
 
     embedding   |  layers.0  |  layers.1  |  layers.2  |   norm   |  head        six units; a head that is tied to the
     weight      |  all in it |            |            |   weight |  weight      embedding calls for the embedding's
+
+Units are gathered before a forward and freed after it. A smaller unit takes less memory and more collectives, and a
+parameter that no unit's forward covers could not be gathered in time.
 """
 
 import json
@@ -65,19 +68,23 @@ def plan_units(
 
     first_names: every name of a parameter -> its first one, which has the others as ties. patterns: names or globs of
     the modules that are units, "." for the model itself; what one pattern matches inside of what it matches is no unit
-    of its own, and a parameter belongs to the innermost. placed: the modules that lie on a stage of a pipeline; no unit
-    reaches beyond one, and what lies outside of all has none. Raises PlanError for patterns that match nothing, or no
+    of its own, and a parameter belongs to the innermost. placed: the modules that are on a stage of a pipeline; no unit
+    reaches beyond one, and parameters outside of all have none. Raises PlanError for patterns that match nothing, or no
     module that is called and holds parameters.
     """
+    # A parameter has one unit, that of its first name. Every other unit in which a tie of it is becomes a module before
+    # whose forward that unit is gathered too.
     chosen = set(_repeated(outline)) if patterns is None else _matched(outline, patterns)
-    holders: dict[str, list[str]] = {}  # parameter -> the units in which it lies, the one of its first name first
+    holders: dict[str, list[str]] = {}  # parameter -> the units that hold it, the one of its first name first
     for unit, parameter in _homes(outline, chosen, placed):
         found = holders.setdefault(first_names[parameter], [])
         if unit not in found:
             found.append(unit)
     for unit, module, parameter in _other_homes(outline, chosen):
         found = holders.get(first_names[parameter], [])
-        is_apart = bool(found) and not f"{found[0]}.".startswith(f"{module}.")  # the shared module has no unit itself
+        # A unit inside of the shared module is gathered by its own forward, under whichever name that is called. Only a
+        # unit around it misses the calls under the other names.
+        is_apart = bool(found) and not f"{found[0]}.".startswith(f"{module}.")
         if is_apart and unit not in found:
             found.append(unit)
     members: dict[str, list[str]] = {}
@@ -95,19 +102,22 @@ def plan_units(
 
 
 def _homes(outline: Outline, chosen: Collection[str], placed: Collection[str] | None) -> Iterator[tuple[str, str]]:
-    """(unit in which it lies, parameter) for every place of a parameter that has a unit, in the order of the model."""
+    """(unit that holds it, parameter) for every place of a parameter that has a unit, in the order of the model."""
 
     def walk(
         module: Outline, unit: str | None, called: str, is_placed: bool, is_inside: bool
     ) -> Iterator[tuple[str, str]]:
         """`called`: the innermost module around whose forward is called, which reads what its lists hold. `is_inside`:
         it also reads what its other children hold."""
+        # Only a module whose forward is called can gather: a list, and what an attention of torch computes with itself
+        # (without calling it), belong to the module around.
         if not module.is_container and not is_inside:
             called = module.name
         is_inside |= _is_one(module)
         if placed is not None and any(name in placed for name in module.names):
             is_placed = True
-            unit = called if unit is not None else None  # what was to be gathered as a whole ends at a stage
+            # A unit around several stages would gather, on each rank, parameters that other ranks hold: it ends here.
+            unit = called if unit is not None else None
         if module.name in chosen:
             unit = module.name
         if is_placed:
@@ -135,10 +145,12 @@ def _repeated(outline: Outline) -> Iterator[str]:
     if _is_one(outline):
         yield outline.name
         return
+    # Blocks without parameters (activations) repeat too, and need no unit.
     candidates = [child for child in outline.children if child.num_places and not child.is_container]
     count_of = Counter(child.kind for child in candidates)
     for child in outline.children:
         is_repeated = child in candidates and count_of[child.kind] > 1
+        # An encoder and a decoder of one class are repeated, but their layers are the blocks: look inside of them.
         if is_repeated and (_is_list(outline) or not _has_list(child)):
             yield child.name
         else:
@@ -172,6 +184,7 @@ def _matched(outline: Outline, patterns: Sequence[str]) -> set[str]:
         if pattern == ITSELF:
             continue
         meant = meant_by(pattern, list(by_name))
+        # "layers.*" also matches what is inside of "layers.0": globs know no dots. The outermost are meant.
         outermost = [name for name in meant if not any(name.startswith(f"{other}.") for other in meant)]
         usable = [by_name[name] for name in outermost if by_name[name].num_places]
         if not meant:

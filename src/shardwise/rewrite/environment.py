@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from shardwise.plan.state_names import is_state_name, split_state_name, state_name
+from shardwise.plan.names import is_state_name, split_state_name, state_name
 from shardwise.rewrite.compiled_ops import OPEN, OpsRefusal, compile_ops
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.patterns import NameIndex, NamePattern

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 
-from shardwise.plan.state_names import is_state_name, state_name
+from shardwise.plan.names import is_state_name, state_name
 from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, OpsRefusal, compile_ops
 from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import (

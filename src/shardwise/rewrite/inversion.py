@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shardwise.plan.state_names import split_state_name
+from shardwise.plan.names import split_state_name
 from shardwise.rewrite.compiled_ops import CompiledOps, InverseOps
 from shardwise.rewrite.environment import Variable
 from shardwise.rewrite.evaluation import evaluate

@@ -1,16 +1,19 @@
 """Space: which elements of a logical tensor are where. Pure arithmetic, no tensors, no ranks that run.
 
 A `Box` is an n-d region of indices and a `Run` a range of row-major elements; each becomes the other exactly. A `Mesh`
-names the axes along which ranks lie, a `Layout` says how a tensor is placed on them, and a `Piece` says what one holder
-has. What moves data goes from pieces to pieces along `overlap` (contiguous copies) or `moves` (few strided ones), found
-among many by a `PieceIndex`; `check_cover` proves that pieces make up a tensor.
+names the axes of the ranks, a `Piece` says what one holder has of a tensor, and a `Portion` what a rank of tensor
+parallel computes with. What moves data goes from pieces to pieces along `overlap` (contiguous copies) or `moves` (few
+strided ones), found among many by a `PieceIndex`; `check_cover` proves that pieces make up a tensor::
+
+    Box((1, 0), (2, 4))      . . . .     Run(2, 7)  . . 2 3     boxes_of_run((4, 4), Run(2, 7)):
+    of a tensor (4, 4)       x x x x                4 5 6 .     Box((0, 2), (1, 2)), Box((1, 0), (1, 3))
+                             x x x x                . . . .
+                             . . . .                . . . .
 """
 
 from shardwise.space.boxes import Box
-from shardwise.space.index import PieceIndex
-from shardwise.space.layouts import Cut, Layout, Placement, Replicate, Shard
 from shardwise.space.meshes import AXES, Mesh
-from shardwise.space.moves import BlockPart, Move, moves, overlap
+from shardwise.space.moves import BlockPart, Move, PieceIndex, moves, overlap
 from shardwise.space.pieces import Piece, check_cover
 from shardwise.space.portions import Portion, even_cuts
 from shardwise.space.runs import Run, boxes_of_run, boxes_of_run_in_box
@@ -19,17 +22,12 @@ __all__ = [
     "AXES",
     "BlockPart",
     "Box",
-    "Cut",
-    "Layout",
     "Mesh",
     "Move",
     "Piece",
     "PieceIndex",
-    "Placement",
     "Portion",
-    "Replicate",
     "Run",
-    "Shard",
     "boxes_of_run",
     "boxes_of_run_in_box",
     "check_cover",

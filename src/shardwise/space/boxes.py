@@ -1,4 +1,8 @@
-"""Boxes: n-d index regions, and the row-major order of their elements."""
+"""Boxes: n-d index regions, and the row-major order of their elements.
+
+All of `space` is built on integers and tuples, without numpy or torch: plans for a thousand ranks are made in one
+process, and shapes may have any size.
+"""
 
 import math
 from collections.abc import Iterator
@@ -48,13 +52,22 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """Return the box of the indices that both have; None when there are none."""
-        self._check_ndim(other)
+        if len(self.shape) != len(other.shape):
+            raise PlanError(f"boxes of one tensor have the same number of dims, not {self} and {other}")
+        # A scalar has no dims in which boxes could be apart: `default=1` below makes two scalars meet.
         low = tuple(map(max, self.offset, other.offset))
         shape = tuple(high - start for high, start in zip(map(min, self.stop, other.stop), low, strict=True))
         return None if min(shape, default=1) <= 0 else Box(low, shape)
 
     def minus(self, taken: "Box") -> "Iterator[Box]":
         """Return disjoint boxes of exactly the indices that `taken` does not have, at most two per dim.
+
+        Dim by dim, what is before and after `taken` is cut off, and the rest is narrowed. Here with 4 x 4 indices::
+
+            a a a a      a: dim 0, before            (nothing is after: `taken` goes on beyond the box)
+            b . c c      b: dim 1, before, c: after
+            b . c c
+            b . c c
 
         >>> list(Box((0, 0), (4, 4)).minus(Box((1, 1), (9, 1))))  # doctest: +NORMALIZE_WHITESPACE
         [Box(offset=(0, 0), shape=(1, 4)), Box(offset=(1, 0), shape=(3, 1)), Box(offset=(1, 2), shape=(3, 2))]
@@ -72,25 +85,16 @@ class Box:
                     yield Box(tuple(offset), tuple(b - a for a, b in zip(offset, end, strict=True)))
             start[dim], stop[dim] = low, high
 
-    def contains(self, other: "Box") -> bool:
-        """Whether `other` lies within the bounds of this box (the bounds count for an empty `other` too)."""
-        self._check_ndim(other)
-        starts = all(mine <= theirs for mine, theirs in zip(self.offset, other.offset, strict=True))
-        return starts and all(mine >= theirs for mine, theirs in zip(self.stop, other.stop, strict=True))
-
     def relative_to(self, origin: tuple[int, ...]) -> "Box":
         """Return the same box in coordinates whose zero is `origin`; `PlanError` when it starts before the origin."""
         if len(origin) != self.ndim:
             raise PlanError(f"{self} has {self.ndim} dims, but origin {origin} has {len(origin)}")
+        # `Box` itself refuses what would be negative.
         return Box(tuple(mine - zero for mine, zero in zip(self.offset, origin, strict=True)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
         """Return what selects this box from an array that starts at index 0 of every dim."""
         return tuple(map(slice, self.offset, self.stop))
-
-    def _check_ndim(self, other: "Box") -> None:
-        if len(self.shape) != len(other.shape):
-            raise PlanError(f"boxes of one tensor have the same number of dims, not {self} and {other}")
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,6 +103,7 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     >>> row_major_strides((2, 3, 4))
     (12, 4, 1)
     """
+    # From the last dim, whose neighbours are next to each other.
     strides = []
     stride = 1
     for size in reversed(shape):

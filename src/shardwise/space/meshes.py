@@ -1,4 +1,9 @@
-"""Meshes: ranks laid row-major over four named axes."""
+"""Meshes: ranks laid row-major over four named axes.
+
+Mesh(dp_shard=2, tp=4)      tp 0   1   2   3
+          dp_shard 0           0   1   2   3      peers(5, ["tp"]) = (4, 5, 6, 7): who shares a matrix with rank 5
+          dp_shard 1           4   5   6   7      peers(5, ["dp_shard"]) = (1, 5): who shares its data shards
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,6 +17,8 @@ from shardwise.space.boxes import index_of_element, row_major_strides
 
 __all__ = ["AXES", "Mesh"]
 
+# The order says how far apart peers are. Ranks of one host have neighbouring numbers; tp talks several times per layer
+# and so has neighbours, pp talks least and may cross hosts.
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The mesh axes, outermost first: neighbours along `tp` have neighbouring ranks."""
 
@@ -85,6 +92,7 @@ class Mesh:
             raise PlanError(*(_unknown_axis(axis) for axis in unknown))
         coordinates = self.coordinates(rank)
         strides = row_major_strides(self.shape)
+        # The axes asked for run over all their coordinates, the others stay where the rank is.
         steps = [
             range(0, size * stride, stride) if axis in axes else (coordinates[axis] * stride,)
             for axis, size, stride in zip(AXES, self.shape, strides, strict=True)
@@ -95,6 +103,7 @@ class Mesh:
         """Raise `PlanError` unless the sizes multiply to the number of ranks that there are."""
         if self.size == world_size:
             return
+        # The axis that people mean to follow the number of ranks is dp_shard; where it can, the hint says its size.
         others = self.size // self.dp_shard
         hint = f", or set dp_shard={world_size // others}" if world_size > 0 and world_size % others == 0 else ""
         raise PlanError(

@@ -1,9 +1,23 @@
-"""Moves: what two pieces of one tensor share, as a few strided copies between their storages."""
+"""Moves: what two pieces of one tensor share, as a few strided copies between their storages, and who shares at all.
+
+A piece is stored flat, and is some blocks: boxes of the tensor, one after the other in its storage (`blocks_of`). What
+two pieces share is what each block of the one shares with each of the other. The run (3, 16) of a tensor of shape
+(4, 5) is three blocks, and columns 1 and 2 are one::
+
+    . . . 0 0     storage of the run:       | 0 0 | 1 1 1 1 1 1 1 1 1 1 | 2 |
+    1 1 1 1 1     storage of the columns:   one block of shape (4, 2)
+    1 1 1 1 1     block 1 and the columns:  rows 1 and 2, columns 1 and 2: one move of shape (2, 2)
+    2 . . . .     blocks 0 and 2:           nothing in common with the columns
+
+One move may be many rows: `overlap` and `runs_of` take moves apart into copies of bytes that are together in both
+storages. A `PieceIndex` finds the pieces that share anything with a piece, among thousands.
+"""
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from operator import add, sub
 
 from shardwise.errors import PlanError
@@ -15,6 +29,7 @@ __all__ = [
     "Block",
     "BlockPart",
     "Move",
+    "PieceIndex",
     "blocks_of",
     "check_one_tensor",
     "elements_in_both",
@@ -83,9 +98,11 @@ def moves(source: Piece, target: Piece) -> list[Move]:
 
     >>> columns = Piece(name="w", dtype="float32", global_shape=(4, 8), offset=(0, 6), shape=(4, 2))
     >>> moves(columns, Piece(name="w", dtype="float32", global_shape=(4, 8), run=(4, 32)))  # doctest: +ELLIPSIS
-    [Move(shape=(1, 2), source=Part(start=0, ...), target=Part(start=0, block=(1, 4), offset=(0, 2))), Move(...)]
+    [Move(shape=(1, 2), source=BlockPart(start=0, ...), target=BlockPart(start=0, block=(1, 4), ...)), Move(...)]
     """
     check_one_tensor(source, target)
+    # Three short ways, each of one move: the same box, runs of the same box, and runs of the tensor itself. The general
+    # way would cut the runs into blocks, and give one move per block.
     same_box = source.offset == target.offset and source.shape == target.shape
     if same_box and source.run == target.run is None:
         shape = source.shape
@@ -96,6 +113,7 @@ def moves(source: Piece, target: Piece) -> list[Move]:
     if source.run is not None and target.run is not None:
         if same_box:
             return _flat_move(source.run, target.run)
+        # A piece that has every element of its reach is a run of the tensor, whatever its box.
         a, b = reach(source), reach(target)
         if a[1] - a[0] == source.run.num_elements and b[1] - b[0] == target.run.num_elements:
             return _flat_move(a, b)
@@ -115,7 +133,8 @@ def shared_elements(a: Piece, b: Piece) -> int:
 
 
 def elements_in_both(blocks: Iterable["Block"], others: Sequence["Block"]) -> int:
-    """How many elements two pieces share, by their blocks. Who asks this of many pieces finds their blocks once."""
+    """How many elements two pieces share, by their blocks. A caller with many pieces makes their blocks once."""
+    # Blocks of one piece do not overlap, so that volumes may be added.
     shared = 0
     for _, shape, offset in blocks:
         stop = tuple(map(add, offset, shape))
@@ -133,7 +152,7 @@ def elements_in_both(blocks: Iterable["Block"], others: Sequence["Block"]) -> in
 def overlap(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
     """Return the elements that two pieces of one tensor share, as runs of (the storage of `a`, the storage of `b`).
 
-    Each pair is one copy of equally many elements that lie together in both storages. Pairs are as long as possible and
+    Each pair is one copy of equally many elements that are together in both storages. Pairs are as long as possible and
     in order in both. The work grows with the number of pairs, and not with the tensor.
     Raises `PlanError` for pieces of different tensors. The dtypes may differ.
     """
@@ -141,7 +160,8 @@ def overlap(a: Piece, b: Piece) -> Iterator[tuple[Run, Run]]:
 
 
 def elements_together(move: Move) -> int:
-    """How many elements of a move lie together in both storages."""
+    """How many elements of a move are together in both storages."""
+    # From the last dim: rows follow one another in storage as long as the box is as wide as both blocks.
     together = 1
     for size, source, target in zip(
         reversed(move.shape), reversed(move.source.block), reversed(move.target.block), strict=True
@@ -154,6 +174,7 @@ def elements_together(move: Move) -> int:
 
 def runs_of(moves: Iterable[Move]) -> Iterator[tuple[Run, Run]]:
     """Return what moves copy as runs of (the source's storage, the target's), as long as possible, in their order."""
+    # One pair is held back: the next may go on where it ends, in both storages, also across moves.
     source = target = Run(0, 0)
     for move in moves:
         length = elements_together(move)
@@ -170,6 +191,7 @@ def runs_of(moves: Iterable[Move]) -> Iterator[tuple[Run, Run]]:
 
 def _rows(move: Move, length: int) -> Iterator[tuple[int, int]]:
     """Where in both storages each row of so many elements begins."""
+    # Only the dims outside of a row have steps; those within it are one copy.
     steps = []
     left = move.num_elements // length
     strides = row_major_strides(move.source.block), row_major_strides(move.target.block)
@@ -187,6 +209,7 @@ def stretch_of(moves: Iterable[Move], start: int, stop: int) -> Iterator[Move]:
 
     A move that is cut becomes at most `2 * ndim - 1` moves. Elements keep their order.
     """
+    # A part of a box is boxes again, which are offsets into the same blocks: nothing else of the move changes.
     passed = 0
     for move in moves:
         num_elements = move.num_elements
@@ -214,7 +237,7 @@ def check_one_tensor(a: Piece, b: Piece) -> None:
 
 
 def reach(piece: Piece) -> tuple[int, int]:
-    """Return the shortest run of the tensor, as (start, stop), in which the piece lies; (0, 0) if it has no elements.
+    """Return the shortest run of the tensor, as (start, stop), that holds the piece; (0, 0) if it has no elements.
 
     The piece is one stretch of the tensor exactly when this run has as many elements as the piece.
     """
@@ -231,6 +254,8 @@ def reach(piece: Piece) -> tuple[int, int]:
         return 0, 0
     if piece.shape == piece.global_shape:
         return first_left, stop
+    # From the last dim: the indices of the run's first and last element in the box, moved to the tensor, and made flat
+    # again with its strides. Row-major order in the box is row-major order in the tensor, so these are the ends.
     last_left = stop - 1
     first = last = 0
     stride = 1
@@ -286,3 +311,61 @@ def _block_moves(source: Piece, target: Piece) -> list[Move]:
                 target_part = BlockPart(target_start, target_block, tuple(map(sub, low, target_offset)))
                 found.append(Move(shape, source_part, target_part))
     return found
+
+
+_FEW = 4
+"""So many pieces are asked one by one: most tensors of a checkpoint have no more, and need no index."""
+
+
+class PieceIndex:
+    """Pieces of one tensor, ordered by where in the tensor they begin.
+
+    A search looks only at the pieces whose reach (the run from their first element to their last) meets the reach of
+    the piece asked for. For runs of the tensor and blocks of rows these are the answer itself; pieces side by side,
+    such as columns, all reach over nearly the whole tensor and are tested one by one.
+    """
+
+    __slots__ = ("_furthest_stops", "_pieces", "_positions", "_starts", "_stops")
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        if len(pieces) <= _FEW:
+            return
+        reaches = [(*reach(piece), position) for position, piece in enumerate(pieces)]
+        reaches = sorted(each for each in reaches if each[0] < each[1])  # pieces without elements meet nothing
+        self._starts = [start for start, _, _ in reaches]
+        self._stops = [stop for _, stop, _ in reaches]
+        self._positions = [position for _, _, position in reaches]
+        # Never falls, so that bisection finds the first place before which all pieces end too early.
+        self._furthest_stops = list(accumulate(self._stops, max))
+
+    def overlapping(self, piece: Piece) -> list[int]:
+        """Return the positions of the pieces that share an element with `piece`, in increasing order.
+
+        Raises `PlanError` when `piece` is of another tensor.
+        """
+        if self._pieces:
+            check_one_tensor(self._pieces[0], piece)
+        if len(self._pieces) <= _FEW:
+            return [position for position, each in enumerate(self._pieces) if shared_elements(each, piece)]
+        # Sorted by start, so that starts end the search; stops need not rise, but the furthest stop so far does.
+        #
+        #     number          0   1   2   3      asked for 6 to 9:
+        #     start           0   2   3   8      1 is the first whose furthest stop is beyond 6
+        #     stop            4   7   5  12      3 is the last that starts before 9
+        #     furthest stop   4   7   7  12      2 is between them, stops at 5, and is passed over
+        start, stop = reach(piece)
+        first = bisect_right(self._furthest_stops, start)
+        last = bisect_left(self._starts, stop)
+        flat = stop - start == piece.num_elements
+        found = []
+        for at in range(first, last):
+            if self._stops[at] > start:
+                position = self._positions[at]
+                other = self._pieces[position]
+                # Two runs of the tensor whose reaches meet share elements: nothing is left to compute.
+                other_flat = flat and self._stops[at] - self._starts[at] == other.num_elements
+                if other_flat or shared_elements(other, piece):
+                    found.append(position)
+        found.sort()
+        return found

@@ -48,6 +48,8 @@ class Piece:
         shape: Sequence[int] | None = None,
         run: tuple[int, int] | None = None,
     ) -> None:
+        # An own `__init__` for a frozen class: callers give lists and leave out what is the whole tensor, and equal
+        # pieces must compare and hash alike, since state is `{piece: tensor}`.
         put = object.__setattr__
         put(self, "name", name)
         put(self, "dtype", dtype)
@@ -99,6 +101,7 @@ class Piece:
 
     def within(self, start: int, stop: int) -> "Piece":
         """Return the run from `start` to `stop` of the same box."""
+        # Counted in the box, not in the run of this piece.
         return Piece(
             name=self.name,
             dtype=self.dtype,
@@ -119,6 +122,7 @@ class Piece:
 
 def _first_element(piece: Piece) -> int | None:
     """Return the tensor's element with which the piece's box starts; None unless the box is one run of the tensor."""
+    # Leading dims of one index, then any range of one dim, then whole dims: only such a box is one run.
     dim = 0
     while dim < len(piece.shape) and piece.shape[dim] == 1:
         dim += 1
@@ -136,9 +140,11 @@ def taken_in_order(target: Piece, pieces: Iterable[Piece]) -> tuple[list[tuple[i
     Returns the boxes that were taken, each with the position of its piece, and the boxes that no piece has. A box that
     is taken is within one box of either piece. The names of the pieces do not matter.
     """
+    # The order of the pieces decides who gives: a caller that wants few sources, or near ones, orders them so.
     taken: list[tuple[int, Box]] = []
     left = list(target.boxes())
     for at, piece in enumerate(pieces):
+        # `left` shrinks with every box, so that an element that two pieces have is taken once.
         for box in piece.boxes():
             taken += [(at, shared) for each in left if (shared := each.intersect(box)) is not None]
             left = [rest for each in left for rest in each.minus(box)]
@@ -159,6 +165,7 @@ def check_cover(pieces: Iterable[Piece]) -> list[str]:
 
 def _cover_findings(held: Sequence[Piece]) -> list[str]:
     name, shape = held[0].name, held[0].global_shape
+    # Without one shape there is no grid to cover.
     kinds = dict.fromkeys((piece.dtype, piece.global_shape) for piece in held)
     if len(kinds) > 1:
         tensors = ", ".join(f"{dtype} {shape}" for dtype, shape in kinds)
@@ -185,6 +192,8 @@ _Region = tuple[tuple[int, ...], tuple[int, ...], int]
 
 def _regions(held: Sequence[Piece]) -> tuple[tuple[int, ...], list[_Region]]:
     """Return the tensor's shape and the boxes of its pieces, flattened to one dim where each piece is one run."""
+    # Flat where each piece is one run of the tensor, as row shards and runs are: then the sweep has one dim, and one
+    # region per piece.
     shape = held[0].global_shape
     flat: list[_Region] = []
     for holder, piece in enumerate(held):
@@ -205,11 +214,19 @@ def _faults(
     The dims before `dim` are settled: the regions given are those that have the index there. The borders of the
     regions cut `dim` into slabs, and within a slab the same regions go on to the next dim. The first part of a kind
     (held by none, held by several) has the first index of that kind.
+
+    Two regions A (rows 0 and 1, all columns) and B (rows 1 to 3, columns 0 and 1) of 4 x 4, dim 0 first::
+
+        A A A A    slab 0 to 1: {A}      dim 1: 0 to 4 {A}                            right
+        * * A A    slab 1 to 2: {A, B}   dim 1: 0 to 2 {A, B}, 2 to 4 {A}             2 held twice, first (1, 0)
+        B B . .    slab 2 to 4: {B}      dim 1: 0 to 2 {B}, 2 to 4 {}                 2 x 2 missing, first (2, 2)
+        B B . .
     """
     if dim == len(shape):
         if len(regions) != 1:
             yield (), 1, [holder for _, _, holder in regions]
         return
+    # A sweep along the dim: regions begin (`waiting`, next one last) and end (`active`) at borders, never between them.
     waiting = sorted(regions, key=lambda region: region[0][dim], reverse=True)
     borders = {0, shape[dim]}
     for start, stop, _ in regions:

@@ -27,7 +27,7 @@ class Portion:
     dim: int
     """The dim along which the global tensor is cut."""
     ranges: tuple[tuple[int, int], ...]
-    """Indices of the global tensor along `dim`, from and to, in the order in which they lie in the local tensor."""
+    """Indices of the global tensor along `dim`, from and to, in the order of the local tensor."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dim < len(self.global_shape):
@@ -56,14 +56,17 @@ class Portion:
     ) -> Iterator[tuple[Piece, BlockPart | None]]:
         """The pieces that a run of the local tensor's elements has, all of them by default.
 
-        With each comes where its elements lie in the storage of the run, as a box of a block; None: they are all of
-        the storage, in its order.
+        With each comes the place of its elements in the storage of the run, as a box of a block. None means that they
+        are all of the storage, in its order.
         """
+        # One box is stored as one piece is, with or without a run. Several boxes are not: next to each other in the
+        # local tensor, they are rows apart in its storage, and a piece per box says where each begins.
         if len(self.ranges) == 1:
             ((box, local),) = self.boxes()
             whole = run is None or run == (0, math.prod(local.shape))
             yield self._piece(name, dtype, box, None if whole else run), None
             return
+        # The local tensor as if it were a whole one: its run as blocks, and what each box has of each block.
         held = Piece(name=name, dtype=dtype, global_shape=self.shape, run=run)
         for start, block, offset in blocks_of(held):
             for box, local in self.boxes():
@@ -88,6 +91,7 @@ def even_cuts(size: int, count: int, *, unit: int = 1) -> Sequence[tuple[int, in
 
     Raises PlanError for a size that is not a whole number of units.
     """
+    # Units are heads or groups of them, which no rank can compute in part.
     units, rest = divmod(size, unit)
     if rest:
         raise PlanError(f"{size} indices are asked to be cut in units of {unit}, which does not divide them")

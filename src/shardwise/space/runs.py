@@ -74,7 +74,7 @@ def boxes_of_run(shape: tuple[int, ...], run: Run) -> tuple[Box, ...]:
     strides = row_major_strides(shape)
 
     def block(dim: int, first: int, end: int) -> Box:
-        """The elements from first to end, which lie in one row along `dim` and are whole steps of it."""
+        """The elements from first to end, which are in one row along `dim` and are whole steps of it."""
         steps = (end - first) // strides[dim]
         return Box(index_of_element(shape, first), (1,) * dim + (steps,) + shape[dim + 1 :])
 
@@ -82,7 +82,7 @@ def boxes_of_run(shape: tuple[int, ...], run: Run) -> tuple[Box, ...]:
     dim = len(shape) - 1
     while dim > 0:  # climb, until the row along `dim` that holds `start` also holds `stop`
         row = strides[dim - 1]
-        boundary = -(-start // row) * row
+        boundary = -(-start // row) * row  # where the next row begins
         if boundary > stop:
             break
         if start < boundary:

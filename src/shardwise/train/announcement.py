@@ -1,10 +1,12 @@
-"""What a run says of itself: before its first update, and of its schedule afterwards."""
+"""The lines that a run prints: before its first update, on its schedule, and a few words by the trained model."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import nn
 
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -14,19 +16,22 @@ from shardwise.plan.timeline import ideal_bubble
 from shardwise.space import Mesh
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import Corpus
-from shardwise.train.progress import count
+from shardwise.train.observers import count
 
 _SHOWN_NAMES = 5
+_TEMPERATURE = 0.7
 
 
 def sizes_of(model: nn.Module) -> dict[str, int]:
-    """The elements of every parameter; to be asked before `parallelize`, which drops what belongs to other ranks."""
+    """The elements of every parameter; to call before `parallelize`, which drops the parameters of other ranks."""
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
 def changed_schedule(pipeline: PipelineRunner | None) -> list[str]:
     """A line where the pipeline could not run the schedule that was asked for."""
     schedule = None if pipeline is None else pipeline.schedule
+    # `adapt` appends to the name how it changed a schedule: "1f1b, stages 0 to 2 in step". A schedule written by the
+    # user has a name of its own, and is never changed.
     if schedule is None or schedule.name in SCHEDULES or ", " not in schedule.name:
         return []
     return [
@@ -70,6 +75,7 @@ def abbreviated(names: Iterable[str]) -> str:
     """
     groups: list[tuple[str, str, int, int]] = []
     for name in names:
+        # The last number of a name counts layers; numbers before it, as in "block.0.layer.3", are part of the head.
         found = re.fullmatch(r"(.*?\b)(\d+)((?:\.[^.\d][^.]*)*)", name)
         head, number, tail = (found[1], int(found[2]), found[3]) if found else (name, -1, "")
         if groups and number >= 0 and (head, tail, number - 1) == (*groups[-1][:2], groups[-1][3]):
@@ -140,3 +146,46 @@ def _stage_of(parameter: str, placement: Placement) -> int:
 def _ranks_of(mesh: Mesh, coordinate: int) -> str:
     ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank)["pp"] == coordinate]
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+
+
+class Predictor(Protocol):
+    """The part of an engine that looks at a model's output."""
+
+    def predict(
+        self, inputs: Mapping[str, Any], output_of: Callable[[Mapping[str, Any]], torch.Tensor]
+    ) -> torch.Tensor:
+        """The output of `output_of`, which calls the model in evaluation mode; the same on all ranks."""
+
+
+def continued(
+    engine: Predictor, model: nn.Module, row: Sequence[int], *, num_tokens: int, seed: int
+) -> list[int] | None:
+    """`num_tokens` tokens drawn after `row`; None when the model gives no finite logits [1, tokens, vocabulary].
+
+    The model sees as many tokens as `row` has, each time: of another length than those it has been trained on, every
+    rank with stages would have to find out the shapes of its values anew.
+    All ranks call this; they draw equal tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(row)
+    for _ in range(num_tokens):
+        seen = torch.tensor([tokens[-len(row) :]])
+        last = engine.predict({"input_ids": seen}, lambda inputs: _next_logits(model, inputs)).float().cpu()
+        if not len(last) or not bool(last.isfinite().all()):
+            return None
+        chances = torch.softmax(last / _TEMPERATURE, dim=-1)
+        # On every rank for itself: `predict` gave all of them the same logits, and the generators have one seed.
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return tokens[len(row) :]
+
+
+def _next_logits(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The logits of the token after the last one; without elements where the model's output has none."""
+    seen = inputs["input_ids"]
+    output = model(seen)
+    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    # Decided by shapes alone, which all ranks with stages know; an exception would end the run for the sake of a
+    # sample.
+    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != seen.shape:
+        return torch.empty(0)
+    return logits[0, -1]

@@ -1,20 +1,33 @@
-"""Keeping a run: saves every so many updates, of which the newest stay."""
+"""Keeping a run: saves every so many updates, of which the newest stay, and where a run goes on from.
 
-from collections.abc import Callable
-from dataclasses import replace
+    update    100            200                    300 (checkpoint.every = 100, keep = 2, in the background)
+    save      copy, write..  wait, commit 100;      wait, commit 200;      end: wait, commit 300;
+                             copy, write 200..      copy, write 300..      prune: 200 and 300 stay
+
+A save in the background is known to be committed when the next one begins, or the run ends: only then are older ones
+removed. At the beginning, `find_start` chooses a save before anything is built, and `take_up` loads it afterwards.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-from shardwise.checkpoint import AsyncSaver, SaveReport, State, prune, save, store_of
-from shardwise.checkpoint.shared_storage import check_shared_storage
+import torch
+
+from shardwise.checkpoint import AsyncSaver, SaveReport, State, load, prune, save, store_of
+from shardwise.checkpoint import open as look_into
+from shardwise.checkpoint.commit import check_shared_storage
+from shardwise.checkpoint.saves import Listing, list_saves, read_head
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.errors import CheckpointError
-from shardwise.train.config import RunConfig
+from shardwise.engine import Engine
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.plan.saved_settings import take_over
+from shardwise.train.config import BYTES, RunConfig
 from shardwise.train.loop import Position
-from shardwise.train.random_states import RandomStates
-from shardwise.train.run_state import RunState, Samples, Settings
-from shardwise.train.tables import BYTES
+from shardwise.train.run_state import RandomStates, RunState, Samples, Settings
 
 _TOKENIZER = "tokenizer.json"
 """Under this name readers of Hugging Face files look for the tokenizer, which an export takes along."""
@@ -54,6 +67,7 @@ class RunKeeper:
             if table.every is not None and table.background
             else None
         )
+        # An `AsyncSaver` of several ranks checks this by itself.
         if table.every is not None and (self._background is None or channel.size == 1):
             check_shared_storage(config.saves, channel, timeout_seconds=config.train.timeout_seconds)
 
@@ -70,7 +84,7 @@ class RunKeeper:
             self._save(position)
 
     def words(self) -> str:
-        """Where the run is, and what is kept of it."""
+        """How far the run is, and whether that is saved."""
         words = f"after step {self._step} of {self._config.train.steps}"
         if self._config.checkpoint.every is None:
             return f"{words}; nothing was saved, because checkpoint.every is not set"
@@ -96,12 +110,13 @@ class RunKeeper:
     ) -> None:
         if self._background is None:
             return
+        # After an error in training a failed save must not hide it, so its verdict is not asked for.
         if error is None:
             self._committed(self._background.wait())
         self._background.__exit__(kind, error, traceback)
 
     def _extra(self, position: Position) -> dict[str, Any]:
-        """What is saved beside the engine, the same on all ranks."""
+        """The `extra` of a save, the same on all ranks."""
         elapsed_s = self._channel.exchange(repr(position.elapsed_s).encode(), purpose="time of a save")[0]
         random = RandomStates.gathered(self._channel, self._mesh)
         at = replace(position, elapsed_s=float(elapsed_s))  # of all that is saved, clocks alone differ between ranks
@@ -120,10 +135,181 @@ class RunKeeper:
                     raise CheckpointError(f"{self._config.saves}/{_TOKENIZER} cannot be written: {why}") from error
 
     def _committed(self, report: SaveReport | None) -> None:
-        """Remove what is older than the newest saves, now that one more is committed."""
+        """Remove older saves, now that one more is committed."""
+        # Before the first save there is nothing to commit.
         if report is None:
             return
         with agreed(self._channel, purpose="verdict on removing old saves"):
             if self._channel.rank == 0:
                 prune(self._config.saves, keep=self._config.checkpoint.keep)
         self._on_commit(report)
+
+
+AUTO = "auto"
+_OF_SCHEDULE = "lr"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The beginning of a run, before anything is loaded; the same on all ranks."""
+
+    address: str = ""
+    """The save to go on from; empty for a fresh start."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The `extra` of that save."""
+    older: str = ""
+    """The save before it, for the case that it is damaged."""
+    words: str = ""
+    """The line to print about it."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """There is no save to go on from."""
+        return not self.address
+
+
+def find_start(config: RunConfig, resume: str | None, channel: Channel) -> Start:
+    """Find where the run begins; rank 0 looks, and all ranks know.
+
+    resume: None for a fresh start, "auto" for the newest save of the run, if there is one, else a path or address.
+    Raises ConfigError for a fresh start where saves are, and for a path without any; CheckpointError for damage.
+    """
+    # Rank 0 alone looks: a folder that changes meanwhile would show different saves to different ranks.
+    with agreed(channel, purpose="where the run begins", only=0) as agreement:
+        if channel.rank == 0:
+            agreement.value = json.dumps(asdict(_looked_up(config, resume))).encode()
+    return Start(**json.loads(agreement.values[0]))
+
+
+def settings_of(engine: Engine) -> Settings:
+    """The settings of the optimizers' groups, as JSON values."""
+    return [[group["settings"] for group in each["groups"]] for each in engine.settings()["optimizers"]]
+
+
+def take_up(
+    start: Start,
+    config: RunConfig,
+    engine: Engine,
+    channel: Channel,
+    *,
+    samples: Samples,
+    fresh: Settings,
+) -> tuple[Position, list[str]]:
+    """Restore the engine and the random numbers of the save; returns the position, and lines to print.
+
+    fresh: the settings of the optimizers as the configuration made them: where they are others than those of the run
+    that was saved, they win. Raises ConfigError for a run that reads other samples, CheckpointError for a save that
+    does not fit or is damaged.
+    """
+    state = RunState.from_extra(start.extra, start.address)
+    # A step number means a place in one order of samples. In another order the run would see some text twice and
+    # some never.
+    if differences := state.samples.differences(samples):
+        raise ConfigError(
+            f"--resume: {start.address} was saved by a run that reads other samples: {'; '.join(differences)}. "
+            f"Step {state.step} is no place in this run; resume with what that run had, or begin a run of its own"
+        )
+    try:
+        load(start.address, engine, channel=channel)
+    except CheckpointError as error:
+        raise _with_way_out(error, start.older) from error
+    words = [start.words, *_settle_settings(engine, state.settings, fresh)]
+    reseeded = state.random.restore(channel, str(config.plan.mesh), seed=config.train.seed, step=state.step)
+    if state.step >= config.train.steps:
+        words.append(
+            f"nothing is left to do: the save is of step {state.step}, and train.steps is {config.train.steps}"
+        )
+    elif reseeded:
+        words.append(reseeded)
+    return state.position, words
+
+
+def _looked_up(config: RunConfig, resume: str | None) -> Start:
+    address = config.saves if resume in (None, AUTO) else str(resume)
+    listing = _listing(address)
+    if resume is None:
+        # Refused, not continued: the saves of a run that is started twice by mistake must not be lost.
+        if listing.committed:
+            raise ConfigError(
+                f"{address} holds saves of an earlier run, {_named(listing.committed)}: go on with it (--resume auto), "
+                "write elsewhere (--set train.output=FOLDER), or remove the folder"
+            )
+        return Start()
+    if resume == AUTO and not listing.committed:
+        return Start(words=f"--resume auto: {address} holds no save yet{listing.torn_note()}; the run begins at step 0")
+    older = _older(address, listing)
+    # The address of one save, not of their folder: a newer one may be committed between this and the load.
+    chosen = _save_in(address, listing.committed[-1]) if any(listing.committed) else address
+    try:
+        catalogue = look_into(chosen)
+    except CheckpointError as error:
+        if not listing.committed:  # nothing of ours is there, and nothing else that we know
+            raise ConfigError(f"--resume: {error}") from error
+        raise _with_way_out(error, older) from error
+    return Start(
+        address=chosen,
+        extra=catalogue.extra,
+        older=older,
+        words=f"goes on from step {catalogue.step}, saved in {chosen}",
+    )
+
+
+def _listing(address: str) -> Listing:
+    try:
+        return list_saves(store_of(address))
+    except NotADirectoryError:  # whatever is there is refused when it is needed
+        return Listing(location=address, committed=(), torn=(), files={})
+    except OSError as error:
+        raise CheckpointError(f"{address} cannot be listed: {error.strerror or error}") from error
+
+
+def _older(address: str, listing: Listing) -> str:
+    """The newest save before the last one whose manifest can be read, and its step."""
+    # Its manifest is read, so that the advice does not lead to a second damaged save.
+    for number in reversed(listing.committed[:-1]):
+        try:
+            step = read_head(store_of(address), number).step
+        except CheckpointError:
+            continue
+        return f"{_save_in(address, number)} (step {step})"
+    return ""
+
+
+def _save_in(address: str, number: int) -> str:
+    return f"{address.rstrip('/')}/save-{number:08d}"
+
+
+def _named(numbers: Sequence[int]) -> str:
+    first, last = (f"save-{number:08d}" for number in (numbers[0], numbers[-1]))
+    return first if first == last else f"{first} to {last}"
+
+
+def _with_way_out(error: CheckpointError, older: str) -> CheckpointError:
+    """The error, with the advice to take the save before, where there is one."""
+    return CheckpointError(f"{error}\nto take the save before it: --resume {older}" if older else str(error))
+
+
+def _settle_settings(engine: Engine, then: Settings, fresh: Settings) -> list[str]:
+    """Let the configuration win where it was changed, and let the schedule begin from its learning rate.
+
+    Other settings stay as they were loaded: some optimizers count and measure in them.
+    """
+    words = []
+    if [len(groups) for groups in then] != [len(groups) for groups in fresh]:
+        words.append("optimizers have other groups than in the saved run: all of their settings but lr are the save's")
+        then = fresh
+    for number, (optimizer, before, now) in enumerate(zip(engine.optimizers, then, fresh, strict=True)):
+        for at, (group, old, new) in enumerate(zip(optimizer.param_groups, before, now, strict=True)):
+            changed = {key: value for key, value in new.items() if old.get(key) != value}
+            words += [
+                f"optimizer {number}, group {at}: {key} was {old.get(key)} in the saved run and is {value} from here on"
+                for key, value in changed.items()
+            ]
+            # What was loaded is the learning rate of the schedule at that step. The schedule multiplies the full
+            # one, so this has to be in the group before a scheduler is made.
+            take_over(group, {**changed, _OF_SCHEDULE: new[_OF_SCHEDULE]})
+            rate = group[_OF_SCHEDULE]
+            # A rate that is a tensor (`capturable` optimizers) is written in place by schedulers: without a copy the
+            # full rate would fall along with it.
+            group["initial_lr"] = rate.clone() if isinstance(rate, torch.Tensor) else rate
+    return words

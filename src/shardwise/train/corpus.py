@@ -1,4 +1,15 @@
-"""The text of a run as tokens in memory, with a part held out for evaluation."""
+"""The text of a run as tokens in memory, a part of it held out, and which sample reads which tokens.
+
+Which text makes which sample is a pure function of (seed, sample number), whatever the layout: so a run can go on
+under another number of ranks and read what it would have read. Samples are numbered through the whole run. An epoch
+is a permutation of the windows of the training text, computed element by element, so no shuffled list is held or sent.
+
+    sample number   0 ... 999           1000 ... 1999        of 1000 windows: epoch 0, epoch 1
+    position        0 ... 999           0 ... 999            permuted with a key of (seed, epoch)
+    window          417, 3, 880 (say)   52, 998, 6 (say)     start = window * length + phase of the epoch
+
+    update u, global batch 8, 2 data ranks:  samples 8u ... 8u+3 on data rank 0, 8u+4 ... 8u+7 on data rank 1
+"""
 
 import sysconfig
 from collections.abc import Iterator
@@ -13,10 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import DataError
-from shardwise.train.sampling import Indices, SampleOrder
-from shardwise.train.tables import BYTES, PYTHON_DOCS, DataTable
+from shardwise.train.config import BYTES, PYTHON_DOCS, DataTable
 
 Tokens = npt.NDArray[np.integer[Any]]
+Indices = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+_NUM_ROUNDS = 6
 _MAX_BLOCKS = 64
 _WINDOWS_PER_BLOCK = 4
 _NOT_PROSE = frozenset(
@@ -56,17 +69,18 @@ class Corpus:
         """The training windows of `samples`: [num_samples, sequence_length]."""
         order = SampleOrder(seed=seed, num_tokens=len(self.training), window=self.sequence_length)
         places = order.starts(samples)[:, None] + np.arange(self.sequence_length)
+        # The phase of an epoch may push the last window over the end of the text.
         return np.asarray(self.training[places % len(self.training)], dtype=np.int64)
 
     def text(self, tokens: list[int]) -> str:
-        """What the tokens spell; bytes that are not UTF-8 become replacement marks."""
+        """The text of the tokens; bytes that are not UTF-8 become replacement marks."""
         if self.tokenizer is None:
             return bytes(tokens).decode("utf-8", errors="replace")
         return str(self.tokenizer.decode(tokens))
 
 
 def read_corpus(data: DataTable, folder: Path) -> Corpus:
-    """Read, tokenize and split what [data] names. Raises `DataError`: nothing there, not text, or too little of it."""
+    """Read, tokenize and split the text of [data]. Raises `DataError`: nothing there, not text, or too little."""
     tokenizer = None if data.tokenizer == BYTES else _tokenizer(folder / data.tokenizer)
     parts: list[Tokens] = []
     for name, raw in _documents(data.source, folder):
@@ -94,10 +108,13 @@ def split(tokens: Tokens, *, fraction: float, window: int) -> tuple[Tokens, Toke
     Raises `DataError` when there is not one window for each.
     """
     needed = int(len(tokens) * fraction) // window
+    # Documents are in order of their names, so the end of the text alone would be of one kind. From up to 64 places,
+    # some windows at the end of each block are held out: in one piece, because each seam cuts a sentence.
     num_blocks = max(1, min(_MAX_BLOCKS, needed // _WINDOWS_PER_BLOCK))
     borders = [len(tokens) * block // num_blocks for block in range(num_blocks + 1)]
     training, held_out = [], []
     for block, (start, stop) in enumerate(pairwise(borders)):
+        # Differences of rounded totals: blocks differ by one window at most, and all together have exactly `needed`.
         num_windows = needed * (block + 1) // num_blocks - needed * block // num_blocks
         cut = stop - num_windows * window
         training.append(tokens[start:cut])
@@ -163,6 +180,7 @@ def _documents(source: str, folder: Path) -> Iterator[tuple[str, bytes]]:
 
 def _python_docs() -> Iterator[tuple[str, bytes]]:
     """The reference text in `pydoc_data.topics`, then the sources of the standard library without tests and tables."""
+    # Sorted, like files below: the same documents in the same order make the same samples on every machine.
     for name, text in sorted(topics.items()):
         yield f"topic {name}", text.encode()
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -172,3 +190,71 @@ def _python_docs() -> Iterator[tuple[str, bytes]]:
                 yield str(file), file.read_text(encoding="utf-8").encode()
             except UnicodeDecodeError:
                 continue  # a source may declare another encoding; it is left out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOrder:
+    """Where each sample of a run begins, in a text of `num_tokens` read in windows of `window` tokens."""
+
+    seed: int
+    num_tokens: int
+    window: int
+
+    @property
+    def num_windows(self) -> int:
+        """Samples per epoch."""
+        return self.num_tokens // self.window
+
+    def starts(self, samples: Indices) -> Indices:
+        """The first token of each sample; a window may run over the end of the text and on at its beginning.
+
+        Every epoch visits each window once. Windows begin at another phase in each epoch, so that a text which is read
+        several times is not always cut at the same places.
+        """
+        epochs, positions = np.divmod(samples.astype(np.uint64), np.uint64(self.num_windows))
+        starts = np.empty(samples.shape, dtype=np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            key = _mixed(_mixed(np.array([self.seed], np.uint64)) ^ epoch)
+            phase = int(_mixed(key ^ np.uint64(_NUM_ROUNDS))[0] % np.uint64(self.window))
+            windows = _permuted(positions[chosen], key, self.num_windows)
+            starts[chosen] = (windows.astype(np.int64) * self.window + phase) % self.num_tokens
+        return starts
+
+
+def rank_samples(*, update: int, global_batch: int, data_rank: int, num_data_ranks: int) -> Indices:
+    """The samples of one data rank in one update (both counted from 0): its part, in order, of the global batch."""
+    rows = global_batch // num_data_ranks
+    first = update * global_batch + data_rank * rows
+    return np.arange(first, first + rows, dtype=np.int64)
+
+
+def _permuted(positions: Words, key: Words, size: int) -> Words:
+    """A permutation of range(size), chosen by `key`, applied to `positions`."""
+    # The smallest domain of two halves of equal bits that holds `size`: at most four times as large, so the walk
+    # below takes four turns at most on average.
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    values = _feistel(positions, key, half)
+    while (outside := values >= np.uint64(size)).any():
+        # A bijection of the larger domain, walked until it lands inside, is a bijection of range(size).
+        values[outside] = _feistel(values[outside], key, half)
+    return values
+
+
+def _feistel(values: Words, key: Words, half: int) -> Words:
+    """A bijection of range(4 ** half) (Luby and Rackoff, 1988)."""
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    left, right = values >> shift, values & mask
+    for turn in range(_NUM_ROUNDS):
+        # Whatever the round function gives, this can be undone: that makes it a bijection, hence an order without
+        # repeats.
+        left, right = right, left ^ (_mixed(right ^ key + np.uint64(turn)) & mask)
+    return (left << shift) | right
+
+
+def _mixed(values: Words) -> Words:
+    """The finalizer of splitmix64 (Steele, Lea and Flood, 2014): every bit of the input reaches every bit."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

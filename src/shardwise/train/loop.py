@@ -1,5 +1,13 @@
-"""The loop: batches in, updates and evaluations, metrics out. It knows nothing of how an update is made."""
+"""The loop: batches in, updates and evaluations, metrics out. It knows nothing of how an update is made.
 
+    for each update    rows of this data rank  ->  engine.step  ->  learning rates  ->  evaluation, when it is time
+                       ->  observers (rank 0 has some)  ->  keeper (saves)  ->  stop, if a rank asked for it
+
+All ranks run it with equal settings, and everything that decides its course (skipped, stop, the position) is equal on
+all: they make the same calls of the engine.
+"""
+
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,18 +19,45 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.errors import DivergedError
-from shardwise.train.corpus import Corpus
-from shardwise.train.learning_rate import LearningRateSchedule
-from shardwise.train.metrics import Observer, StepMetrics
-from shardwise.train.sampling import rank_samples
-from shardwise.train.tables import TrainTable
+from shardwise.train.config import Decay, TrainTable
+from shardwise.train.corpus import Corpus, rank_samples
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRateSchedule:
+    """The fraction of the full learning rate that each update takes: a linear warm-up, then a decay."""
+
+    steps: int
+    warmup_steps: int
+    decay: Decay
+    final: float
+    """The fraction that the last update takes."""
+
+    @classmethod
+    def of(cls, train: TrainTable) -> "LearningRateSchedule":
+        """The schedule that [train] asks for."""
+        return cls(steps=train.steps, warmup_steps=train.warmup_steps, decay=train.decay, final=train.min_learning_rate)
+
+    def __call__(self, update: int) -> float:
+        """The fraction at `update`, counted from 0; updates after the last one take the fraction of the last one."""
+        if update < self.warmup_steps:
+            return (update + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return 1.0
+        # `steps - 1`: the last update, counted from 0, is to take exactly `final`.
+        done = min(1.0, (update - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps))
+        left = 1.0 - done if self.decay == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+        return self.final + (1.0 - self.final) * left
+
+
+# A bad batch may skip an update or a few. After so many different batches the fault is in the parameters, and skipped
+# updates do not change those.
 PATIENCE_UPDATES = 20
 """So many updates in a row whose gradient is not finite end a run."""
 
 
 class Evaluated(Protocol):
-    """What an evaluation reports."""
+    """The report of an evaluation."""
 
     @property
     def loss(self) -> float:
@@ -30,11 +65,11 @@ class Evaluated(Protocol):
 
     @property
     def weight(self) -> float:
-        """What the rows of all data ranks count together."""
+        """The weights of the rows of all data ranks, summed."""
 
 
 class Stepped(Protocol):
-    """What an update reports."""
+    """The report of an update."""
 
     @property
     def loss(self) -> float:
@@ -53,8 +88,9 @@ class Stepped(Protocol):
         """Some rank has asked to stop."""
 
 
+# A protocol, so that the loop is tested with an engine of ten lines, and `Tracer` can stand in the engine's place.
 class Trainee(Protocol):
-    """What the loop needs of an engine."""
+    """The part of an engine that the loop needs."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -64,7 +100,38 @@ class Trainee(Protocol):
         """One update from this data rank's rows. stop: whether this rank asks to stop; the report says it of all."""
 
     def evaluate(self, batch: dict[str, torch.Tensor]) -> Evaluated:
-        """The loss over the rows of all data ranks, of which this one may have none."""
+        """The loss over the rows of all data ranks; this one may have none of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One update."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """Mean over the global batch, before the update."""
+    learning_rate: float
+    grad_norm: float
+    """2-norm of the averaged gradient, before clipping."""
+    tokens_per_second: float
+    """Of all ranks together, since the last update; evaluation not counted."""
+    skipped: bool
+    """The gradient was not finite, and the update was left out."""
+    held_out_loss: float | None
+    """Mean over the evaluation windows, after the update; None when not evaluated."""
+    elapsed_s: float
+    """Since training began."""
+
+
+class Observer(Protocol):
+    """Something that gets the metrics of every update, on rank 0."""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """One update is complete."""
+
+    def close(self) -> None:
+        """No more updates come, because all are done or because the run stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +149,11 @@ class Position:
     step: int = 0
     """Updates that were tried."""
     num_taken: int = 0
-    """Updates that were taken, which is what the schedule counts: a skipped one does not use up its learning rate."""
+    """Updates that were taken. The schedule counts these: a skipped one does not use up its learning rate."""
     num_skipped: int = 0
     """Updates that were skipped in a row, up to now."""
     held_out_loss: float | None = None
-    """What the last evaluation gave."""
+    """The result of the last evaluation."""
     elapsed_s: float = 0.0
     """Since training began."""
 
@@ -125,13 +192,17 @@ def fit(
     stop: whether this rank asks to stop; once any rank does, all return None after the same update.
     """
     position = begin
+    # A save of the last update was resumed. The run still reports its held-out loss, as it would have at its end.
     if position.step >= train.steps:
         return evaluate(engine, held_out, place, global_batch=train.global_batch)
     schedulers = [
+        # With `last_epoch` -1 a scheduler begins; with more it takes `initial_lr` from the groups, which a resumed
+        # run has.
         LambdaLR(optimizer, LearningRateSchedule.of(train), last_epoch=position.num_taken - 1)
         for optimizer in engine.optimizers
     ]
     tokens_per_update = train.global_batch * corpus.sequence_length
+    # As if the run had begun so long ago: the time between two parts of it does not count.
     began_s = now_s() - position.elapsed_s
     for update in range(position.step, train.steps):
         update_began_s = now_s()
@@ -143,6 +214,8 @@ def fit(
         )
         learning_rate = float(schedulers[0].get_last_lr()[0])
         batch = as_batch(corpus.rows(samples, seed=train.seed))
+        # The wish to stop travels in the exchange that the step makes anyway, so all ranks know of it after the same
+        # update.
         report = engine.step(batch) if stop is None else engine.step(batch, stop=stop)
         num_skipped = position.num_skipped + 1 if report.skipped else 0
         if num_skipped == PATIENCE_UPDATES:
@@ -150,6 +223,8 @@ def fit(
                 f"the gradient has not been finite since step {update + 2 - num_skipped}: {num_skipped} updates in a "
                 "row were skipped; lower train.learning_rate, lengthen train.warmup_steps, or set train.clip_grad_norm"
             )
+        # A skipped update does not use up a learning rate: else a run whose first updates are skipped would miss its
+        # warm-up.
         if not report.skipped:
             for scheduler in schedulers:
                 scheduler.step()
@@ -191,7 +266,10 @@ def evaluate(engine: Trainee, held_out: npt.NDArray[np.int64], place: DataPlace,
     reports = []
     for start in range(0, len(held_out), global_batch):
         batch = held_out[start : start + global_batch]
+        # Parts may differ by one row, and a rank may have none: `weight` in the reports says how much each loss
+        # counts.
         borders = [len(batch) * rank // place.num_data_ranks for rank in (place.data_rank, place.data_rank + 1)]
+        # All ranks make the call, those without rows too: it exchanges sums.
         reports.append(engine.evaluate(as_batch(batch[slice(*borders)])))
     return sum(report.loss * report.weight for report in reports) / sum(report.weight for report in reports)
 

@@ -1,18 +1,283 @@
-"""Who is told of a run: on rank 0 the files, the picture and the console, elsewhere nobody."""
+"""The observers of a run: the files of metrics, the loss curve and the line of progress. Rank 0 alone has them.
 
+An observer gets every update (`on_step`) and is closed at the end. `Audience` opens all of them, on rank 0, once it is
+known where the run begins: a run that goes on continues its files, one that is over already leaves them alone.
+"""
+
+import dataclasses
 import importlib.util
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from shardwise.checkpoint import SaveReport
 from shardwise.errors import ConfigError
 from shardwise.train.config import RunConfig
-from shardwise.train.figure import LossCurve
-from shardwise.train.loop import Position
-from shardwise.train.metrics import MetricsFile, Observer, TensorBoard, tensorboard_installed
-from shardwise.train.progress import ProgressLine, progress, size
+from shardwise.train.loop import BEGINNING, Observer, Position, StepMetrics
+
+_MAY_BE_NAN = frozenset({"loss", "grad_norm"})
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per update, on disk as soon as the update is done.
+
+    after_step: the file is continued: lines of updates up to this one stay, others go. 0: it begins anew.
+    """
+
+    def __init__(self, path: Path, *, after_step: int = 0) -> None:
+        lines = _lines_of(path, after_step) if after_step else {}
+        self.kept: Sequence[StepMetrics] = list(lines.values())
+        """The updates before, as far as the file has them."""
+        # In one act: a run that is stopped here has the old file or the new one.
+        begun = path.with_name(f"{path.name}.part")
+        begun.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        begun.replace(path)
+        # A line is handed to the system as soon as it is written: a killed run keeps the updates that it made.
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Write one line; a number that is not finite has no JSON and becomes null."""
+        values = dataclasses.asdict(metrics)
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Curves for TensorBoard, in a folder of their own."""
+
+    def __init__(self, folder: Path, *, after_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what an earlier run wrote into the same folder from there on.
+        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=after_step + 1)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Add one point to each curve."""
+        values = dataclasses.asdict(metrics)
+        for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "held_out_loss"):
+            if values[name] is not None:
+                self._writer.add_scalar(name, values[name], metrics.step)
+
+    def close(self) -> None:
+        """Write the buffered points."""
+        self._writer.close()
+
+
+def tensorboard_installed() -> bool:
+    """Whether curves for TensorBoard can be written."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def _lines_of(path: Path, last_step: int) -> dict[str, StepMetrics]:
+    """The whole lines of a file of metrics, up to an update; a run that was killed may have left a torn one."""
+    lines = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            values: dict[str, Any] = json.loads(line)
+            metrics = StepMetrics(**values | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
+        except (json.JSONDecodeError, KeyError, TypeError):
+            continue
+        # Updates after the save were made by the earlier run too, but are made again now: their lines would be there
+        # twice.
+        if metrics.step <= last_step:
+            lines[line] = metrics
+    return lines
+
+
+_INK, _MUTED, _GRID = "#22252b", "#8a8f98", "#e6e8eb"
+_TRAINING, _SMOOTHED, _HELD_OUT = "#9db4d3", "#2f5d9b", "#c8452f"
+
+
+class LossCurve:
+    """Collects the losses of a run and draws them."""
+
+    def __init__(self, path: Path, *, title: str, baseline: float, unit: str) -> None:
+        self.path = path
+        self._title, self._baseline, self._unit = title, baseline, unit
+        self._training: list[tuple[int, float]] = []
+        self._held_out: list[tuple[int, float]] = []
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Remember one update."""
+        self._training.append((metrics.step, metrics.loss))
+        if metrics.held_out_loss is not None:
+            self._held_out.append((metrics.step, metrics.held_out_loss))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def draw(self) -> None:
+        """Write the picture, a PNG."""
+        # Not pyplot, which keeps every figure in a list of the process and may look for a screen.
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 5), dpi=144, layout="constrained")
+        axes = figure.subplots()
+        steps, losses = zip(*self._training, strict=True)
+        axes.plot(steps, losses, color=_TRAINING, linewidth=0.8, alpha=0.6)
+        axes.plot(steps, _smoothed(losses), color=_SMOOTHED, linewidth=1.8, label="training (smoothed)")
+        if self._held_out:
+            at, values = zip(*self._held_out, strict=True)
+            axes.plot(at, values, "o-", color=_HELD_OUT, linewidth=1.6, markersize=4.5, label="held-out")
+            axes.annotate(
+                f"{values[-1]:.3f}", (at[-1], values[-1]), xytext=(0, 9), textcoords="offset points", ha="center",
+                color=_HELD_OUT, fontweight="bold",
+            )  # fmt: skip
+        axes.axhline(self._baseline, color=_MUTED, linewidth=1.2, linestyle=(0, (5, 4)))
+        axes.annotate(
+            f"{self._unit}-frequency model {self._baseline:.3f}", (1.0, self._baseline),
+            xycoords=("axes fraction", "data"), xytext=(-4, 4), textcoords="offset points", ha="right", color=_MUTED,
+        )  # fmt: skip
+        axes.set_title(self._title, loc="left", color=_INK, fontsize=12)
+        axes.set_xlabel("update", color=_INK)
+        axes.set_ylabel(f"loss (nats per {self._unit})", color=_INK)
+        axes.grid(axis="y", color=_GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlim(0, max(steps) * 1.03)
+        axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.9))
+        figure.savefig(self.path)
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Mean over the neighbours on both sides, about a thirtieth of the run; values that are not finite do not count."""
+    smooth = []
+    for at in range(len(values)):
+        # Near the beginning only as wide as there are neighbours on the left: a one-sided mean would hide how fast the
+        # loss falls at first.
+        reach = min(len(values) // 60, at)
+        near = [value for value in values[at - reach : at + reach + 1] if math.isfinite(value)]
+        smooth.append(sum(near) / len(near) if near else math.nan)
+    return smooth
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, hours when there are any.
+
+    >>> clock(65.4), clock(3725)
+    ('01:05', '1:02:05')
+    """
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes:02}:{left:02}"
+
+
+def count(number: float) -> str:
+    """A number in three digits or so.
+
+    >>> count(950), count(12345), count(9_999_680)
+    ('950', '12.3 k', '10.0 M')
+    """
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in three digits or so.
+
+    >>> size(950), size(12_345_678)
+    ('950 B', '12.3 MB')
+    """
+    return f"{count(num_bytes)}B" if num_bytes >= 1000 else f"{num_bytes} B"
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Words about the run so far."""
+
+    num_steps: int
+    begin: Position
+    held_out_loss: float | None
+    saved_step: int | None = None
+
+    def words(self, metrics: StepMetrics) -> list[str]:
+        if metrics.held_out_loss is not None:
+            self.held_out_loss = metrics.held_out_loss
+        # Of this run alone: an earlier part may have run on another number of ranks.
+        pace_s = (metrics.elapsed_s - self.begin.elapsed_s) / (metrics.step - self.begin.step)
+        eta_s = pace_s * (self.num_steps - metrics.step)
+        return [
+            f"step {metrics.step}/{self.num_steps}",
+            f"loss {metrics.loss:.4f}",
+            *([] if self.held_out_loss is None else [f"held-out {self.held_out_loss:.4f}"]),
+            f"{count(metrics.tokens_per_second)} tokens/s",
+            f"eta {clock(eta_s)}",
+            *([] if self.saved_step is None else [f"saved {self.saved_step}"]),
+            *(["update skipped: gradient not finite"] if metrics.skipped else []),
+        ]
+
+
+class ProgressLine(Observer, Protocol):
+    """An observer that shows how far a run is."""
+
+    def on_save(self, step: int) -> None:
+        """The save of an update is committed."""
+
+
+class LiveLine:
+    """One line, redrawn in place."""
+
+    def __init__(self, console: Console, num_steps: int, *, begin: Position = BEGINNING) -> None:
+        self._pace = _Pace(num_steps, begin, begin.held_out_loss)
+        self._progress = Progress(BarColumn(24), TextColumn("{task.description}"), console=console)
+        self._task: TaskID = self._progress.add_task("", total=num_steps, completed=begin.step)
+        self._progress.start()
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Redraw."""
+        words = "  ".join(self._pace.words(metrics))
+        self._progress.update(self._task, completed=metrics.step, description=words)
+
+    def on_save(self, step: int) -> None:
+        """Say so from the next update on."""
+        self._pace.saved_step = step
+
+    def close(self) -> None:
+        """Leave the last state on the screen and give the cursor back."""
+        self._progress.stop()
+
+
+class PlainLines:
+    """A line every `every` updates, and for each one that was evaluated or skipped."""
+
+    def __init__(self, console: Console, num_steps: int, *, every: int, begin: Position = BEGINNING) -> None:
+        self._console, self._every = console, every
+        self._pace, self._first_step = _Pace(num_steps, begin, begin.held_out_loss), begin.step + 1
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Print, when it is time."""
+        words = self._pace.words(metrics)
+        # The first line comes at once, so that a slow run is seen to run.
+        due = metrics.step % self._every == 0 or metrics.step in (self._first_step, self._pace.num_steps)
+        if due or metrics.skipped or metrics.held_out_loss is not None:
+            self._console.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)
+
+    def on_save(self, step: int) -> None:
+        """Say so from the next line on."""
+        self._pace.saved_step = step
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+def progress(console: Console, num_steps: int, *, every: int, begin: Position = BEGINNING) -> ProgressLine:
+    """The live line on a terminal, plain lines elsewhere; the run goes on from `begin`."""
+    if console.is_terminal:
+        return LiveLine(console, num_steps, begin=begin)
+    return PlainLines(console, num_steps, every=every, begin=begin)
 
 
 class Audience:
@@ -40,6 +305,7 @@ class Audience:
                 f"train.output: the folder {config.output} cannot be written to ({error.strerror}); name another one"
             ) from error
         self.observers += [file, self._curve]
+        # The curve of the whole run, with what an earlier process made of it.
         for metrics in file.kept:
             self._curve.on_step(metrics)
         if tensorboard_installed():
@@ -71,5 +337,6 @@ class Audience:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # Also after an error: a live line must give the cursor back before a message is printed.
         for observer in reversed(self.observers):
             observer.close()

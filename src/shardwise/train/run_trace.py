@@ -1,4 +1,13 @@
-"""What every rank of a pipeline does, and when: measured in each update, kept of the last ones."""
+"""The forwards and backwards of every rank of a pipeline in time: measured in each update, kept of the last ones.
+
+Spans are times on the clock of their rank. At the end of the run, the clocks are compared and all spans moved to that
+of rank 0:
+
+    rank 0   enters 10.000 ........... leaves 10.004        an exchange: no rank leaves before all have entered
+    rank 1      enters 73.001 ....... leaves 73.003
+    offset   at least 73.001 - 10.004 = 62.997  (its entry came before rank 0 left)
+             at most  73.003 - 10.000 = 63.003  (it left after rank 0 had entered)
+"""
 
 import importlib.util
 import json
@@ -15,10 +24,8 @@ from shardwise.engine import Engine
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule
-from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
-from shardwise.plan.timeline_text import draw_timeline, seconds_text
-from shardwise.train.chrome_trace import save_trace
-from shardwise.train.timeline_figure import save_picture
+from shardwise.plan.timeline import Timeline, TimeSpan, draw_timeline, seconds_text, simulate_schedule
+from shardwise.train.timeline_files import save_picture, save_trace
 
 _KEPT_UPDATES = 20
 _CLOCK_ROUNDS = 5
@@ -34,7 +41,7 @@ class RunTrace:
     updates: tuple[Timeline, ...]
     """One for each; their ranks are those of the world."""
     schedule: Schedule
-    """What the last one ran."""
+    """The schedule of the last one."""
     transfers: tuple[tuple[int, int], ...]
 
     def simulated(self) -> Timeline | None:
@@ -61,6 +68,7 @@ class Tracer:
         assert engine.pipeline is not None, "configurations that ask for a trace have stages"
         self._engine = engine
         self._runner = engine.pipeline
+        # Some hundred spans per update: those of a whole run would fill the memory.
         self._updates: deque[list[TimeSpan]] = deque(maxlen=_KEPT_UPDATES)
 
     @property
@@ -69,7 +77,8 @@ class Tracer:
         return self._engine.optimizers
 
     def step(self, batch: dict[str, torch.Tensor], *, stop: Callable[[], bool] | None = None) -> StepReport:
-        """One update, and a note of what this rank does in it."""
+        """One update, recorded on this rank."""
+        # A list switches the recording on. Evaluations are not recorded, for they have no backward to compare with.
         spans = self._runner.spans = []
         try:
             report = self._engine.step(batch, stop=stop)
@@ -83,7 +92,7 @@ class Tracer:
         return self._engine.evaluate(batch)
 
     def gathered(self, channel: Channel) -> RunTrace | None:
-        """What all ranks, which call this together, did in the last updates; None when none was made."""
+        """The last updates on all ranks, which call this together; None when none was made."""
         # Clocks drift: they are compared now, since the last updates are what is kept.
         mine = {
             "rounds": _clock_rounds(channel),
@@ -94,6 +103,7 @@ class Tracer:
         }
         ranks = [json.loads(each) for each in channel.exchange(json.dumps(mine).encode(), purpose="spans of a trace")]
         schedule, transfers = self._runner.schedule, self._runner.transfers
+        # No update was made. All ranks know that, and leave together, after the exchange.
         if schedule is None or transfers is None:
             return None
         offsets = [clock_offset(each["rounds"], ranks[0]["rounds"]) for each in ranks]
@@ -141,6 +151,7 @@ def stage_times(timeline: Timeline) -> dict[tuple[str, int], float]:
     runs: dict[tuple[str, int], set[tuple[int, int]]] = defaultdict(set)
     for span in timeline.busy_spans():
         spent[span.kind, span.stage] += span.stop_s - span.start_s
+        # By microbatch, not by span: a forward that waits in the middle has several spans of work.
         runs[span.kind, span.stage].add((span.rank, span.microbatch))
     return {key: seconds / len(runs[key]) for key, seconds in spent.items()}
 
@@ -157,6 +168,7 @@ def clock_offset(rounds: Rounds, reference: Rounds) -> float:
 
 
 def _clock_rounds(channel: Channel) -> Rounds:
+    # Several rounds: each bounds the offset, and the luckiest exchange bounds it most.
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         before_s = time.perf_counter()

@@ -1,8 +1,14 @@
 """Signals that ask a run to end, as schedulers send them before they take the machine away.
 
-before the first update    the run ends at once: nothing is lost
-while it trains            the update under way is finished and saved on all ranks, then the run ends
-a second signal            the run ends at once
+    before the first update    the run ends at once: nothing is lost
+    while it trains            the update under way is finished and saved on all ranks, then the run ends
+    a second signal            the run ends at once
+
+    SIGTERM ->  rank 1: number = 15      rank 1's next step says "stop"  ->  all ranks: same update, save, Stopped
+                rank 0: no signal
+
+A signal may reach one rank only, so no rank acts on its own: the wish to stop goes with the next step.
+torch is not imported here: the command installs these before it checks the configuration.
 """
 
 import contextlib
@@ -18,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.comm import Channel
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""SIGTERM is what schedulers send; SIGUSR1 is what `--signal=USR1@...` of SLURM asks for, which else kills."""
+"""Schedulers send SIGTERM; SLURM sends SIGUSR1 for `--signal=USR1@...`. Both kill a process without a handler."""
 
 _ONE_REQUEST_SECONDS = 1.0
 """Signals that follow each other so closely are one request: a scheduler sends it to all processes of a job, and the
@@ -39,20 +45,22 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """The stop signals of this process, while its context lasts; what others have asked to handle is left to them."""
+    """The stop signals of this process, while its context lasts; signals with a handler of others are left alone."""
 
     def __init__(self) -> None:
         self.number = 0
         """Of the signal that has come; 0 while there was none."""
         self._came_s = 0.0
         self._channel: Channel | None = None
-        """Where the run trains: whom to tell of a sudden end. None: the first signal ends the run."""
+        """Of the ranks that train together, which learn of a sudden end. None: the first signal ends the run."""
         self._pid = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
+        # Python allows handlers in the main thread only; simulated ranks are other threads.
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
+                # A handler that was installed before (by a launcher, a notebook) stays.
                 if signal.getsignal(number) == signal.SIG_DFL:
                     self._previous[number] = signal.signal(number, self._came)
         return self
@@ -99,6 +107,7 @@ class StopSignals:
         """End at once: nothing is unwound, because a save under way would be waited for."""
         try:
             if self._channel is not None:
+                # Peers learn of it at once; without it they would wait for this rank until their time limit.
                 self._channel.abort(f"{signal.Signals(number).name} came twice")
         finally:
             os._exit(128 + number)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise.plan.state_names import is_state_name, split_state_name
+from shardwise.plan.names import is_state_name, split_state_name
 from shardwise.space import check_cover
 from tests.engine.oracle import Batch, Optimizers
 from tests.engine.pipeline.oracle import Case, State, Trajectory, adamw, expected, microbatches_of

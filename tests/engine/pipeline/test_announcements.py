@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import shardwise as sw
-from shardwise.engine.pipeline.announcements import packed, unpacked
 from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor
-from shardwise.engine.pipeline.nested import ObjectSlot, TensorSlot
+from shardwise.engine.pipeline.nested import ObjectSlot, TensorSlot, packed, unpacked
 from shardwise.engine.pipeline.stage_values import Spec
 from shardwise.errors import MismatchError, ModelError
 
@@ -95,11 +94,11 @@ SPEC = Spec(
         torch.return_types.max((SLOT, SLOT)),
         CallOutcome(
             skeleton=(TensorSlot(0),),
-            outputs=(OutcomeTensor(spec=SPEC, same_as=None, view_of=0, beside=None),),
+            outputs=(OutcomeTensor(spec=SPEC, same_as=None, view_of=0, shares_with=None),),
             written=((0, SPEC),),
             writes_kept=False,
             has_known_shapes=False,
-            tells=True,
+            announces=True,
         ),
     ],
     ids=lambda value: type(value).__name__,

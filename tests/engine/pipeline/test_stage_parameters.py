@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.engine.inventory import Inventory, take_inventory
 from shardwise.engine.norm import norm_in_one_process, norm_of_norms, norms_of
-from shardwise.engine.pipeline.stage_parameters import StageParameters, assign_parameters, drop_foreign, move_to
+from shardwise.engine.pipeline.stage_contents import StageParameters, assign_parameters, drop_foreign, move_to
 from shardwise.errors import BatchError, CheckpointError, MismatchError, ModelError, PlanError
 from shardwise.plan import Placement
 from tests.engine.expected import adamw, points, seeded, square_loss

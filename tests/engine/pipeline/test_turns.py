@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.engine.pipeline.turns import Turn
+from shardwise.engine.pipeline.training_steps import Turn
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,11 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.recorded import Recorded, RecordedCall
 from shardwise.engine.tensor.cut_outline import tensor_outline
-from shardwise.engine.tensor.cutting import portion_of
-from shardwise.engine.tensor.running import TensorParallel
+from shardwise.engine.tensor.styles import TensorParallel
 from shardwise.engine.tensor.summed_gradients import SummedGradients
-from shardwise.plan.tensor import TensorPlan, plan_tensor
+from shardwise.engine.tensor.tensor_decision import portion_of
+from shardwise.plan.tensor_cuts import plan_tensor
+from shardwise.plan.tensor_plan import TensorPlan
 
 MakeModel = Callable[[], nn.Module]
 Run = Callable[[nn.Module], torch.Tensor]

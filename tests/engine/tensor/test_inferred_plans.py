@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.errors import PlanError
-from shardwise.plan.tensor import plan_tensor
+from shardwise.plan.tensor_cuts import plan_tensor
 from tests.engine.tensor import inferred_models as odd
 
 WORDS = (torch.arange(24).view(4, 6) * 5 + torch.arange(4)[:, None]) % 11

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import shardwise as sw
-from shardwise.engine.tensor.samples import sample_for
+from shardwise.engine.tensor.rule_inference import sample_for
 
 # The models compute in float32 here and there (norms, softmax, rotations), whatever they are given.
 FLOAT32_INSIDE = 2e-6

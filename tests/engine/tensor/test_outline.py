@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.errors import PlanError
-from shardwise.plan.tensor import plan_tensor
-from shardwise.plan.tensor_outline import TensorModule
+from shardwise.plan.outlines import TensorModule
+from shardwise.plan.tensor_cuts import plan_tensor
 from tests.engine.tensor.test_styles import Projection, transposed
 
 

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine.tensor.cut_outline import tensor_outline
-from shardwise.engine.tensor.running import TensorParallel
-from shardwise.plan.tensor import plan_tensor
+from shardwise.engine.tensor.styles import TensorParallel
+from shardwise.plan.tensor_cuts import plan_tensor
 from tests.engine.tensor.cut_models import assert_close, compute_cut, compute_whole
 from tests.engine.tensor.test_styles import ATTENTION, CountedHeads, Tokens, run
 from tests.engine.tensor.test_sums import RULES, Experts, Mixture

@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.recorded import Recorded
 from shardwise.engine.tensor.cut_outline import tensor_outline
-from shardwise.engine.tensor.movements import Movements
-from shardwise.engine.tensor.running import TensorParallel
+from shardwise.engine.tensor.styles import TensorParallel
+from shardwise.engine.tensor.tp_collectives import TpCollectives
 from shardwise.errors import ModelError
-from shardwise.plan.tensor import plan_tensor
+from shardwise.plan.tensor_cuts import plan_tensor
 from tests.engine.tensor.cut_models import assert_close, compute_cut, compute_whole
 from tests.engine.tensor.test_styles import SequenceModel, Tokens, linear_block, run, run_six
 
@@ -25,7 +25,7 @@ def test_a_sum_is_rounded_once_and_equal_on_all_ranks(dtype: torch.dtype, size: 
     expected = (wide[0] + wide[1] + wide[2]).to(dtype)  # rank order
 
     def on_rank(channel: sw.Channel) -> torch.Tensor:
-        return Movements(channel, "test").total(values[channel.rank])
+        return TpCollectives(channel, "test").all_reduce(values[channel.rank])
 
     for total in sw.simulate(3, on_rank):
         assert torch.equal(total, expected)
@@ -34,10 +34,10 @@ def test_a_sum_is_rounded_once_and_equal_on_all_ranks(dtype: torch.dtype, size: 
 def test_what_moved_may_be_written_to_in_place() -> None:
     def on_rank(channel: sw.Channel) -> torch.Tensor:
         value = torch.ones(4, requires_grad=True)
-        movements = Movements(channel, "test")
+        collectives = TpCollectives(channel, "test")
         ranges = [((0, 2),), ((2, 4),)]
-        (movements.total(value).add_(1) * 2).sum().backward()
-        movements.whole(movements.part(value, 0, ranges).mul_(3), 0, ranges).mul_(5).sum().backward()
+        (collectives.all_reduce(value).add_(1) * 2).sum().backward()
+        collectives.all_gather(collectives.scatter(value, 0, ranges).mul_(3), 0, ranges).mul_(5).sum().backward()
         assert value.grad is not None
         return value.grad
 
@@ -47,10 +47,10 @@ def test_what_moved_may_be_written_to_in_place() -> None:
 def test_gradients_of_gradients_move_too() -> None:
     def on_rank(channel: sw.Channel) -> torch.Tensor:
         value = torch.tensor([2.0], requires_grad=True)
-        movements = Movements(channel, "test")
-        total = movements.total(movements.share(value) ** 3 * (channel.rank + 1))  # 3 x^3
+        collectives = TpCollectives(channel, "test")
+        total = collectives.all_reduce(collectives.copy_to_ranks(value) ** 3 * (channel.rank + 1))  # 3 x^3
         (first,) = torch.autograd.grad(total.sum(), value, create_graph=True)
-        (second,) = torch.autograd.grad(movements.total(movements.share(first) * 0.5), value)
+        (second,) = torch.autograd.grad(collectives.all_reduce(collectives.copy_to_ranks(first) * 0.5), value)
         return torch.stack([first.detach(), second])
 
     assert all(torch.equal(each, torch.tensor([[36.0], [36.0]])) for each in sw.simulate(2, on_rank))

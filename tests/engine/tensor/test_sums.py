@@ -69,6 +69,33 @@ def test_experts_are_cut_over_all_ranks(num_ranks: int) -> None:
     assert got.plan.summed == {"experts.down_bias", "experts.scale"}
 
 
+class WritingExperts(Experts):
+    """Writes in place to what counts once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(6, 6)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        once = self.idle(x)
+        once *= weights[:, 3:]
+        out: torch.Tensor = super().forward(x, weights) + once
+        return out
+
+
+class WritingMixture(Mixture):
+    """A router, and experts that write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = WritingExperts()
+
+
+def test_what_counts_once_may_be_written_to_in_place() -> None:
+    rules = {**RULES, "experts.idle": "once"}
+    assert_close(compute_cut(WritingMixture, rules, 2, run, is_completed=True), compute_whole(WritingMixture, run))
+
+
 @pytest.mark.parametrize("left_out", ["experts.down_bias", "experts.idle"])
 def test_what_should_count_once_counts_twice_without_the_rule(left_out: str) -> None:
     rules = {name: rule for name, rule in RULES.items() if name != left_out}

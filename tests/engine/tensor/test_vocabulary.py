@@ -10,11 +10,11 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.recorded import Recorded, RecordedCall
 from shardwise.engine.tensor.cut_outline import tensor_outline
-from shardwise.engine.tensor.cutting import portion_of
-from shardwise.engine.tensor.running import TensorParallel
+from shardwise.engine.tensor.styles import TensorParallel
+from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
 from shardwise.errors import ModelError, PlanError
-from shardwise.plan.tensor import plan_tensor
+from shardwise.plan.tensor_cuts import plan_tensor
 from tests.engine.tensor.cut_models import assert_close, compute_cut, compute_whole
 
 NUM_TOKENS = 37

@@ -1,19 +1,23 @@
 """Foreign: what checkpoints of other formats hold, read from their metadata, so that all of the room works on them.
 
-`huggingface` reads safetensors files with or without an index, `dcp` what `torch.distributed.checkpoint` wrote, and
-`unread` says what other folders and files are.
+    manifest.json, save-00000007/manifest.json    a save of ours
+    .metadata                                     `dcp`: what torch.distributed.checkpoint wrote
+    *.safetensors, *.safetensors.index.json       `huggingface`: with or without an index
+    anything else                                 refused, in words that name the program that made it and the way on
+
+Formats are known by names of files alone: listing is cheap on every store, and nothing unknown is opened.
 """
 
+import os
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from shardwise.checkpoint.addresses import OneFile
-from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.contents import Contents, printable
 from shardwise.checkpoint.foreign import dcp, huggingface
-from shardwise.checkpoint.foreign.unread import no_checkpoint
-from shardwise.checkpoint.stores import Store
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.stores import OneFile, Store
+from shardwise.errors import CheckpointError, few_of
 
 __all__ = ["Format", "format_of", "no_checkpoint", "read_foreign", "recognise"]
 
@@ -25,16 +29,19 @@ _MANIFEST = re.compile(r"(save-([0-9]{8}|[1-9][0-9]{8,199})/)?manifest\.json")
 def recognise(store: Store) -> Format | None:
     """Return the format of the checkpoint in a store; None when it is none that we know."""
     if isinstance(store, OneFile) and not store.name.endswith(".safetensors"):
-        return None  # of no use without the files beside it
+        return None  # of no use without the other files
     return format_of(list(store.names()))
 
 
 def format_of(names: Sequence[str]) -> Format | None:
     """Return the format of the checkpoint whose files have these names; None when it is none that we know."""
+    # The order decides where files of several formats are together. A folder of saves stays one, whatever a user puts
+    # there; and .metadata comes before safetensors, in which torch.distributed.checkpoint can write its data too.
     if any(_MANIFEST.fullmatch(name) for name in names):
         return "shardwise"
     if ".metadata" in names:
         return "dcp"
+    # Not below: a folder that holds models in folders is no model.
     if any("/" not in name and name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "safetensors"
     return None
@@ -47,4 +54,125 @@ def read_foreign(store: Store) -> Contents:
         return dcp.read_contents(store)
     if kind == "safetensors":
         return huggingface.read_contents(store, file=store.name if isinstance(store, OneFile) else None)
-    raise CheckpointError(no_checkpoint(store, format_of))
+    raise CheckpointError(no_checkpoint(store))
+
+
+class _ForeignFiles(NamedTuple):
+    """Files that other programs make."""
+
+    files: re.Pattern[str]
+    """Names of files by which it is known, at any depth."""
+    what: str
+    advice: str
+
+
+def _kind(files: str, what: str, advice: str) -> _ForeignFiles:
+    return _ForeignFiles(re.compile(rf"(?:.*/)?(?:{files})", re.DOTALL), what, advice)
+
+
+_AS_SAFETENSORS = "write its tensors as safetensors with the library that made it"
+
+# The first that fits is named, so special kinds come before general ones: DeepSpeed writes .pt
+# files too.
+_KINDS = (
+    _kind(
+        r"zero_to_fp32\.py|(?:bf16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+\w*_(?:model|optim)_states\.pt",
+        "a checkpoint of DeepSpeed",
+        "its zero_to_fp32.py, in the folder of the saves, writes whole weights: python zero_to_fp32.py FOLDER OUT "
+        "--safe_serialization; then "
+        "name OUT",
+    ),
+    _kind(
+        r"latest_checkpointed_iteration\.txt|mp_rank_\d+(?:_\d+)*/\w+\.pt",
+        "a checkpoint of Megatron-LM",
+        "export it with its own tools (tools/checkpoint/convert.py), or save it there with --ckpt-format torch_dist, "
+        "and name the folder of an iteration",
+    ),
+    _kind(
+        r"__\d+_\d+\.distcp",
+        "data of torch.distributed.checkpoint without the .metadata, which is written last",
+        "the save was interrupted or copied in part: name another save, or copy all of it",
+    ),
+    _kind(
+        r"(?:pytorch_model|adapter_model|diffusion_pytorch_model)(?:[-.]\w+)*\.bin(?:\.index\.json)?",
+        "a model of Hugging Face as pickles of torch, which are not read yet",
+        "save_pretrained(FOLDER, safe_serialization=True) writes it as safetensors",
+    ),
+    _kind(r".*\.gguf", "a model of llama.cpp (GGUF), which is not read yet", "name the safetensors of the same model"),
+    _kind(
+        r"saved_model\.pb|tf_model\.h5|.*\.ckpt\.index|.*\.data-\d+-of-\d+",
+        "a model of TensorFlow, which is not read yet",
+        _AS_SAFETENSORS,
+    ),
+    _kind(r".*\.(?:h5|keras)", "a model of Keras, which is not read yet", _AS_SAFETENSORS),
+    _kind(
+        r".*\.msgpack|_CHECKPOINT_METADATA|manifest\.ocdbt|\.zarray",
+        "a checkpoint of Flax or Orbax, which is not read yet",
+        _AS_SAFETENSORS,
+    ),
+    _kind(r".*\.onnx", "a model of ONNX, which is not read yet", _AS_SAFETENSORS),
+    _kind(r".*\.np[yz]", "arrays of numpy, which are not read yet", "write them as safetensors (safetensors.numpy)"),
+    _kind(
+        r".*\.(?:pt|pth|ckpt|bin|pkl|pickle)",
+        "a pickle, such as torch.save writes, and no pickle is run here",
+        "load it with torch.load(FILE, weights_only=True), and give its tensors to sw.save",
+    ),
+)
+
+_PART_OF = re.compile(r"manifest\.json|\.metadata|.*\.index\.json|.*\.distcp|.*-tensors-\d+\.json", re.DOTALL)
+"""Files that are of no use without others."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def no_checkpoint(store: Store) -> str:
+    """Say that a store holds no checkpoint, what it holds instead, and what to do."""
+    names = list(store.names())
+    if isinstance(store, OneFile):
+        return f"{store.location}/{names[0]} is no checkpoint that is read: {_file_in_words(names[0])}"
+    if not names:
+        return f"{store.location} holds no checkpoint: {_nothing_in_words(store)}"
+    return f"{store.location} holds no checkpoint that is read: {_folder_in_words(names)}"
+
+
+def _file_in_words(name: str) -> str:
+    if _PART_OF.fullmatch(name):
+        return "it is one file of several; name the folder that holds it"
+    found = _known([name])
+    return found or "it is a file; name the folder of a checkpoint, or a .safetensors file"
+
+
+def _nothing_in_words(store: Store) -> str:
+    # Object stores have no folders: nothing tells one that is empty from one that is missing.
+    if not isinstance(store, LocalStore):
+        return "it is empty or does not exist, or is a single file; name a folder"
+    if os.path.isdir(store.location):
+        return "it is empty"
+    relative = os.path.relpath(store.location)
+    # A name such as org/model is most often meant for the hub, but not where the folder org is there.
+    if _HUB_NAME.fullmatch(relative) and not os.path.lexists(relative.split("/")[0]):
+        return (
+            f"it does not exist; if {relative} is a model on the Hugging Face hub, download it first "
+            f"(hf download {relative} --local-dir FOLDER) and name that folder"
+        )
+    return "it does not exist"
+
+
+def _folder_in_words(names: Sequence[str]) -> str:
+    inner: dict[str, list[str]] = {}
+    for name in names:
+        folder, _, rest = name.partition("/")
+        if rest:
+            inner.setdefault(folder, []).append(rest)
+    if holders := [printable(folder) for folder, files in inner.items() if format_of(files) is not None]:
+        verb = "holds one: name it" if len(holders) == 1 else "hold one each: name one of them"
+        return f"but {few_of(holders, quotes=False)} in it {verb}"
+    shown = few_of([printable(name) for name in names], quotes=False)
+    return _known(names) or f"it has {shown}; saves of shardwise, safetensors and torch.distributed.checkpoint are read"
+
+
+def _known(names: Sequence[str]) -> str:
+    for kind in _KINDS:
+        if found := next((name for name in names if kind.files.fullmatch(name)), None):
+            return f"it is {kind.what} ({printable(found)}); {kind.advice}"
+    return ""

@@ -1,28 +1,201 @@
-"""Checkpoints of `torch.distributed.checkpoint`: metadata, and files in which one save lies behind the other.
+"""Checkpoints of `torch.distributed.checkpoint`: metadata, and files with one tensor behind the other.
 
-Both ways in which it writes tensors are read: as `torch.save` does, and as safetensors.
+    .metadata       w float32 [4, 6], saved in two chunks        (a pickle)
+                    (w, (0, 0)) -> __0_0.distcp from byte 0, 1200 bytes
+                    (w, (2, 0)) -> __0_0.distcp from byte 1200, 1200 bytes
+    __0_0.distcp    | torch.save of w[0:2] | torch.save of w[2:4] | ...
+                      each a zip archive: the 48 bytes of the elements are somewhere inside
+
+Both ways in which it writes tensors are read: as `torch.save` does, and as safetensors. The pickle is parsed without
+importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, and `_StorageInfo` in filesystem.py
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.foreign.dcp_metadata import Blob, DcpChunk, Metadata, SavedTensor, parse_metadata
-from shardwise.checkpoint.foreign.files import OpenFile, about, read_whole
+from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, can_exist
 from shardwise.checkpoint.foreign.huggingface import boxes_in, saved_offsets
-from shardwise.checkpoint.foreign.torch_files import SIGNATURE, NotPlainError, TensorPlace, find_tensor, read_value
+from shardwise.checkpoint.foreign.pickles import MadeObject, Named, parse
+from shardwise.checkpoint.foreign.torch_files import (
+    SIGNATURE,
+    NotPlainError,
+    TensorPlace,
+    find_tensor,
+    ints,
+    read_value,
+)
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError
-from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.dtypes import ITEMSIZE_BYTES, itemsize_bytes
 from shardwise.space import Piece, check_cover
 
-__all__ = ["read_contents"]
+__all__ = ["Blob", "DcpChunk", "Metadata", "SavedTensor", "parse_metadata", "read_contents"]
+
+_RECORDS = frozenset(
+    {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "MEM_FORMAT_ENCODING",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+        "_StorageInfo",
+    }
+)
+_OTHERS = frozenset(
+    {
+        Named("torch", "Size"),
+        Named("torch.serialization", "_get_layout"),
+        Named("collections", "OrderedDict"),
+        *(
+            Named(module, kind)
+            for module in ("pathlib", "pathlib._local")
+            for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpChunk:
+    """A box of a tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor and the boxes that were saved of it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[DcpChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Where the bytes of a box or an object are."""
+
+    file: str
+    start: int
+    num_bytes: int
+    extensions: tuple[str, ...]
+    """What the bytes went through on their way into the file (compression)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a checkpoint holds."""
+
+    tensors: Mapping[str, SavedTensor]
+    objects: tuple[str, ...]
+    """Names of what is no tensor."""
+    blobs: Mapping[tuple[str, tuple[int, ...] | None], Blob]
+    """By name and offset of the box; None for objects."""
+
+
+def parse_metadata(data: bytes) -> Metadata:
+    """Return what `.metadata` says; raises `CheckpointError` when it is damaged or names what does not belong there."""
+    fields = _record(parse(data, _belongs), "Metadata")
+    tensors: dict[str, SavedTensor] = {}
+    objects = []
+    for name, value in _mapping(fields.get("state_dict_metadata")).items():
+        if not isinstance(name, str):
+            raise _unknown("a name")
+        if _is_a(value, "BytesStorageMetadata"):
+            objects.append(name)
+        else:
+            tensors[name] = _tensor(name, _record(value, "TensorStorageMetadata"))
+    blobs = {}
+    for key, value in _mapping(fields.get("storage_data")).items():
+        index = _record(key, "MetadataIndex")
+        offset = index.get("offset")
+        blobs[_text(index.get("fqn")), None if offset is None else ints(offset)] = _blob(_record(value, "_StorageInfo"))
+    return Metadata(tensors, tuple(objects), blobs)
+
+
+def _belongs(module: str, name: str) -> bool:
+    # By class and not by module: torch has moved these classes between modules of this package.
+    if f"{module}.".startswith("torch.distributed.") and name in _RECORDS:
+        return True
+    return (module == "torch" and name in ITEMSIZE_BYTES) or Named(module, name) in _OTHERS
+
+
+def _tensor(name: str, fields: Mapping[object, object]) -> SavedTensor:
+    properties = fields.get("properties")
+    # Its state is a tuple, the dtype first.
+    state = properties.state if isinstance(properties, MadeObject) and _is_a(properties, "TensorProperties") else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, Named) or dtype.name not in ITEMSIZE_BYTES:
+        raise _unknown(f"the dtype of {name}")
+    chunks = fields.get("chunks")
+    if not isinstance(chunks, list):
+        raise _unknown(f"the chunks of {name}")
+    shape = ints(fields.get("size"))
+    if not can_exist(shape, ITEMSIZE_BYTES[dtype.name]):
+        raise CheckpointError(f"tensor {name} has a shape of {len(shape)} dims that no tensor has")
+    boxes = []
+    for chunk in chunks:
+        box = _record(chunk, "ChunkStorageMetadata")
+        offset, size = ints(box.get("offsets")), ints(box.get("sizes"))
+        inside = len(offset) == len(size) == len(shape) and all(
+            at + some <= whole for at, some, whole in zip(offset, size, shape, strict=True)
+        )
+        if not inside:
+            raise CheckpointError(f"tensor {name} of shape {shape} has a chunk outside, of shape {size} at {offset}")
+        boxes.append(DcpChunk(offset, size))
+    return SavedTensor(dtype.name, shape, tuple(boxes))
+
+
+def _blob(fields: Mapping[object, object]) -> Blob:
+    start, num_bytes = ints((fields.get("offset"), fields.get("length")))
+    extensions = fields.get("transform_descriptors") or ()
+    if not isinstance(extensions, list | tuple):
+        raise _unknown("the extensions of a file")
+    return Blob(_text(fields.get("relative_path")), start, num_bytes, tuple(map(_text, extensions)))
+
+
+def _is_a(value: object, kind: str) -> bool:
+    return isinstance(value, MadeObject) and isinstance(value.of, Named) and value.of.name == kind
+
+
+def _record(value: object, kind: str) -> Mapping[object, object]:
+    """The fields of an object of a class."""
+    if not (isinstance(value, MadeObject) and _is_a(value, kind)):
+        raise _unknown(f"a {kind}")
+    return _mapping(value.state)
+
+
+def _mapping(value: object) -> Mapping[object, object]:
+    if isinstance(value, MadeObject) and value.of == Named("collections", "OrderedDict"):
+        try:
+            return dict(value.pairs)
+        except TypeError:
+            raise _unknown("a key") from None
+    if not isinstance(value, dict):
+        raise _unknown("a mapping")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise _unknown("a text")
+    return value
+
+
+def _unknown(what: str) -> CheckpointError:
+    return CheckpointError(f"it does not have {what} where torch 2.11 to 2.13 write it")
+
 
 _METADATA = ".metadata"
-_MAX_METADATA_BYTES = 1 << 32
 _MAX_OBJECT_BYTES = 1 << 26
 _MAX_OBJECTS_BYTES = 1 << 30
 """Of one object, and of all together; those beyond are skipped."""
@@ -35,10 +208,12 @@ def read_contents(store: Store) -> Contents:
     `extra["skipped"]`. Raises `CheckpointError`, with all findings, for whatever is missing, truncated or damaged, and
     for a `.metadata` that names anything but the classes of such metadata: nothing of it is ever run.
     """
-    data = read_whole(store, _METADATA, max_bytes=_MAX_METADATA_BYTES)
+    data = read_whole(store, _METADATA)
     place = f"{store.location}/{_METADATA}"
     with about(place):
         metadata = parse_metadata(data)
+    # Files stay open while tensors are looked up: a file has thousands
+    # of them, and an object store asks for its size at each open.
     with ExitStack() as stack:
         files, problems = _opened(store, metadata, stack)
         tensors: dict[str, StoredTensor] = {}
@@ -84,6 +259,7 @@ def _opened(store: Store, metadata: Metadata, stack: ExitStack) -> tuple[dict[st
         except CheckpointError as error:
             problems += error.problems
             continue
+        # One finding for the file; without it each tensor in the missing part would be one.
         if file.size < end:
             problems.append(
                 f"{file.place} has {file.size:,} bytes, but the checkpoint has saved {end:,} in it: it is truncated"
@@ -94,7 +270,7 @@ def _opened(store: Store, metadata: Metadata, stack: ExitStack) -> tuple[dict[st
 
 
 def _unplaced(metadata: Metadata) -> Iterator[str]:
-    """What the metadata names without saying where it lies."""
+    """What the metadata names without saying where it is."""
     for name in metadata.objects:
         if (name, None) not in metadata.blobs:
             yield f"it does not say where the object {name} lies"
@@ -125,6 +301,7 @@ def _stored(
                     pieces += _pieces(name, saved, chunk, place, blob.file)
             except CheckpointError as error:
                 problems += error.problems
+    # What is missing is reported with its file; that the tensor then has holes would say it again.
     if not problems and not lost:
         held = [each.piece for each in pieces]
         with about(metadata_place):
@@ -138,9 +315,12 @@ def _stored(
 
 
 def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
-    """Where the elements of a chunk lie in its file."""
+    """Where the elements of a chunk are in its file."""
+    # Compressed or encrypted: the bytes in the file are not those of
+    # the tensor, and which code makes them is for its owner to say.
     if blob.extensions:
         raise CheckpointError(f"it went through {', '.join(blob.extensions)}; save without extensions to read it here")
+    # The metadata does not say which of the two formats was used, so the first bytes do.
     if file.read(blob.start, min(len(SIGNATURE), blob.num_bytes)) == SIGNATURE:
         place = find_tensor(lambda at, num: file.read(blob.start + at, num), blob.num_bytes)
         start = blob.start + place.start
@@ -148,6 +328,7 @@ def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
     entries, boxes = file.header_at(blob.start)
     if name not in entries:
         raise CheckpointError("it is neither in the format of torch.save nor in that of safetensors")
+    # The file says it too: one that was copied under another's name has all its bytes, and wrong elements.
     offset = saved_offsets(name, boxes)
     if offset is not None and offset != chunk.offset:
         raise CheckpointError(f"it holds the chunk at {offset}, not that at {chunk.offset}")
@@ -160,11 +341,13 @@ def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
 
 
 def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, place: TensorPlace, file: str) -> Iterator[StoredPiece]:
-    """The pieces of a chunk: one, or as many boxes as lie row-major in the file where the chunk does not."""
+    """The pieces of a chunk: one, or as many boxes as are row-major in the file where the chunk is not."""
     if (place.dtype, place.shape) != (saved.dtype, chunk.shape):
         raise CheckpointError(
             f"it is {place.dtype} of shape {place.shape}, but by the metadata {saved.dtype} of shape {chunk.shape}"
         )
+    # torch.save keeps strides, and pieces are row-major: a transposed
+    # chunk becomes one piece for each of its rows in the file.
     together = _dims_together(place)
     shape = [size if dim in together else 1 for dim, size in enumerate(chunk.shape)]
     steps = [range(1) if dim in together else range(size) for dim, size in enumerate(chunk.shape)]
@@ -178,16 +361,19 @@ def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, place: TensorPlace, 
 
 
 def _dims_together(place: TensorPlace) -> set[int]:
-    """The dims along which elements lie row-major, one behind the other; CheckpointError for strides with holes."""
+    """The dims along which elements are row-major, one behind the other; CheckpointError for strides with holes."""
     dims = sorted((dim for dim, size in enumerate(place.shape) if size > 1), key=lambda dim: place.strides[dim])
     end = 1
     for dim in dims:
+        # Innermost first, each dim has to begin where those inside of
+        # it end: then the elements fill their bytes exactly.
         if place.strides[dim] != end:
             raise CheckpointError(f"its strides {place.strides} for shape {place.shape} leave holes or overlap")
         end *= place.shape[dim]
     together = {dim for dim, size in enumerate(place.shape) if size == 1}
     last = len(place.shape)
     for dim in dims:
+        # From here on the order in the file is not that of the dims: each index is a piece of its own.
         if dim > last:
             break
         together.add(dim)
@@ -204,6 +390,8 @@ def _objects(metadata: Metadata, files: dict[str, _File], problems: list[str]) -
         blob = metadata.blobs.get((name, None))
         if blob is not None and blob.file in files:
             file = files[blob.file]
+            # Counted also where an object is then skipped: the sum of
+            # what is read stays bounded, in any order of names.
             left -= blob.num_bytes
             try:
                 if left < 0:

@@ -1,5 +1,9 @@
 """Safetensors files as Hugging Face lays them out: one file, or shards with or without an index. Headers are read only.
 
+    model.safetensors.index.json    weight_map: w -> model-00001-of-00002.safetensors, ...
+    model-00001-of-00002...         header: w F32 [4, 6], bytes 0 to 96
+                                    __metadata__: "v" -> "w"  (v was tied to w, and left out by save_model)
+
 Shards that `torch.distributed.checkpoint` wrote without consolidating them hold boxes of tensors; their metadata says
 where each starts.
 """
@@ -9,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
-from shardwise.checkpoint.foreign.files import OpenFile, about, read_whole
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover
@@ -20,7 +23,6 @@ __all__ = ["boxes_in", "read_contents", "saved_offsets"]
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
-_MAX_INDEX_BYTES = 1 << 30
 
 
 def read_contents(store: Store, *, file: str | None = None) -> Contents:
@@ -28,7 +30,7 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
 
     Ties that the metadata of the files names are aliases. The metadata is in `extra["metadata"]`; what files say
     differently is there under `"key (file)"`.
-    Raises `CheckpointError`, with all findings, when a file is missing or malformed, when a tensor lies in several
+    Raises `CheckpointError`, with all findings, when a file is missing or malformed, when a tensor is in several
     files, and when index and files do not say the same.
     """
     weight_map = None if file is not None else _weight_map(store)
@@ -51,6 +53,7 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
             places.setdefault(key, []).append((name, entry))
     if weight_map is not None:
         problems += _index_problems(weight_map, places, sizes)
+    # All findings are collected: a download that broke off lacks more than one thing.
     tensors = {}
     for key, found in places.items():
         try:
@@ -106,7 +109,7 @@ def _weight_map(store: Store) -> dict[str, str] | None:
         raise CheckpointError(
             f"{store.location} has {len(indices)} indices, {', '.join(indices)}: name the folder of one model only"
         )
-    text = read_whole(store, indices[0], max_bytes=_MAX_INDEX_BYTES)
+    text = read_whole(store, indices[0])
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -119,6 +122,7 @@ def _weight_map(store: Store) -> dict[str, str] | None:
 
 def _files(store: Store, weight_map: dict[str, str] | None) -> list[str]:
     if weight_map is not None:
+        # Files that the index does not name are not read: they may be those of another variant of the model.
         return sorted(set(weight_map.values()))
     files = [name for name in store.names() if "/" not in name and name.endswith(".safetensors")]
     if not files:
@@ -131,6 +135,7 @@ def _index_problems(
 ) -> Iterator[str]:
     """What the index says otherwise than the files that could be read."""
     for key, file in weight_map.items():
+        # Of a file that could not be read there is a finding already.
         if file in sizes and file not in [name for name, _ in places.get(key, ())]:
             yield f"tensor {key} is not in {file}, where the index has it"
     for key, found in places.items():
@@ -148,6 +153,7 @@ def _tensor(
     for file, entry in found:
         with about(file):
             offsets = saved_offsets(key, boxes[file])
+        # Several files may have boxes of one tensor, but only if they say where each begins.
         if offsets is None and len(found) > 1:
             raise CheckpointError(f"tensor {key} is in several files: {', '.join(name for name, _ in found)}")
         if len(offsets or entry.shape) != len(entry.shape) or entry.code != code:
@@ -157,6 +163,7 @@ def _tensor(
         [at + size for at, size in zip(start, each.shape, strict=True)]
         for start, (_, each) in zip(starts, found, strict=True)
     ]
+    # No file says the shape of the tensor: it ends where its last box ends. check_cover finds what is missing.
     shape = tuple(map(max, zip(*ends, strict=True)))
     if not can_exist(shape, itemsize_bytes(dtype_of(code))):
         raise CheckpointError(f"tensor {key}: its boxes together have a shape that no tensor has")
@@ -171,6 +178,7 @@ def _tensor(
     )
     if findings := check_cover(each.piece for each in pieces):
         raise CheckpointError(*findings)
+    # After the cover was checked: an empty box may say where the tensor ends, but nothing is read for it.
     pieces = tuple(each for each in pieces if each.piece.num_elements)
     return StoredTensor(name=key, dtype=dtype_of(code), shape=shape, pieces=pieces)
 
@@ -178,6 +186,7 @@ def _tensor(
 def _ties(tensors: Mapping[str, StoredTensor], texts: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Names that `safetensors.torch.save_model` left out, for the tensor is there under the name that they map to."""
     pairs = (pair for metadata in texts.values() for pair in metadata.items())
+    # The metadata has other keys as well ("format": "pt"); only what maps to a tensor is a tie.
     return {alias: name for alias, name in pairs if name in tensors and alias not in tensors}
 
 
@@ -188,6 +197,7 @@ def _merged(texts: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         for key, text in metadata.items():
             if key == _SHARDING_INFO:
                 continue
+            # Shards mostly say the same; only what they say differently needs the name of its file.
             alike = all(other.get(key, text) == text for other in texts.values())
             merged[key if alike else f"{key} ({file})"] = text
     return merged

@@ -3,6 +3,14 @@
 A pickle is a program for a stack machine (https://github.com/python/cpython/blob/main/Lib/pickletools.py describes its
 instructions). This machine knows those that `pickle` and `torch.save` write. Where the program names a class or
 function, it gets a `Named`; where it calls one, a `MadeObject` that says what was called with what.
+
+    program                stack behind it
+    c torch, Size          Named(torch.Size)
+    ( K 2, K 3, t          Named(torch.Size), (2, 3)
+    R                      MadeObject(of=torch.Size, args=(2, 3))       pickle would call torch.Size here
+    .                      the value
+
+So the worst that a hostile pickle can do is to take time and memory in proportion to its bytes.
 """
 
 import struct
@@ -58,6 +66,8 @@ def parse(data: bytes, allowed: Callable[[str, str], bool]) -> Any:
     machine = _Machine(data, allowed)
     try:
         return machine.run()
+    # A damaged program fails anywhere in the machine: instructions
+    # check nothing themselves, and all it may be is caught here.
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
         kind = type(error).__name__
         raise CheckpointError(f"it is no pickle, or a damaged one: {kind} at byte {machine.at:,} of it") from None
@@ -82,10 +92,12 @@ class _Machine:
             self.at += 1
             if code == _STOP:
                 return self._stack.pop()
+            # KeyError for an instruction that is not known, such as those that import by number.
             _INSTRUCTIONS[code](self)
 
     def _take(self, num_bytes: int) -> bytes:
         start, self.at = self.at, self.at + num_bytes
+        # A slice past the end would be short without a word, and a number read from it wrong.
         if self.at > len(self._data):
             raise IndexError
         return self._data[start : self.at]
@@ -100,6 +112,7 @@ class _Machine:
         return line
 
     def _since_mark(self) -> list[Any]:
+        # Each mark begins a stack of its own, so what was pushed since is that stack: no search for the mark.
         items, self._stack = self._stack, self._below.pop()
         return items
 
@@ -119,6 +132,7 @@ class _Machine:
         self._stack.append(int.from_bytes(self._take(self._number(num_bytes)), "little", signed=True))
 
     def real(self) -> None:
+        # Big-endian here, and nowhere else in a pickle.
         self._stack.append(struct.unpack(">d", self._take(8))[0])
 
     def text(self, num_bytes: int) -> None:
@@ -155,6 +169,7 @@ class _Machine:
 
     def _extend(self, values: list[Any]) -> None:
         target = self._stack[-1]
+        # A MadeObject collects what is put into it: it is not known what kind of thing it would have been.
         if isinstance(target, set):
             target.update(_keys(values))
         else:
@@ -187,6 +202,7 @@ class _Machine:
     def _name(self, module: object, name: object) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
             raise TypeError
+        # Nothing would be run in any case. The refusal says early that this is no checkpoint, in place of odd values.
         if not self._allowed(module, name):
             raise CheckpointError(f"it names {module}.{name}, which does not belong there; nothing of it was run")
         self._stack.append(Named(module, name))
@@ -201,6 +217,7 @@ class _Machine:
 
     def build(self) -> None:
         state = self._stack.pop()
+        # AttributeError on anything but a MadeObject: plain values take no state.
         self._stack[-1].state = state
 
     def persistent(self) -> None:
@@ -210,6 +227,7 @@ class _Machine:
         self._memo[self._number(num_bytes)] = self._stack[-1]
 
     def remember_next(self) -> None:
+        # As pickle numbers them: by how many there are.
         self._memo[len(self._memo)] = self._stack[-1]
 
     def recall(self, num_bytes: int) -> None:
@@ -234,6 +252,7 @@ _Instruction = Callable[[_Machine], None]
 
 def _table() -> Mapping[int, _Instruction]:
     machine = _Machine
+    # The codes are those of pickletools; letters of protocol 0 and 1 that neither writer uses are left out.
     constants = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
     table: dict[int, _Instruction] = {
         0x28: machine.mark,
@@ -260,6 +279,7 @@ def _table() -> Mapping[int, _Instruction]:
     for code, kind in {0x5D: list, 0x7D: dict, 0x8F: set}.items():
         table[code] = _with(machine.empty, kind)
     sized: list[tuple[Callable[[_Machine, int], None], dict[int, int]]] = [
+        # The number of the protocol and the lengths of frames say nothing about the value.
         (machine.skip, {0x80: 1, 0x95: 8}),
         (machine.number, {0x4B: 1, 0x4D: 2}),
         (machine.long, {0x8A: 1, 0x8B: 4}),

@@ -1,7 +1,13 @@
-"""What `torch.save` wrote: where the elements of a tensor lie in it, and plain values, without torch.
+"""What `torch.save` wrote: where the elements of a tensor are in it, and plain values, without torch.
 
-The file is a zip archive without compression: `data.pkl` is a pickle of the value, `data/0`, `data/1`, ... are the
-storages of its tensors, and `byteorder` says how they were written. The format: torch/serialization.py
+The file is a zip archive without compression:
+
+    PK.. x/data.pkl | pickle | PK.. x/byteorder | little | PK.. x/data/0 | the storage of a tensor | ... | directory
+                        |                                                  ^ first byte + offset * itemsize
+                        +-- shape, strides, offset and the storage "0" of the tensor
+
+`data.pkl` is a pickle of the value, `data/0`, `data/1`, ... are the storages of its tensors. Both ends of the archive
+are read, and a header in between; of a large tensor not a byte. The format: torch/serialization.py
 """
 
 import io
@@ -23,7 +29,7 @@ SIGNATURE = b"PK\x03\x04"
 """The first bytes of what `torch.save` writes."""
 
 _EDGE_BYTES = 4096
-"""Everything but the elements of one tensor lies so near to one of the ends."""
+"""Everything but the elements of one tensor is so near to one of the ends."""
 _MAX_PART_BYTES = 1 << 26
 _MAX_DIRECTORY_BYTES = 1 << 20
 """A tensor or a value has five parts or six."""
@@ -67,7 +73,7 @@ Read = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """Where the elements of a tensor lie."""
+    """Where the elements of a tensor are."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -78,10 +84,12 @@ class TensorPlace:
 
 
 def find_tensor(read: Read, size: int) -> TensorPlace:
-    """Return where the one tensor lies whose save takes `size` bytes; raises `CheckpointError` when it is no tensor."""
+    """Return the place of the one tensor whose save has `size` bytes; raises `CheckpointError` when it is none."""
     archive = _Archive(read, size)
     value = parse(archive.part("data.pkl"), _may_be_in_tensor)
     match value:
+        # Version 2 says the dtype by the class of the storage;
+        # version 3 has an untyped storage and the dtype by itself.
         case MadeObject(of=of, args=(Persistent(key=key), offset, shape, strides, _, _, *rest)) if of == _TYPED:
             dtype, part, num_bytes = _storage(key)
         case MadeObject(of=of, args=(Persistent(key=key), offset, shape, strides, _, _, Named() as named, *rest)) if (
@@ -91,6 +99,7 @@ def find_tensor(read: Read, size: int) -> TensorPlace:
             dtype = named.name
         case _:
             raise CheckpointError("it is no tensor as torch.save writes them")
+    # The last argument, where there is one, has flags (conj, neg): the bytes then stand for other values.
     if any(rest):
         raise CheckpointError("its tensor is conjugated or negated: save it resolved (resolve_conj, resolve_neg)")
     place = TensorPlace(dtype=dtype, shape=ints(shape), strides=ints(strides), start=0)
@@ -131,7 +140,9 @@ class _Archive(io.RawIOBase):
         self._read = read
         self._size = size
         self._at = 0
+        # The limit holds while zipfile reads the directory. Parts may be longer, and have a limit of their own.
         self._max_bytes = _MAX_DIRECTORY_BYTES
+        # Two reads for all that is needed: zipfile alone would ask for many short parts, each a request of its own.
         edge = min(size, _EDGE_BYTES)
         self._head = read(0, edge)
         self._tail = read(size - edge, edge) if size > edge else self._head
@@ -161,6 +172,7 @@ class _Archive(io.RawIOBase):
             info = self._stored(name)
         except _ZIP_ERRORS as error:
             raise _damaged(error) from None
+        # The directory does not say how long the header before the bytes is: torch pads it to align them.
         local = self._bytes(info.header_offset, 30)
         if local[:4] != SIGNATURE:
             raise CheckpointError(f"its part {name} is not where its directory says")
@@ -173,12 +185,14 @@ class _Archive(io.RawIOBase):
     def _stored(self, name: str) -> zipfile.ZipInfo:
         info = self._infos[name]
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            # torch never compresses; a part that is would be read as elements byte by byte.
             raise zipfile.BadZipFile(f"{name} is compressed")
         return info
 
     def _bytes(self, start: int, num_bytes: int) -> bytes:
         num_bytes = max(0, min(num_bytes, self._size - start))
         if num_bytes > self._max_bytes:
+            # zipfile reads as much as the archive asks for, in one piece.
             raise zipfile.BadZipFile("its directory is too long")
         if start + num_bytes <= len(self._head):
             return self._head[start : start + num_bytes]
@@ -223,6 +237,7 @@ def _may_be_in_tensor(module: str, name: str) -> bool:
 
 
 def _may_be_in_value(module: str, name: str) -> bool:
+    # Its own error: such a value is skipped, while a damaged one makes the checkpoint damaged.
     if Named(module, name) not in (_ORDERED, _SIZE):
         raise NotPlainError(f"it holds a {module}.{name}")
     return True
@@ -238,8 +253,10 @@ def _storage(key: object) -> tuple[str, str, int]:
 
 
 def _placed(archive: _Archive, part: str, place: TensorPlace, offset: int, num_storage_bytes: int) -> TensorPlace:
-    """The place in the file of a tensor that starts at an element of a storage, once all of it lies in there."""
+    """The place in the file of a tensor that starts at an element of a storage, once it is known to be within."""
     first, num_bytes = archive.place(part)
+    # The last element that the strides reach. A pickle may say any
+    # strides, and a read past the storage would be other tensors.
     reach = sum((size - 1) * stride for size, stride in zip(place.shape, place.strides, strict=False)) + 1
     needed = (offset + (0 if 0 in place.shape else reach)) * itemsize_bytes(place.dtype)
     if len(place.shape) != len(place.strides) or num_bytes != num_storage_bytes or needed > num_bytes:
@@ -256,12 +273,14 @@ def _plain(value: object, left: list[int]) -> Any:
     left[0] -= 1
     if left[0] < 0:
         raise NotPlainError("it holds too many values")
+    # State dicts are ordered dicts; with arguments or a state of its own it is something else.
     if isinstance(value, MadeObject) and value.of == _ORDERED and value.args == () and value.state is None:
         value = dict(value.pairs)
     if isinstance(value, MadeObject) and value.of == _SIZE:
         value = ints(value)
     if value is None or type(value) in (str, bool) or (type(value) is int and abs(value) < 1 << 64):
         return value
+    # Infinity and NaN are skipped, since JSON has no word for them.
     if type(value) is float and value - value == 0.0:
         return value
     if isinstance(value, list | tuple):

@@ -1,7 +1,22 @@
 """One call under placement: its inputs move to its stage, it is executed there and inferred elsewhere.
 
-Whatever the call gives is described alike on all ranks, by the entry that all of them inferred or were told: which
+Whatever the call gives is described alike on all ranks, by the entry that all of them inferred or were sent: which
 outputs there are, which of them are inputs or views of inputs, which inputs were written to.
+
+    y = block(h), h on stage 0, block on stage 1    rank of stage 0        rank of stage 1        rank of stage 2
+    CallInputs: tensors, objects, numbers apart     alike                  alike                  alike
+    flow.enter: count the call                      alike                  alike                  alike
+    flow.to_stage(h, 1)                             sends                  receives               counts the transfer
+    _outcome                                        looks up               looks up and runs      looks up
+    account_for_writes, _wrap, _deliver             y: StageTensor, local=None on ranks 0 and 2, the tensor on rank 1
+
+In-place writes, in `account_for_writes` (every case is decided on all ranks alike, from the entry):
+
+    to a value on its own stage          counted; its copies on other stages are behind and cross anew when used
+    to a copy on the call's stage        the program's object is that copy from now on; views on the old stage are stale
+    to a tensor that all ranks have      it stands for a value of the stage; views of it taken before are refused
+    by a module to its own buffers       copies of these on other stages are behind
+    to what another stage's module keeps, or a buffer of a module of all ranks       refused
 """
 
 import functools
@@ -15,11 +30,17 @@ from torch import nn
 
 from shardwise.engine.pipeline.call_inference import CallInference, CallInputs, CallOutcome, Writes, describe
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.in_place import account_for_writes, check_writes, note_doubts
-from shardwise.engine.pipeline.nested import filled, is_plain, put_into, tensors_in, told_in, transform
-from shardwise.engine.pipeline.sites import user_site
+from shardwise.engine.pipeline.nested import (
+    filled,
+    is_plain,
+    numbers_and_texts_in,
+    put_into,
+    tensors_in,
+    transform,
+    user_site,
+)
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
-from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall
+from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.zero.sharded_params import functions_of_metadata
 from shardwise.errors import ModelError
@@ -30,9 +51,10 @@ _OF_ANOTHER_STAGE = (
 )
 
 
+# One class for each name of a call: a class is made once, and modules are called in every microbatch.
 @functools.cache
 def _refusing_class(call: str) -> type:
-    """The class of another stage's parameters while `call` is executed: they say what they are, and refuse the rest.
+    """The class of another stage's parameters while `call` is executed: they have a description only.
 
     A torch function mode would see reads as well, but modules take other paths where one is active: torch's own
     transformer layer leaves its fused kernel, which rounds differently.
@@ -51,6 +73,8 @@ def _refusing_class(call: str) -> type:
 @contextmanager
 def _refusing_foreign(model: nn.Module, call: str) -> Iterator[None]:
     """Nothing that `call` computes may come from another stage's module, which has no values here."""
+    # Parameters of other stages are on the meta device. torch would compute with them and give a meta tensor, or
+    # fail with a message on devices: neither names the module and the way out.
     foreign = [each for each in model.parameters() if type(each) is nn.Parameter and each.is_meta]
     for each in foreign:
         each.__class__ = _refusing_class(call)
@@ -72,12 +96,12 @@ class _Here(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Executor:
-    """Executes calls on their stages, and infers elsewhere what they give."""
+    """Executes calls on their stages, and infers their outcome elsewhere."""
 
     inference: CallInference
     random: KeyedRandom
     aside: Callable[[], AbstractContextManager[None]]
-    """Nothing stands between torch and what runs inside."""
+    """The context in which a placed module runs: the glue sees none of its operations."""
 
     def execute(
         self,
@@ -89,15 +113,21 @@ class Executor:
     ) -> Any:
         """The result of the call, with values of `stage` in it; None: the latest stage among the inputs."""
         inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque)
+        # `head(h, self.embed)`: a call gets a module of another stage. Its parameters come along as inputs, and
+        # cross like any other value.
         for module in inputs.modules:
             if flow.stages.modules.get(module) not in (None, stage):
                 inputs.lend(module)
         staged = {at: each for at, each in enumerate(inputs.tensors) if isinstance(each, StageTensor)}
         if stage is None:
+            # The latest: values go on to later stages anyway. The earliest would send them back, and stages that get
+            # values back cannot run ahead of each other.
             stage = max(each.value.stage for each in staged.values())
         for each in staged.values():
             _refuse_custom_function(each)
         flow.enter(call.name, stage, inputs.numbers)
+        # On all ranks and before the look-up: each counts the transfer, and what crosses brings its real shape
+        # along.
         moved = {at: flow.to_stage(each, stage) for at, each in staged.items()}
         entry, here = self._outcome(flow, call, stage, inputs, moved)
         if call.draws:
@@ -105,6 +135,8 @@ class Executor:
         account_for_writes(flow, call, inputs, entry, moved)
         wrapped = _wrap(flow, call, stage, inputs, entry, moved, None if here is None else here.made)
         if here is not None:
+            # Comparing storages of all inputs and outputs costs more than a look-up, so it is done once per entry.
+            # Where shapes are examples only, the next call may share memory otherwise: then it is done every time.
             is_compared = id(entry) in self.inference.alike and _all_known(entry, moved)
             if not is_compared and note_doubts(call, entry, here.used, here.made, moved, wrapped):
                 self.inference.alike[id(entry)] = entry
@@ -114,16 +146,17 @@ class Executor:
     def _outcome(
         self, flow: MicrobatchFlow, call: StagedCall, stage: int, inputs: CallInputs, moved: Mapping[int, StageValue]
     ) -> tuple[CallOutcome, _Here | None]:
-        """What a call gives, and more where it is executed."""
+        """The outcome of a call, and its tensors where it is executed."""
         signature, entry = self.inference.look_up(call, inputs)
         if not flow.stages.is_local(stage):
             if entry is None:
-                entry = flow.tell(stage, _nothing)
+                entry = flow.announce(stage, _nothing)
                 self.inference.learn(signature, entry)
-            elif entry.tells:
-                entry = entry.telling(flow.tell(stage, _nothing))
+            elif entry.announces:
+                entry = entry.announcing(flow.announce(stage, _nothing))
             return entry, None
         used = _tensors_here(inputs, moved)
+        # Autograd's count of writes: it shows a write in place also where the trial saw none.
         versions = [each._version for each in used]
         result = self._run(flow, call, stage, inputs, used, is_described=entry is not None)
         if entry is None:
@@ -131,10 +164,11 @@ class Executor:
             made_known = describe(
                 result, used, inputs.objects, written=written, writes_kept=True, has_known_shapes=False
             )
-            entry = flow.tell(stage, lambda: made_known)
+            entry = flow.announce(stage, lambda: made_known)
+            # What is learnt is the first outcome, with its shapes as an example: `has_known_shapes` says so.
             self.inference.learn(signature, made_known)
-        elif entry.tells:
-            flow.tell(stage, lambda: told_in(result))
+        elif entry.announces:
+            flow.announce(stage, lambda: numbers_and_texts_in(result))
         made = tensors_in(result)
         _check(call, entry, made, flow, is_example=not _all_known(entry, moved))
         check_writes(call, entry, used, versions)
@@ -167,10 +201,11 @@ class Executor:
             raise
 
     def _draw_alike(self, flow: MicrobatchFlow, call: StagedCall, inputs: CallInputs, *, is_local: bool) -> None:
-        """Draw what the owner draws: what comes next in the program goes on from the same numbers on all ranks."""
+        """Draw as many random numbers as the owner: the program goes on with the same stream on all ranks."""
         if self.random.stream_ends_with_call():
             return
         specs = [flow.shape_known(each) if isinstance(each, StageTensor) else None for each in inputs.tensors]
+        # The shapes above are asked for on all ranks, for an announcement needs its sender: only then do ways part.
         if is_local:
             return
         zeros = [
@@ -183,11 +218,13 @@ class Executor:
 
 
 def _note_opaque(flow: MicrobatchFlow, inputs: CallInputs, result: Any) -> None:
-    """Remember objects that were made here: other ranks have nothing that stands for what is in them."""
+    """Remember objects that were made here: on other ranks an `Opaque` without contents stands for them."""
     known = {id(each) for each in inputs.objects}
 
     def note(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) and not is_plain(leaf) and id(leaf) not in known:
+            # With the object itself, which keeps it alive: its id must not become that of another object in this
+            # forward.
             flow.opaque[id(leaf)] = leaf
         return leaf
 
@@ -212,7 +249,7 @@ def _all_known(entry: CallOutcome, moved: Mapping[int, StageValue]) -> bool:
 def _check(
     call: StagedCall, entry: CallOutcome, made: Sequence[torch.Tensor], flow: MicrobatchFlow, *, is_example: bool
 ) -> None:
-    """What came out is what all other ranks take it for."""
+    """Check that the outputs are as all other ranks assume."""
     if any(each.is_meta for each in made):
         raise ModelError(_OF_ANOTHER_STAGE.format(name=call.name, site=user_site()))
     fits = len(entry.outputs) == len(made) and all(
@@ -259,8 +296,8 @@ def _wrap(
             continue
         if output.view_of is not None and output.view_of in moved:
             memory = moved[output.view_of].memory
-        elif output.beside is not None and isinstance(beside := wrapped[output.beside], StageTensor):
-            memory = beside.value.memory
+        elif output.shares_with is not None and isinstance(earlier_output := wrapped[output.shares_with], StageTensor):
+            memory = earlier_output.value.memory
         else:
             memory = ViewMemory(plain=None if output.view_of is None else inputs.tensors[output.view_of])
         has_known_shape = known or not output.spec.shape
@@ -289,6 +326,7 @@ def _same(flow: MicrobatchFlow, tensor: torch.Tensor, value: StageValue | None, 
     if not isinstance(tensor, StageTensor) or value is None:
         return flow.adopted(tensor)
     if tensor.value is not value:
+        # A parameter stays where it is: this use of it got a copy, and the next call may be on its own stage again.
         if tensor.value.is_kept:
             return StageTensor(
                 flow, value, tensor.family if value in tensor.family.copies.values() else ValueCopies(value)
@@ -301,7 +339,8 @@ def _same(flow: MicrobatchFlow, tensor: torch.Tensor, value: StageValue | None, 
 def _deliver(
     call: StagedCall, inputs: CallInputs, entry: CallOutcome, result: Any, wrapped: Sequence[torch.Tensor]
 ) -> Any:
-    """The result as the program gets it, after hooks inside the module have been told."""
+    """The result as the program gets it, after hooks inside the module have been called."""
+    # The owner keeps the containers that its module made; other ranks build equal ones from the entry.
     if result is None:
         answer, records, writes = filled(entry.skeleton, wrapped, inputs.objects)
     else:
@@ -310,8 +349,9 @@ def _deliver(
             result, lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf
         )
     for number, key, value in writes:
+        # Into the program's own containers: the call got fresh ones, in which real tensors stood for values.
         put_into(inputs.containers[number], key, value)
-    if records and isinstance(call, PlacedModule) and (changed := call.tell_hooks(records)):
+    if records and isinstance(call, PlacedModule) and (changed := call.call_noted_hooks(records)):
         raise ModelError(
             f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output; hooks inside "
             "placed modules are called after the whole module, on all ranks, and can only look: put the change into "
@@ -331,3 +371,126 @@ def _refuse_custom_function(tensor: StageTensor) -> None:
             "modules; call it inside a module, and place that module on a stage (if it is an activation checkpoint: "
             "use_reentrant=False)"
         )
+
+
+def account_for_writes(
+    flow: MicrobatchFlow, call: StagedCall, inputs: CallInputs, entry: CallOutcome, moved: dict[int, StageValue]
+) -> None:
+    """Account for writes in place to inputs, and to the parameters and buffers of a module."""
+    if entry.writes_kept and isinstance(call, PlacedModule):
+        flow.touch(f"{call.name}.")
+    for at, spec in entry.written:
+        tensor = inputs.tensors[at]
+        if not isinstance(tensor, StageTensor):
+            _write_to_plain(flow, call, tensor, spec, moved)
+            continue
+        value = moved[at]
+        if value.memory.doubt:
+            raise ModelError(
+                f"{user_site()}: {call.name!r} writes in place to what {value.memory.doubt}, and other ranks cannot "
+                "know which of these tensors share their memory; write to a copy (clone), or write inside of a module "
+                "that is placed on a stage"
+            )
+        _refuse_views_left_behind(call, value, moved)
+        if tensor.value is not value and tensor.value.is_kept:
+            raise ModelError(
+                f"{user_site()}: {call.name} writes values of stage {value.stage} to {tensor.value.maker!r}, which "
+                f"the model keeps on stage {tensor.value.stage}; place both on one stage"
+            )
+        if value.memory.plain is not None:
+            flow.shade(value.memory.plain)
+        origin = value.memory.origin
+        while origin is not None:  # views stayed behind
+            # The write went to the copy. What the origin's stage has in memory is not what one process would have,
+            # and views of it are other objects, which no rank can find: so the memory itself is marked.
+            origin.stale = (
+                f"a view of what {value.maker!r} made on another stage is used, after {call.name!r} wrote to it with "
+                f"values of stage {value.stage}; write to a copy (clone) instead"
+            )
+            origin = origin.origin
+        value.memory.num_writes += 1
+        value.maker, value.spec = call.name, spec
+        tensor.rebind(value)  # where it was handed on and written to, it lives from now on
+
+
+def _refuse_views_left_behind(call: StagedCall, value: StageValue, moved: Mapping[int, StageValue]) -> None:
+    """A call got copies of two views of one memory, and wrote to one of them: the other copy does not show it."""
+    for other in moved.values():
+        if other.memory is not value.memory and other.memory.root is value.memory.root:
+            raise ModelError(
+                f"{call.name!r} writes in place to what {value.maker!r} made, and is given another view of it "
+                f"({user_site()}), which stays as it was on stage {value.stage}; write to a copy (clone) instead"
+            )
+
+
+def _write_to_plain(
+    flow: MicrobatchFlow, call: StagedCall, tensor: torch.Tensor, spec: Spec, moved: dict[int, StageValue]
+) -> None:
+    """A tensor that all ranks have was written to on one: from now on it stands for a value of that stage."""
+    if flow.stages.is_buffer_of_all(tensor):
+        raise ModelError(
+            f"{user_site()}: {call.name} writes values of a stage to a buffer of a module that runs on all ranks; "
+            "place that module on a stage"
+        )
+    if isinstance(call, PlacedModule) or not moved:
+        raise ModelError(
+            f"{call.name!r} writes in place to a tensor that it was given and that all ranks have, but is executed on "
+            f"one rank only ({user_site()}); return the new values instead"
+        )
+    stage = max(value.stage for value in moved.values())
+    local = tensor if any(value.local is not None for value in moved.values()) else None
+    flow.hold(tensor, StageValue(stage, spec, local, call.name))
+    flow.shade(tensor)
+
+
+def check_writes(call: StagedCall, entry: CallOutcome, used: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Check that no other tensors were written to than all ranks assume; a write that is left out does no harm."""
+    written = [each for each, before in zip(used, versions, strict=True) if each._version != before]
+    if written and not {storage_of(each) for each in written} <= {storage_of(used[at]) for at, _ in entry.written}:
+        raise ModelError(
+            f"{call.name!r} writes in place to a tensor that it was given ({user_site()}), and before, for inputs of "
+            "the same shapes, it did not; other stages rely on it: return the new values instead"
+        )
+
+
+def note_doubts(
+    call: StagedCall,
+    entry: CallOutcome,
+    used: Sequence[torch.Tensor],
+    made: Sequence[torch.Tensor],
+    moved: Mapping[int, StageValue],
+    wrapped: Sequence[torch.Tensor],
+) -> bool:
+    """Note where a result shares memory otherwise than all ranks assume.
+
+    Strides, which decide it, depend on kernels that fake tensors may not know, and on shapes that only the owner knows.
+    Reading is right all the same; only a write in place would be seen elsewhere than in one process. Returns whether
+    there is no such place.
+    """
+    places = {storage_of(each): at for at, each in reversed(list(enumerate(used)))}
+    earlier: dict[int, int] = {}
+    is_alike = True
+    for at, (output, tensor) in enumerate(zip(entry.outputs, made, strict=True)):
+        storage = storage_of(tensor)
+        shares = (places.get(storage), earlier.get(storage))
+        earlier.setdefault(storage, at)
+        if output.view_of is not None:
+            is_right = storage_of(used[output.view_of]) == storage
+        elif output.shares_with is not None:
+            is_right = storage_of(made[output.shares_with]) == storage
+        else:
+            is_right = shares == (None, None)
+        value = wrapped[at]
+        is_alike &= is_right
+        if is_right or not isinstance(value, StageTensor):
+            continue
+        if output.same_as is not None:
+            value.value.local = tensor
+        memories = [value.value.memory]
+        memories += [moved[each].memory for each in (shares[0], output.view_of) if each is not None and each in moved]
+        for memory in memories:
+            # The reading of a tensor is right on all ranks, since its elements are. A write through it is not:
+            # another rank would not know which further value shows the write. So only a write is refused, if one
+            # ever comes.
+            memory.doubt = f"{call.name!r} gave or was given on stage {value.value.stage}"
+    return is_alike

@@ -1,7 +1,12 @@
-"""What a call gives, without executing it: tried once on fake tensors for every signature, and remembered.
+"""The outcome of a call, without executing it: tried once on fake tensors for every signature, and remembered.
 
 Every rank tries for itself and all come to the same verdict, for they see the same program. Where trying fails (no
-kernel for fake tensors, shapes that depend on values) all know that the shape of the outputs is the owner's to tell.
+kernel for fake tensors, shapes that depend on values) all know that the owner announces the shape of the outputs.
+
+    signature       (call.key(), grad mode, autocast, structure of the arguments, spec of each tensor, other arguments)
+    not known  -->  try on fakes  -->  CallOutcome: every later call of this signature costs one look-up
+                                  -->  None: the owner executes, describes what came out and announces it;
+                                       later calls rely on numbers of outputs and dims, dtypes and gradients
 """
 
 import copy
@@ -15,7 +20,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.engine.pipeline.fakes import Fakes, storage_of
 from shardwise.engine.pipeline.nested import (
     ObjectSlot,
     Opaque,
@@ -24,20 +28,23 @@ from shardwise.engine.pipeline.nested import (
     contents_of,
     filled,
     is_plain,
+    numbers_and_texts_in,
     token_of,
-    told_in,
     transform,
-    with_told,
+    user_site,
+    with_numbers_and_texts,
 )
-from shardwise.engine.pipeline.sites import user_site
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor
-from shardwise.engine.pipeline.staged_calls import StagedCall
+from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
 
+# A program whose shapes never repeat would else fill the memory of every rank.
 _MAX_ENTRIES = 1 << 14
 
 
+# Sharing is part of what a call gives: a write in place to one output has to reach, on every rank, whatever the
+# program holds of the same memory.
 class OutcomeTensor(NamedTuple):
     """One tensor that a call gives."""
 
@@ -46,43 +53,45 @@ class OutcomeTensor(NamedTuple):
     """The input that it is, as an object."""
     view_of: int | None
     """The input whose memory it shares."""
-    beside: int | None
+    shares_with: int | None
     """The output before it whose memory it shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallOutcome:
-    """What a call gives for one signature."""
+    """The outcome of the calls of one signature."""
 
     skeleton: Any
     """The result, the records of inner hooks and the writes to containers, with slots in the place of tensors and
     objects."""
     outputs: tuple[OutcomeTensor, ...]
     written: tuple[tuple[int, Spec], ...]
-    """Inputs that the call writes to in place, and what they are afterwards."""
+    """Inputs that the call writes to in place, and their descriptions afterwards."""
     writes_kept: bool
     """It may write to parameters or buffers of its own."""
     has_known_shapes: bool
     """False: the shapes are an example, and may be others the next time."""
-    tells: bool
+    announces: bool
     """There are numbers or texts in it, which may be others the next time."""
 
-    def telling(self, told: Sequence[Any]) -> "CallOutcome":
+    def announcing(self, announced: Sequence[Any]) -> "CallOutcome":
         """The entry with the numbers and texts of one call, which only its owner knows."""
-        return replace(self, skeleton=with_told(self.skeleton, told))
+        return replace(self, skeleton=with_numbers_and_texts(self.skeleton, announced))
 
 
 class Writes:
-    """What a call writes to containers that it was given: lists that it appends to, dicts that it fills."""
+    """Writes of a call to containers that it was given: items appended to lists, entries of dicts."""
 
     def __init__(self, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any], objects: Sequence[Any]) -> None:
         self._call = call
         self._containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
+        # A shallow look before and after the call. Containers are compared by identity of what they hold: elements
+        # may be tensors, whose comparison gives tensors.
         self._before = [contents_of(each) for each in self._containers]
         self._objects = [(each, _tensors_of(each)) for each in objects if call.is_user_code]
 
     def found(self) -> tuple[tuple[int, Any, Any], ...]:
-        """(number of the container, position or key, value) of everything new. Raises ModelError for what is gone."""
+        """(number of the container, position or key, value) of new items. Raises ModelError for items that are gone."""
         found = []
         for number, (container, before) in enumerate(zip(self._containers, self._before, strict=True)):
             after = contents_of(container)
@@ -125,11 +134,13 @@ class CallInputs:
         self.numbers: list[float | complex] = []
         self.modules: list[nn.Module] = []
         self.has_opaque = False
-        """Whether an object among them is known on one rank only, so that none can try the call."""
+        """Whether an object among them is known on one rank only, so that no rank can try the call."""
         self.containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
         """Lists, dicts and the like, as the program has them."""
         self._lent: list[tuple[dict[str, Any], str, int]] = []
         self._opaque = opaque
+        # By id, so that one tensor given twice is one input: a module may ask whether two inputs are one, and a
+        # write in place to the one shows in the other.
         self._positions: dict[int, int] = {}
         self._tokens: list[Hashable] = []
         self._call = call
@@ -139,7 +150,7 @@ class CallInputs:
     def _take_apart(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             leaf = self._adopted(leaf)
-            at = self._positions.setdefault(id(leaf), len(self.tensors))  # a module may ask whether two inputs are one
+            at = self._positions.setdefault(id(leaf), len(self.tensors))
             if at == len(self.tensors):
                 self.tensors.append(leaf)
             self._tokens += (at, _spec_of(leaf))
@@ -151,6 +162,8 @@ class CallInputs:
             return ObjectSlot(len(self.objects) - 1)
         if isinstance(leaf, int | float | complex):
             self.numbers.append(leaf)
+        # `h * 0.37` gives the shape of `h * 0.36`: a factor that changes in every step must not be a new signature
+        # each time.
         is_number = isinstance(leaf, float | complex) and self._call.ignores_numbers
         self._tokens.append((type(leaf),) if is_number else token_of(leaf))
         if isinstance(leaf, nn.Module):
@@ -170,7 +183,7 @@ class CallInputs:
 
     @contextmanager
     def lending(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Modules of other stages have what came along of them."""
+        """Modules of other stages have the tensors that came along with them."""
         saved = [held[key] for held, key, _ in self._lent]
         for held, key, at in self._lent:
             held[key] = tensors[at]
@@ -201,7 +214,7 @@ class CallInference:
         """Signatures that were tried on fake tensors."""
         self.num_lookups = 0
         self.alike: dict[int, CallOutcome] = {}
-        """Entries, by id, of which this rank saw that results share their memory as they say."""
+        """Entries, by id, for which this rank saw that results share memory as the entry says."""
         self._entries: dict[Hashable, CallOutcome | None] = {}
         self._fakes = Fakes(device)
         self._random = random
@@ -223,16 +236,21 @@ class CallInference:
         return signature, entry
 
     def learn(self, signature: Hashable, entry: CallOutcome) -> None:
-        """Remember what the owner announced."""
+        """Remember the entry that the owner announced."""
         self._entries[signature] = entry
 
     def _try(self, call: StagedCall, inputs: CallInputs) -> CallOutcome | None:
+        # Function modes of the program (one that counts or casts, and the glue itself) must not see the trial: the
+        # program runs the call once. They are pushed, not entered, afterwards: entering may begin to count anew.
         modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
         try:
+            # A warning of the module comes when it is executed; streams of random numbers stay as they are, since a
+            # trial happens on the first of many equal calls only and a stream has to go on alike in all of them.
             with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying() as trial:
                 warnings.simplefilter("ignore")
                 tensors = [self._fakes.input(_spec_of(each)) for each in inputs.tensors]
                 with _CopiesHoldFakes(self._fakes):
+                    # A trial may change an object that it is given (a cache that grows). The copy is thrown away.
                     objects = [copy.deepcopy(each) for each in inputs.objects]
                 memories = [storage_of(each) for each in tensors]
                 args, kwargs = inputs.filled(tensors, objects)
@@ -243,13 +261,15 @@ class CallInference:
                 written = [
                     at
                     for at, (each, memory) in enumerate(zip(tensors, memories, strict=True))
+                    # Another storage: the call has put other memory under its input (`set_`, `.data = ...`), which
+                    # is a write too.
                     if memory in trial.written or storage_of(each) != memory
                 ]
                 writes_kept = not trial.kept.isdisjoint(trial.written)
                 return describe(
                     result, tensors, objects, written=written, writes_kept=writes_kept, has_known_shapes=True
                 )
-        except Exception:  # whatever a kernel or a module raises on fake tensors: the owner tells
+        except Exception:  # whatever a kernel or a module raises on fake tensors: the owner announces
             return None
         finally:
             for mode in reversed(modes):
@@ -281,6 +301,7 @@ def describe(
 ) -> CallOutcome:
     """The entry of a call that was executed on `tensors` and `objects`, and wrote to those of them in `written`."""
     outputs: list[OutcomeTensor] = []
+    # Reversed, so that the first of several inputs that share memory wins: the same one on all ranks.
     places = {storage_of(each): at for at, each in reversed(list(enumerate(tensors)))}
     made: dict[int, int] = {}
     positions = {id(each): at for at, each in reversed(list(enumerate(tensors)))}
@@ -289,13 +310,13 @@ def describe(
     def take_apart(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             storage = storage_of(leaf)
-            beside = made.setdefault(storage, len(outputs))
+            earlier_output = made.setdefault(storage, len(outputs))
             outputs.append(
                 OutcomeTensor(
                     spec=Spec.of(leaf),
                     same_as=positions.get(id(leaf)),
                     view_of=places.get(storage),
-                    beside=None if beside == len(outputs) else beside,
+                    shares_with=None if earlier_output == len(outputs) else earlier_output,
                 )
             )
             return TensorSlot(len(outputs) - 1)
@@ -311,7 +332,7 @@ def describe(
         written=tuple((at, Spec.of(tensors[at])) for at in written),
         writes_kept=writes_kept,
         has_known_shapes=has_known_shapes,
-        tells=bool(told_in(result)),
+        announces=bool(numbers_and_texts_in(result)),
     )
 
 

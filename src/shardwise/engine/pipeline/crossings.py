@@ -6,12 +6,23 @@
 
 A departure is a root of its stage's backward. Autograd runs what was made last first; so arrivals and departures of one
 stage take turns as in the forward, backwards, and a stage that is entered twice in one forward works too.
+
+A stage sees its own part of the graph only. Under tensor parallelism it has to know whether a gradient that comes back
+is complete or a rank's own along `tp`, so the messages of gradients say it (`note` in `post.py`):
+
+    stage 1   loss: complete --> total --> own --> arrival --[own]--+
+    stage 0                                       departure <-------+  own --> norm of own heads
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from shardwise.comm import Channel
+from shardwise.engine.tensor.summed_gradients import Gradient, SummedGradients, Traced, resolve
+from shardwise.errors import ModelError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +50,7 @@ class GradientLink:
 
 @dataclass(slots=True)
 class StageGraph:
-    """What the backward of one microbatch on one stage starts from and ends in."""
+    """The roots and ends of the backward of one microbatch on one stage."""
 
     roots: list[torch.Tensor] = field(default_factory=list)
     """One empty tensor for every departure."""
@@ -57,7 +68,7 @@ class StageGraph:
 
 
 class Messenger(Protocol):
-    """Who carries gradients between stages (a `Flow`)."""
+    """What carries gradients between stages (a `MicrobatchFlow`)."""
 
     def return_gradient(self, crossing: Crossing, gradient: torch.Tensor | None) -> None:
         """Post the gradient of a value that arrived here."""
@@ -75,6 +86,8 @@ class Departure(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, flow: Messenger, crossing: Crossing) -> torch.Tensor:
         """Give the root that stands for the value in the backward of its stage."""
+        # The root is a number without a meaning: backward ignores the gradient of one that autograd starts with. The
+        # node behind `value` is what counts: its backward can take the gradient from elsewhere.
         ctx.flow, ctx.crossing = flow, crossing
         return value.new_zeros((), dtype=torch.float32)
 
@@ -82,6 +95,9 @@ class Departure(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         """Hand on the gradient that comes back, or none."""
         crossing = ctx.crossing
+        # The other rank waits for an answer to each value that it sent, in the order of its own backward. An answer
+        # that this rank would give only after waiting here could be what that rank is waiting for: then both would
+        # wait forever.
         # Arrivals of later in the program have had their turn: what has not come by now has no gradient. So has the
         # arrival of this very value, where the other stage is on this rank too (and used it under no_grad only).
         ctx.flow.return_nothing(since=crossing.number)
@@ -100,6 +116,9 @@ class Arrival(torch.autograd.Function):
         `anchor` requires a gradient, so that this is part of the graph.
         """
         ctx.flow, ctx.crossing = flow, crossing
+        # Otherwise autograd would hand zeros to backward where no gradient came, and "no gradient" would travel as
+        # zeros: a parameter that one process leaves without a gradient would get one, and an optimizer would decay
+        # its weights.
         ctx.set_materialize_grads(False)
         return arrived.pop()
 
@@ -108,3 +127,81 @@ class Arrival(torch.autograd.Function):
         """Post the gradient to where the value came from."""
         ctx.flow.return_gradient(ctx.crossing, gradients[0])
         return None, None, None, None
+
+
+_CODES: tuple[Gradient | None, ...] = (None, "complete", "own", "both", "hidden")
+
+
+def code_of(gradient: Gradient | None) -> int:
+    """The number that stands in a message for a kind of gradient."""
+    return _CODES.index(gradient)
+
+
+def gradient_of(code: int) -> Gradient | None:
+    """The kind of gradient that a number in a message stands for."""
+    return _CODES[code]
+
+
+class BackwardTrace:
+    """The gradients of one backward on the stages of one rank."""
+
+    def __init__(self, graphs: Sequence[StageGraph]) -> None:
+        # A root stands for a departure: its kind is not known before the gradient comes, and is named by the
+        # crossing's number. The gradient of the loss itself is complete: all ranks along `tp` compute the same loss.
+        roots: list[tuple[object, str | int]] = []
+        for graph in graphs:
+            roots += [(root.grad_fn, root.grad_fn.crossing.number) for root in graph.roots]  # type: ignore[union-attr]
+            if graph.loss is not None and graph.loss.grad_fn is not None:
+                roots.append((graph.loss.grad_fn, "complete"))
+        self.traced = Traced(roots)
+        self.came: dict[int, Gradient | None] = {}
+        """The kinds of the gradients that came back so far, by the number of the crossing."""
+
+    def going_back(self, crossing: Crossing) -> Gradient | None:
+        """The kind of the gradient of a value that arrived: the gradients that reach it have come before."""
+        sources = frozenset() if crossing.anchor is None else self.traced.leaves.get(crossing.anchor, frozenset())
+        return resolve(sources, self.came)
+
+
+class GradientKinds:
+    """Finds out which gradients are summed along `tp`, over the backwards of all stages."""
+
+    def __init__(self, summed: SummedGradients, tied: Iterable[str], pipeline: Channel) -> None:
+        """tied: whole parameters of several stages; alike on all ranks of the pipeline."""
+        self._summed = summed
+        self._tied = tuple(tied)
+        self._pipeline = pipeline
+        self._is_settled = False
+
+    def trace(self, graphs: Sequence[StageGraph]) -> BackwardTrace | None:
+        """Look at the graphs before their backward; None once all kinds are known on all ranks."""
+        return None if self._is_settled else BackwardTrace(graphs)
+
+    def learn(self, trace: BackwardTrace) -> None:
+        """Learn from a backward that has ended. Raises ModelError for parameters that no sum makes right."""
+        self._summed.learn(trace.traced, trace.came)
+
+    def end(self) -> None:
+        """Agree at the end of a step: on tied parameters, and on whether anything is left to be found out.
+
+        Raises ModelError, the same on all ranks of the pipeline, for parameters that are used in two ways.
+        """
+        # A step of settled kinds needs no exchange. All ranks leave here together, because `settled` below is of
+        # all.
+        if self._is_settled:
+            return
+        # One byte each: whether this rank is done, and what it saw of every tied parameter (0: no gradient yet).
+        mine = [self._summed.is_settled, *(code_of(self._summed.seen.get(name)) for name in self._tied)]
+        settled, *of_tied = zip(*self._pipeline.exchange(bytes(mine), purpose="kinds of gradients"), strict=True)
+        self._is_settled = all(settled)
+        for name, codes in zip(self._tied, of_tied, strict=True):
+            known = {gradient_of(code) for code in codes} - {None}
+            if len(known) > 1:
+                raise ModelError(
+                    f"tensor.rules: {name!r} is whole along tp and used on several stages, on some by all ranks alike "
+                    "and on some by each rank for its own part (heads, columns); no sum of its gradients is right: use "
+                    "a parameter for each"
+                )
+            for gradient in known:
+                assert gradient is not None
+                self._summed.settle(name, gradient)

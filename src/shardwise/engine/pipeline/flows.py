@@ -4,32 +4,72 @@ The program of the forward is the same on all ranks. It is counted alike everywh
 happens by a checksum that travels with every value, so that ranks whose programs differ notice.
 """
 
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.announcements import packed, unpacked
-from shardwise.engine.pipeline.crossings import Arrival, Crossing, Departure, GradientLink, StageGraph
-from shardwise.engine.pipeline.gradient_kinds import BackwardTrace, code_of, gradient_of
-from shardwise.engine.pipeline.local_stages import Stages
+from shardwise.engine.pipeline.crossings import (
+    Arrival,
+    BackwardTrace,
+    Crossing,
+    Departure,
+    GradientLink,
+    StageGraph,
+    code_of,
+    gradient_of,
+)
+from shardwise.engine.pipeline.nested import packed, unpacked, user_site
 from shardwise.engine.pipeline.post import SAME_FORWARD, Key, MessageKind, Post, ReceivedMessage
-from shardwise.engine.pipeline.recorded_spans import SpanRecorder
-from shardwise.engine.pipeline.sites import user_site
+from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ViewMemory
 from shardwise.engine.randomness import Stream
 from shardwise.errors import MismatchError, ModelError
+from shardwise.plan.timeline import TimeSpan
+
+
+class SpanRecorder:
+    """Records forwards, backwards and waits of one rank, while `spans` is a list."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.spans: list[TimeSpan] | None = None
+        """The recorded spans; None: nothing is recorded."""
+        self._rank = rank
+        self._device = device
+
+    @contextmanager
+    def noting(self, kind: str, microbatch: int, stage: int) -> Iterator[None]:
+        """Record when the body begins and ends."""
+        if self.spans is None:
+            yield
+            return
+        start_s = self._now_s()
+        yield
+        self.spans.append(
+            TimeSpan(
+                rank=self._rank, kind=kind, microbatch=microbatch, stage=stage, start_s=start_s, stop_s=self._now_s()
+            )
+        )
+
+    def _now_s(self) -> float:
+        # Kernels run on after they were issued: without this a forward would last as long as its Python alone.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
 
 Purpose = Literal["step", "evaluation", "prediction"]
 
 
 class MicrobatchFlow:
-    """The forward of one microbatch, and what its backward needs."""
+    """The forward of one microbatch, and the graphs for its backward."""
 
     def __init__(
         self,
@@ -42,7 +82,7 @@ class MicrobatchFlow:
         number: int,
         stream: Stream | None,
     ) -> None:
-        """on_call: see `values.ValueForward`."""
+        """on_call: see `stage_values.ValueForward`."""
         self.stages = stages
         self.device = stages.device
         """Where real tensors are."""
@@ -63,9 +103,9 @@ class MicrobatchFlow:
         self.steps_back = False
         """Whether some rank worked on one of its stages after a later one: then its actions are not apart."""
         self.has_news = False
-        """Whether ranks waited in this forward for what only the owner of a stage knew."""
+        """Whether ranks waited in this forward for an announcement by the owner of a stage."""
         self.trace: BackwardTrace | None = None
-        """Of the graphs whose backward runs; None where nobody wants to know what gradients are along `tp`."""
+        """Of the graphs whose backward runs; None where the kinds of gradients along `tp` are known."""
         self._post = post
         self._recorder = recorder
         self._begun = -1
@@ -77,11 +117,13 @@ class MicrobatchFlow:
         """Copies that a recomputation may ask for again, by (lineage, stage)."""
         self._num_news = 0
         self.opaque: dict[int, Any] = {}
-        """Objects that placed modules gave on this rank, and of which other ranks have only that they are there."""
+        """Objects that placed modules gave on this rank; other ranks only know that they exist."""
+        # By id, and with the tensor itself: while it is kept alive, no other tensor can get its id.
         self._held: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         """Parameters and plain tensors that stand for values of a stage in this forward, by id."""
         self._shaded: set[int] = set()
         """Memories of plain tensors that values of a stage were written to."""
+        # Taken at the beginning of each forward: a forward may put other tensors in the place of buffers.
         self._buffers = {id(buffer): (buffer, stage, name) for buffer, stage, name in stages.placed_buffers()}
 
     # The program ----------------------------------------------------------------------------------------------------
@@ -91,13 +133,18 @@ class MicrobatchFlow:
 
         numbers: the Python numbers among its inputs.
         """
+        # Backward counts nothing: a recomputation runs on some ranks only, so its calls would make checksums differ.
         if not self.is_forward:
             return
         rank = self.stages.rank_of(stage)
+        # The schedule has not come to this stage yet: another microbatch is due on this rank before.
         if rank == self.stages.rank and stage > self._begun:
             self.park()
         self.last = name
+        # Numbers are part of it: a program that scales by another factor on each rank has equal shapes and calls,
+        # and would else train to other weights without an error.
         self.progress = zlib.crc32(f"{name}@{stage}{numbers}".encode(), self.progress)
+        # Of every rank, not of this one alone: all of them have to choose the same schedule from it.
         self.steps_back |= stage < self._entered[rank]
         self._entered[rank] = max(self._entered[rank], stage)
 
@@ -110,10 +157,13 @@ class MicrobatchFlow:
         return self.graphs.setdefault(stage, StageGraph())
 
     def take_graphs(self, stage: int) -> list[StageGraph]:
-        """What the backward of a stage covers: its graph, or all, where they are connected on this rank."""
+        """The graphs that the backward of a stage covers: its own, or all where they need each other on this rank."""
         self.is_forward = False
+        # Where a rank worked on an earlier stage again after a later one, the backward of each may need gradients that
+        # the other gives halfway. One call of autograd with the roots of both runs nodes in reverse order of creation.
         stages = sorted(self.graphs) if self.steps_back else [stage]
         graphs = [self.graphs.pop(each) for each in stages if each in self.graphs]
+        # In the order of the program: `return_nothing` goes back through them as the other ranks wait for them.
         self._arrivals = sorted((each for graph in graphs for each in graph.arrivals), key=lambda each: each.number)
         return graphs
 
@@ -127,11 +177,16 @@ class MicrobatchFlow:
 
     def adopted(self, leaf: torch.Tensor) -> torch.Tensor:
         """The value of a stage for which a tensor stands, or the tensor itself, which all ranks have."""
+        # The order of these checks matters. A tensor may have become a value of a stage (`hold`) after it was a
+        # plain one, and a parameter of another stage is on the meta device, which the last check would take for a
+        # stray tensor.
         if type(leaf) is StageTensor:
             return leaf
         if (held := self._held.get(id(leaf))) is not None:
             return held[1]
         if (place := self._place_of(leaf)) is not None:
+            # The lineage is made of the name, which is the same in a recomputation: the copy that crossed is found
+            # again.
             stage, name = place
             local, lineage = leaf if self.stages.is_local(stage) else None, zlib.crc32(name.encode())
             return self.hold(leaf, StageValue(stage, Spec.of(leaf), local, name, lineage=lineage, is_kept=True))
@@ -141,6 +196,8 @@ class MicrobatchFlow:
                 "memory through another view; write to the tensor itself (t[:, 0] = value, not t[:, 0].copy_(value)), "
                 "and take views afterwards"
             )
+        # Its graph exists on one rank only. Taken for a plain tensor it would be used on all ranks with whatever
+        # each happens to have in that attribute, and its gradient would end there.
         if leaf.requires_grad and not leaf.is_leaf:
             raise ModelError(
                 f"{user_site()}: a tensor with a gradient is used between placed modules, and it lives on no known "
@@ -155,7 +212,7 @@ class MicrobatchFlow:
         return leaf
 
     def touch(self, prefix: str) -> None:
-        """A module wrote to what it keeps: copies on other stages are not what it has now."""
+        """A module wrote to its parameters or buffers: copies of them on other stages are out of date."""
         for _, made in self._held.values():
             if made.value.is_kept and made.value.maker.startswith(prefix):
                 made.value.memory.num_writes += 1
@@ -167,12 +224,13 @@ class MicrobatchFlow:
         return self._place_of(leaf) is not None or self._is_shaded(leaf)
 
     def shade(self, tensor: torch.Tensor) -> None:
-        """Values of a stage were written to a plain tensor: views of its memory have what it was on other ranks."""
+        """Values of a stage were written to a plain tensor: on other ranks, views of its memory have old elements."""
         self._shaded.add(tensor.untyped_storage()._cdata)
 
     def _is_shaded(self, leaf: torch.Tensor) -> bool:
         if not self._shaded or leaf.layout is not torch.strided:
             return False
+        # Memories, not tensors: a view that was taken before the write is another object with the same storage.
         return leaf.untyped_storage()._cdata in self._shaded
 
     def to_stage(self, tensor: StageTensor, stage: int) -> StageValue:
@@ -185,6 +243,8 @@ class MicrobatchFlow:
         if value.stage == stage:
             return value
         family = tensor.family
+        # Copies show what the origin was when it crossed. After a write to the origin it crosses anew, and autograd
+        # sees two departures of two versions, as it would see two versions of the tensor in one process.
         if family.version != family.origin.memory.version:
             family.reset()
         if (copy := family.copies.get(stage)) is None:
@@ -195,6 +255,7 @@ class MicrobatchFlow:
     def _cross(self, value: StageValue, stage: int) -> StageValue:
         if not self.is_forward:
             return self._copy_of_forward(value, stage)
+        # Counted on all ranks, also on those that neither send nor receive: the number names the message.
         crossing = Crossing(
             number=len(self.transfers),
             source=value.stage,
@@ -203,6 +264,7 @@ class MicrobatchFlow:
             needs_gradient=value.spec.requires_grad and self.purpose == "step",
         )
         self.transfers.append((value.stage, stage))
+        # A rank may have both stages: then both happen here, and the post hands a copy over without a channel.
         local = None
         if self.stages.is_local(value.stage):
             self._depart(value, crossing)
@@ -218,6 +280,10 @@ class MicrobatchFlow:
             lineage=value.lineage,
             module=value.module,
         )
+        # A checkpoint that is not reentrant keeps no activations: it installs hooks for saved tensors, and computes
+        # the region again in backward. Other ranks do not compute it then and send nothing, so the copy is kept for
+        # that moment. Kept only here: everywhere else it would keep an activation alive to the end of the
+        # microbatch.
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # inside an activation checkpoint
             self._recomputable[value.lineage, stage] = copy
         return copy
@@ -234,6 +300,8 @@ class MicrobatchFlow:
             crossing = Crossing(number=len(self.transfers), source=source, target=target, needs_gradient=True)
             self.transfers.append((source, target))
             if self.stages.is_local(source):
+                # Made of the parameter itself: backward begins with this root, so the gradient of the later stage is
+                # added to the parameter first, and the uses on this stage after it.
                 with torch.enable_grad():
                     root = Departure.apply(ties.parameter(chain.name), self, crossing)  # type: ignore[no-untyped-call]
                 self.graph(source).roots.append(root)
@@ -241,7 +309,7 @@ class MicrobatchFlow:
                 self.graph(target).links.append(GradientLink(name=chain.name, crossing=crossing))
 
     def lineage_of(self, name: str, inputs: Sequence[int]) -> int:
-        """What a value is made of: equal when it is made again by a recomputation."""
+        """A checksum of how a value is made: equal when a recomputation makes it again."""
         lineage = zlib.crc32(f"{name} {inputs}".encode())
         if self.is_forward:
             self._num_alike[lineage] += 1
@@ -249,6 +317,7 @@ class MicrobatchFlow:
 
     def _copy_of_forward(self, value: StageValue, stage: int) -> StageValue:
         """The copy that crossed in forward, when activations are recomputed."""
+        # A lineage that occurred twice in the forward fits two copies, and nothing says which one is meant.
         copy = self._recomputable.get((value.lineage, stage))
         if copy is None or self._num_alike[value.lineage] > 1:
             raise ModelError(
@@ -261,6 +330,7 @@ class MicrobatchFlow:
     def _depart(self, value: StageValue, crossing: Crossing) -> None:
         assert value.local is not None
         if crossing.needs_gradient:
+            # Also where the program is under no_grad at the moment: the value itself was made with a graph.
             with torch.enable_grad():
                 root = Departure.apply(value.local, self, crossing)  # type: ignore[no-untyped-call]
             self.graph(value.stage).roots.append(root)
@@ -274,6 +344,8 @@ class MicrobatchFlow:
         )
 
     def _arrive(self, value: StageValue, crossing: Crossing) -> torch.Tensor:
+        # The graph of the sender ends at its departure. Here a new one begins: `anchor` is an empty leaf whose only
+        # task is to make autograd call `Arrival.backward`, which sends the gradient back.
         message = self._take(MessageKind.VALUE, crossing.number, crossing.source, crossing.target)
         content = message.content
         assert content is not None
@@ -303,8 +375,8 @@ class MicrobatchFlow:
 
     # What only the owner knows ------------------------------------------------------------------------------------
 
-    def tell(self, stage: int, news: Callable[[], Any]) -> Any:
-        """Let all ranks know what the rank of `stage` knows; `news` is called there.
+    def announce(self, stage: int, news: Callable[[], Any]) -> Any:
+        """Let all ranks have the news of the rank of `stage`; `news` is called there.
 
         Where activations are recomputed, the others do not listen: each recomputes for itself.
         """
@@ -316,25 +388,26 @@ class MicrobatchFlow:
                 "backward: an activation checkpoint spans several stages; checkpoint each placed module by itself"
             )
         if not self.stages.is_local(stage):
-            return unpacked(self._announce(stage, None))
-        told = news()
-        self._announce(stage, packed(told))
-        return told
+            return unpacked(self._spread(stage, None))
+        known = news()
+        self._spread(stage, packed(known))
+        return known
 
     def shape_known(self, tensor: StageTensor) -> Spec:
-        """The description of a value with its real shape, which its owner tells to all where they cannot know it."""
+        """The description of a value with its real shape, which its owner announces where the others cannot know it."""
         value = tensor.value
         if not value.has_known_shape:
-            value.spec = self.tell(value.stage, lambda: Spec.of(value.local))  # type: ignore[arg-type]
+            value.spec = self.announce(value.stage, lambda: Spec.of(value.local))  # type: ignore[arg-type]
             value.has_known_shape = True
         return value.spec
 
     def give_all(self, tensor: StageTensor) -> torch.Tensor:
         """The elements of a value, on every rank."""
-        return self._announce(tensor.value.stage, tensor.value.local)
+        return self._spread(tensor.value.stage, tensor.value.local)
 
-    def _announce(self, stage: int, content: torch.Tensor | None) -> torch.Tensor:
-        """Give all ranks what the rank of `stage` has, and only that one."""
+    def _spread(self, stage: int, content: torch.Tensor | None) -> torch.Tensor:
+        """Give all ranks the content that only the rank of `stage` has."""
+        # The number is counted on all ranks, so that sender and receivers mean the same announcement.
         number, self._num_news = self._num_news, self._num_news + 1
         self.has_news = True
         if content is None:
@@ -343,6 +416,8 @@ class MicrobatchFlow:
             assert message.content is not None
             return message.content
         key = Key(MessageKind.NEWS, self.number, number)
+        # To each rank by itself: a broadcast would need all ranks at the same point, and they come here at different
+        # times.
         for rank in range(self.stages.num_ranks):
             if rank != self.stages.rank:
                 self._post.send(rank, key, content, stages=(stage, stage), progress=self.progress, maker=self.last)
@@ -356,6 +431,8 @@ class MicrobatchFlow:
 
     def _compare(self, message: ReceivedMessage, difference: str, *, fits: bool = True) -> None:
         """Raise MismatchError unless the sender's program had made the same calls."""
+        # The shape alone would not do: two layers of one model give equal shapes, and a value taken for that of
+        # another layer would train to wrong weights in silence.
         if message.progress != self.progress or not fits:
             raise MismatchError(
                 f"the forward of microbatch {self.number} differs between ranks: {difference}, after other calls; "

@@ -1,8 +1,15 @@
 """The code between placed modules: it runs on every rank, and its operations on the ranks of their operands.
 
-An operation on values of stages is executed on the latest stage among them, whither the others move; elsewhere only
-shape and dtype of its result are inferred. Operations on plain tensors (ids, masks, position tables), which all ranks
-have, are executed by all. What asks for elements is refused on every rank, so that none branches on what others lack.
+An operation on values of stages is executed on the latest stage among them, to which the others are sent; elsewhere
+only shape and dtype of its result are inferred. Operations on plain tensors (ids, masks, position tables), which all
+ranks have, are executed by all. What asks for elements is refused on every rank, so that none branches on what others
+lack.
+
+    torch.add(h, g)    h on stage 0, g on stage 1     executed on stage 1; h crosses; inferred elsewhere
+    h.shape[0]         any stage                      answered on all ranks from the description
+    x[:, :1] > 0       x in the batch                 executed on all ranks
+    h.item()           any stage                      refused on all ranks
+    block(h)           a placed module                see `PipelineRunner`; operations inside it do not come here
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +25,8 @@ from shardwise.engine.batches import Batch
 from shardwise.engine.pipeline.call_execution import Executor
 from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.local_stages import Stages
-from shardwise.engine.pipeline.sites import outermost_method, user_site
+from shardwise.engine.pipeline.nested import outermost_method, user_site
+from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import StagedOperation
 from shardwise.engine.randomness import KeyedRandom
@@ -29,6 +36,8 @@ LossOf = Callable[[Batch], torch.Tensor]
 _Tensor = torch.Tensor
 
 
+# A torch function mode gets properties as the bound `__get__` of their descriptor. Each access makes a new object of
+# it: sets and `==` compare these by what they are bound to, `is` would never hold.
 def _getters(*names: str) -> set[Any]:
     """Properties and methods of tensors by name, as far as this torch has them, and functions of the same name."""
     found: set[Any] = set()
@@ -81,9 +90,11 @@ _WORDS = {
     "__array__": "numpy",
     **{f"__{name}__": f"{name}()" for name in ("int", "float", "index", "complex", "deepcopy", "dlpack")},
 }
-"""What a program has written where torch sees these."""
+"""The words of a program that call these methods."""
 
 
+# A mode, and not only `StageTensor.__torch_function__`: parameters of placed modules and plain tensors that took
+# values of a stage are of no class of ours, and an operation on them alone concerns a stage too.
 class Glue(TorchFunctionMode):
     """Sees every torch function that is called between placed modules."""
 
@@ -107,7 +118,7 @@ class Glue(TorchFunctionMode):
             self.flow = outer
 
     def run(self, compute: LossOf, part: Batch) -> torch.Tensor:
-        """What the user's program computes of a microbatch, the model's forward in it."""
+        """The result of the user's program for a microbatch; it calls the model's forward."""
         with self:
             result = compute(part)
         self._refuse_kept_values()
@@ -131,7 +142,9 @@ class Glue(TorchFunctionMode):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """What shardwise itself does with tensors does not go through here."""
+        """Operations of shardwise itself do not go through here."""
+        # Modes are a stack, and a mode of the user's may stand above this one, which then cannot be taken out.
+        # Operations still come here in that case, and `is_inside` lets them pass.
         is_on_top = torch.overrides._get_current_function_mode() is self
         if is_on_top:
             torch.overrides._pop_mode()
@@ -152,19 +165,24 @@ class Glue(TorchFunctionMode):
             self.is_inside = was_inside
 
     def on_call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call gives: a plain result, or values of the stage that it is executed on."""
+        """The result of the call: plain, or values of the stage that it is executed on."""
         flow = self.flow
+        # Inside a placed module all tensors are real, for its arguments were exchanged for them. A value that is
+        # still found there came in inside an object of an unknown class.
         if flow is None or self.is_inside:
             if _holds_stage_tensor(args) or _holds_stage_tensor(kwargs):
                 self._refuse_inside(func)
             return func(*args, **kwargs)
         if not self._concerns(args) and not self._concerns(kwargs):
             return func(*args, **kwargs)
+        # Descriptions are answered here, without a call that all ranks count: programs ask for shapes and dtypes
+        # everywhere, and the answer is the same on all ranks.
         first = flow.adopted(args[0]) if args and isinstance(args[0], _Tensor) else None
         if isinstance(first, StageTensor):
             if func in _DESCRIPTIONS:
                 return self._describe(func, first, args[1:], kwargs)
             if func == _ITERATION:
+                # As a call it would give an iterator, an object that other ranks cannot look into.
                 return iter(self.on_call(_Tensor.unbind, (first, 0), {}))
             func = _Tensor.requires_grad_ if func == _SET_REQUIRES_GRAD else func
         if func in _READS or func in _GRAPH:
@@ -174,22 +192,28 @@ class Glue(TorchFunctionMode):
     def _describe(
         self, func: Callable[..., Any], tensor: StageTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What is known of a value on all ranks."""
+        """The answer to a question about a value that all ranks can give."""
         flow = tensor.flow
         spec = flow.shape_known(tensor) if func in _SHAPES else tensor.value.spec
         if func == _REQUIRES_GRAD:
             return spec.requires_grad
         if func == _IS_LEAF:
             return spec.is_leaf
+        # A tensor of the meta device, as below, would give "meta". Values of a stage have the device of all real
+        # tensors.
         if func in _DEVICES:
             return func(torch.empty(0, dtype=spec.dtype, device=flow.device), *args, **kwargs)
         local = tensor.value.local
-        if func in _STRIDES and local is not None and not spec.lies_as(Spec.of(local)):
+        # The fake kernel laid the value out otherwise than the real one did. The owner would decide by its own
+        # strides and the other ranks by the description: two programs. It alone knows, and raises for all.
+        if func in _STRIDES and local is not None and not spec.has_strides_of(Spec.of(local)):
             raise ModelError(
                 f"{user_site()}: this asks for the strides of a value {_provenance(tensor.value)} on stage "
                 f"{tensor.value.stage}; they are {local.stride()}, and other stages take them for {spec.stride}; do it "
                 "inside a module that is placed on a stage"
             )
+        # A meta tensor of the same description answers every other question as torch would, without a list of
+        # answers here.
         made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
         return func(spec.flagged(made), *args, **kwargs)
 
@@ -225,7 +249,7 @@ class Glue(TorchFunctionMode):
         )
 
     def _advice_on_reads(self) -> str:
-        """What to do instead, where the innermost code that is the user's stands."""
+        """Advice for the place in the user's code that reads a value."""
         if advice := advice_on_loops(self._stages.model):
             return advice
         if self.flow is not None and self.flow.purpose == "prediction" and not outermost_method(self._stages.model):
@@ -249,7 +273,7 @@ class Glue(TorchFunctionMode):
 
 
 def advice_on_loops(model: nn.Module) -> str:
-    """What to do where a method of the model that is not its forward is running (generate, say); else nothing."""
+    """Advice where another method of the model than its forward is running (generate, say); else empty."""
     method = outermost_method(model)
     if method in ("", "forward", "_wrapped_call_impl", "_call_impl", "__call__"):
         return ""

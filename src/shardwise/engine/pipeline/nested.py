@@ -1,15 +1,56 @@
-"""Values inside tuples, lists, dicts and dataclasses: what modules and operations take and give."""
+"""Values inside tuples, lists, dicts and dataclasses: the arguments and results of modules and operations.
+
+Three things are done with them. `transform` walks them: tensors and objects are taken out and put into numbered slots.
+`packed` and `unpacked` write them as bytes, for what only the owner of a stage can announce: JSON, in which nothing can
+be called. `user_site` names the line of the program for the errors about them.
+
+    None, True, 3, 0.5, "text"             themselves
+    (1, TensorSlot(number=0))              ["tuple", [1, ["slot", 0]]]
+    a ModelOutput, dataclass, named tuple  ["mapping", [module, name], items, attributes]
+
+Every rank runs the same program, so a class that one has made an object of is imported on all. The receiver looks it up
+among what it has imported, and fills an empty object: neither constructors nor setters are called.
+"""
 
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+import json
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 
-from shardwise.engine.pipeline.sites import user_site
-from shardwise.errors import ModelError
+from shardwise.errors import MismatchError, ModelError, in_words
+
+_OURS = str(Path(__file__).parents[2])
+
+
+def user_site() -> str:
+    """The innermost line of code that belongs neither to shardwise nor to torch: "file.py:12, in forward"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        module = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(_OURS) and module.partition(".")[0] not in ("torch", "contextlib", "threading"):
+            return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "outside of any file"
+
+
+def outermost_method(owner: object) -> str:
+    """The name of the first method of `owner` in the calls that lead here; empty where there is none."""
+    frame = sys._getframe(1)
+    name = ""
+    while frame is not None:
+        if frame.f_locals.get("self") is owner:
+            name = frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,7 +62,7 @@ class TensorSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectSlot:
-    """Stands for the object with this number: what is no tensor, no container and no plain value (a cache, say)."""
+    """Stands for the object with this number: no tensor, no container and no plain value (a cache, say)."""
 
     number: int
 
@@ -58,14 +99,15 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
-_TOLD = (int, float, complex, str)
+# Bools are among them, as ints. Numbers and texts that a module gives may be others in each call, with equal inputs.
+_NUMBERS_AND_TEXTS = (int, float, complex, str)
 
 
 def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> Any:
     """`value` with `fn` applied to everything that is no container; the same object where nothing changed.
 
     Containers are tuples (named ones too), lists, dicts and other mutable mappings, and dataclasses.
-    fresh: whoever writes to a container of the result does not write to one of `value`.
+    fresh: a write to a container of the result is no write to one of `value`.
     """
     kind = type(value)
     if kind is TensorSlot or kind is ObjectSlot or isinstance(value, torch.Tensor):
@@ -79,8 +121,11 @@ def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> A
         return tuple.__new__(kind, items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, MutableMapping):
         changed = {key: new for key, old in value.items() if (new := transform(old, fn, fresh=fresh)) is not old}
+        # The same object where nothing changed: programs compare what they gave with what they got by `is`.
         if not changed and not fresh:
             return value
+        # A copy keeps the class and the attributes of the mapping (a ModelOutput, say), whose constructor is
+        # unknown.
         filled = copy.copy(value)
         for key, new in changed.items():
             filled[key] = new
@@ -102,7 +147,7 @@ def containers_in(values: Iterable[Any]) -> list[Any]:
 
 
 def contents_of(container: Any) -> dict[Any, Any]:
-    """What a container holds, by position, key or field."""
+    """The contents of a container, by position, key or field."""
     if isinstance(container, list):
         return dict(enumerate(container))
     if isinstance(container, MutableMapping):
@@ -111,7 +156,7 @@ def contents_of(container: Any) -> dict[Any, Any]:
 
 
 def put_into(container: Any, key: Any, value: Any) -> None:
-    """Write what `contents_of` gives under `key`, or add it."""
+    """Write the item that `contents_of` gives under `key`, or add it."""
     if isinstance(container, list):
         container[key : key + 1] = [value]
     elif isinstance(container, MutableMapping):
@@ -120,12 +165,12 @@ def put_into(container: Any, key: Any, value: Any) -> None:
         object.__setattr__(container, key, value)
 
 
-def told_in(value: Any) -> list[Any]:
+def numbers_and_texts_in(value: Any) -> list[Any]:
     """The numbers and texts of a nested value, in the order of the walk."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:
-        if isinstance(leaf, _TOLD):
+        if isinstance(leaf, _NUMBERS_AND_TEXTS):
             found.append(leaf)
         return leaf
 
@@ -133,10 +178,10 @@ def told_in(value: Any) -> list[Any]:
     return found
 
 
-def with_told(value: Any, told: Iterable[Any]) -> Any:
+def with_numbers_and_texts(value: Any, leaves: Iterable[Any]) -> Any:
     """The nested value with other numbers and texts."""
-    following = iter(told)
-    return transform(value, lambda leaf: next(following) if isinstance(leaf, _TOLD) else leaf)
+    following = iter(leaves)
+    return transform(value, lambda leaf: next(following) if isinstance(leaf, _NUMBERS_AND_TEXTS) else leaf)
 
 
 def filled(value: Any, tensors: Sequence[Any], objects: Sequence[Any], *, fresh: bool = False) -> Any:
@@ -169,11 +214,12 @@ def is_plain(leaf: Any) -> bool:
 
 
 def token_of(leaf: Any) -> Hashable:
-    """What a leaf that is no tensor means to the shapes that come out of a call."""
+    """A value for a leaf that is no tensor: equal for leaves that lead to equal shapes of outputs."""
     if isinstance(leaf, slice):
         return (slice, token_of(leaf.start), token_of(leaf.stop), token_of(leaf.step))
     if is_plain(leaf):
         return (type(leaf), leaf)
+    # By id: two functions may do different things under one name. A new lambda in each call is tried each time.
     if callable(leaf):
         return (type(leaf), id(leaf))
     return (type(leaf),)
@@ -195,3 +241,222 @@ def _transform_dataclass(value: Any, fn: Callable[[Any], Any], *, fresh: bool) -
     for name, new in changed.items():
         object.__setattr__(filled, name, new)  # a frozen one too
     return filled
+
+
+# json writes integers in decimal, which Python refuses beyond 4300 digits; hexadecimal has no limit.
+_LARGEST_NUMBER = 1 << 63
+
+_OF_TORCH: Mapping[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+
+_FACTORIES = (list, dict, set, tuple, int, float, str, bool)
+"""The factories that a defaultdict may have for missing keys: nothing else is called."""
+
+
+def packed(value: Any) -> torch.Tensor:
+    """A nested value as bytes, for `unpacked` on a rank of the same program.
+
+    Raises ModelError for what is no container, number, text or other plain value.
+    """
+    return torch.frombuffer(bytearray(json.dumps(_written(value)).encode()), dtype=torch.uint8)
+
+
+def unpacked(content: torch.Tensor) -> Any:
+    """The nested value that was written as these bytes. Raises MismatchError for any other bytes."""
+    try:
+        return _read(json.loads(content.numpy().tobytes()))
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise MismatchError(
+            f"an announcement between the stages of a pipeline cannot be read ({in_words(error)}); every "
+            "rank has to run the same program, with the same versions of its libraries"
+        ) from error
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def _written(value: Any) -> Any:
+    """The value as JSON has it."""
+    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
+        return ["member", _class(type(value)), value.name]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < _LARGEST_NUMBER else ["int", hex(value)]
+    if isinstance(value, float | str):
+        return float(value) if isinstance(value, float) else str(value)
+    if isinstance(value, tuple | list | MutableMapping) or dataclasses.is_dataclass(type(value)):
+        return _written_container(value)
+    return _written_constant(value)
+
+
+def _written_constant(value: Any) -> Any:
+    for name, kind in _OF_TORCH.items():
+        if isinstance(value, kind):
+            return [name, str(value).removeprefix("torch.")]
+    match value:
+        case complex():
+            return ["complex", value.real, value.imag]
+        case bytes():
+            return ["bytes", value.hex()]
+        case slice():
+            return ["slice", *map(_written, (value.start, value.stop, value.step))]
+        case torch.device():
+            return ["device", str(value)]
+        case type():
+            return ["class", _class(value)]
+        case Opaque():
+            return ["opaque", value.__class_name__]
+    if value is ...:
+        return ["ellipsis"]
+    raise ModelError(
+        f"a placed module gives a {type(value).__name__} inside of a container, which cannot be announced to other "
+        "stages; return tensors, numbers and texts in a tuple, list, dict or dataclass"
+    )
+
+
+def _written_container(value: Any) -> Any:
+    kind = type(value)
+    if kind is TensorSlot or kind is ObjectSlot:
+        return ["slot" if kind is TensorSlot else "object", value.number]
+    if isinstance(value, tuple | list):
+        items = [_written(each) for each in value]
+        if kind in (tuple, list):
+            return [kind.__name__, items]
+        return ["sequence", _class(kind), items, _attributes(value)]
+    if kind is dict:
+        return ["dict", _pairs(value)]
+    if isinstance(value, dict):
+        return ["mapping", _class(kind), _pairs(value), _attributes(value)]
+    return ["record", _class(kind), _attributes(value)]
+
+
+def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:
+    return [[_written(key), _written(value)] for key, value in mapping.items()]
+
+
+def _attributes(value: Any) -> list[Any]:
+    """The attributes of an object, besides the items of its base class."""
+    held = dict(getattr(value, "__dict__", {}))
+    if dataclasses.is_dataclass(value):
+        held |= {
+            each.name: getattr(value, each.name) for each in dataclasses.fields(value) if hasattr(value, each.name)
+        }
+    if isinstance(value, defaultdict):
+        held["default_factory"] = value.default_factory
+    return _pairs(held)
+
+
+def _class(kind: type) -> list[str]:
+    return [kind.__module__, kind.__qualname__]
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def _read(written: Any) -> Any:
+    """The value that is written as this."""
+    if not isinstance(written, list):
+        if isinstance(written, dict):
+            raise ValueError("an object of JSON")
+        return written
+    kind, *rest = written
+    return _READERS[kind](*rest)
+
+
+def _imported(written: Any) -> type:
+    """A class that this process has already; nothing is imported."""
+    module, name = written
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        # Not `getattr`: it would run properties and `__getattr__` of modules that import on demand.
+        found = vars(found)[part]
+    if not isinstance(found, type):
+        raise TypeError(f"{module}.{name} is no class")
+    return found
+
+
+def _read_pairs(written: Any) -> list[tuple[Any, Any]]:
+    return [(_read(key), _read(value)) for key, value in written]
+
+
+def _read_sequence(written: Any, items: Any, attributes: Any) -> Any:
+    kind: Any = _imported(written)
+    values = [_read(each) for each in items]
+    if issubclass(kind, list):
+        made: Any = list.__new__(kind)
+        list.extend(made, values)
+        return _with_attributes(made, attributes)
+    if kind is torch.Size or kind.__module__ == "torch.return_types":
+        return kind(values)  # their own constructors only look at the number of items
+    return _with_attributes(tuple.__new__(kind, values), attributes)
+
+
+def _read_mapping(written: Any, items: Any, attributes: Any) -> Any:
+    kind: Any = _imported(written)
+    base: Any = next((each for each in (OrderedDict, defaultdict, dict) if issubclass(kind, each)), None)
+    if base is None:
+        raise TypeError(f"{kind.__name__} is no dict")
+    made: Any = base.__new__(kind)
+    for key, value in _read_pairs(items):
+        base.__setitem__(made, key, value)
+    return _with_attributes(made, attributes)
+
+
+def _read_record(written: Any, attributes: Any) -> Any:
+    kind = _imported(written)
+    if not dataclasses.is_dataclass(kind) and not issubclass(kind, MutableMapping):
+        raise TypeError(f"{kind.__name__} is no container")
+    return _with_attributes(object.__new__(kind), attributes)
+
+
+def _with_attributes(made: Any, attributes: Any) -> Any:
+    for name, value in _read_pairs(attributes):
+        slot = next((vars(each)[name] for each in type(made).__mro__ if name in vars(each)), None)
+        if isinstance(made, defaultdict) and name == "default_factory":
+            if value is not None and value not in _FACTORIES:
+                raise ValueError("a default factory")
+            made.default_factory = value
+        elif isinstance(slot, MemberDescriptorType):
+            slot.__set__(made, value)
+        else:
+            vars(made)[str(name)] = value
+    return made
+
+
+def _read_member(written: Any, name: str) -> Any:
+    kind = _imported(written)
+    if not issubclass(kind, enum.Enum):
+        raise TypeError(f"{kind.__name__} is no enumeration")
+    return kind.__members__[name]
+
+
+def _read_of_torch(kind: str) -> Callable[[str], Any]:
+    def read(name: str) -> Any:
+        found = vars(torch)[name]
+        if not isinstance(found, _OF_TORCH[kind]):
+            raise TypeError(f"torch.{name} is no {kind}")
+        return found
+
+    return read
+
+
+_READERS: Mapping[str, Callable[..., Any]] = {
+    "tuple": lambda items: tuple(_read(each) for each in items),
+    "list": lambda items: [_read(each) for each in items],
+    "dict": lambda items: dict(_read_pairs(items)),
+    "sequence": _read_sequence,
+    "mapping": _read_mapping,
+    "record": _read_record,
+    "slot": lambda number: TensorSlot(int(number)),
+    "object": lambda number: ObjectSlot(int(number)),
+    "opaque": lambda name: Opaque(str(name)),
+    "member": _read_member,
+    "class": _imported,
+    "int": lambda digits: int(digits, 16),
+    "complex": complex,
+    "bytes": bytes.fromhex,
+    "slice": lambda *ends: slice(*map(_read, ends)),
+    "device": lambda name: torch.device(name),
+    "ellipsis": lambda: ...,
+    **{kind: _read_of_torch(kind) for kind in _OF_TORCH},
+}

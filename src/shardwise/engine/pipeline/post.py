@@ -3,8 +3,16 @@
     sender     header (fixed size), content     ...in the order in which it has them
     receiver   takes messages from that rank until the wanted one is there; the others wait in the box
 
+    kind       key (microbatch, number)     content                     sent when
+    VALUE      transfer in the forward      the tensor, strides kept    first use on another stage
+    GRADIENT   the same transfer            the gradient, or none       backward has passed the arrival
+    NEWS       announcement                 bytes or a tensor           only the owner knows a shape, number or text
+
+    rank 0   VALUE 0.0  VALUE 1.0 ------>  rank 1 wants VALUE 0.0: takes it; VALUE 1.0 stays in the channel
+    rank 0   wants GRADIENT 0.0 <--------  rank 1 sends NEWS 0.0, GRADIENT 0.0: NEWS waits in the box of rank 0
+
 A rank that waits for one message therefore never blocks another one, and a value that was announced for one place of
-the program and is wanted at another is noticed: both sides count what they do alike.
+the program and is needed at another is noticed: both sides count what they do alike.
 """
 
 import struct
@@ -16,22 +24,23 @@ from typing import NamedTuple
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.torch_dtypes import dtype_name, torch_dtype
+from shardwise.comm.local_tensors import dtype_name, torch_dtype
 from shardwise.errors import MismatchError, PeerError
 
+# Fixed, so that a header is one message of known size: the receiver cannot know dims before it has read something.
 _MAX_DIMS = 16
 _HEADER = struct.Struct(f"<BBBBBBHIIHHI24s48s{2 * _MAX_DIMS}q")
 _ALIGNMENT_BYTES = 64
 """At multiples of this torch allocates, on every device."""
 
 SAME_FORWARD = "every rank has to run the same forward (no branch on the rank, the time or unseeded random numbers)"
-"""What to do where ranks ran different ones."""
+"""The advice where ranks ran different ones."""
 
 _PURPOSES = ("values", "gradients", "announcements")
 
 
 class MessageKind(IntEnum):
-    """What a message carries."""
+    """The kinds of messages."""
 
     VALUE = 0
     GRADIENT = 1
@@ -55,12 +64,12 @@ class ReceivedMessage:
     source_stage: int
     target_stage: int
     progress: int
-    """A checksum over what the sender's forward had done so far."""
+    """A checksum over the calls of the sender's forward so far."""
     maker: str
     content: torch.Tensor | None
     """None: a value that has no gradient."""
     note: int = 0
-    """Of a gradient: what it is along `tp` (see `gradient_kinds.py`)."""
+    """Of a gradient: its kind along `tp` (see `crossings.py`)."""
 
 
 class Post:
@@ -70,9 +79,6 @@ class Post:
         self._channel = channel
         self._box: dict[tuple[int, Key], ReceivedMessage] = {}
         self._sent: list[Work] = []
-        self.num_values = 0
-        """Values sent to other ranks since the beginning."""
-        self.num_gradients = 0
 
     def send(
         self,
@@ -89,9 +95,9 @@ class Post:
         kept = None if content is None else _kept(content.detach())
         if kept is not None and kept.dim() > _MAX_DIMS:
             raise MismatchError(f"a value of {kept.dim()} dims crosses stages; at most {_MAX_DIMS} can")
-        self.num_values += key.kind is MessageKind.VALUE
-        self.num_gradients += key.kind is MessageKind.GRADIENT
         purpose = f"{_PURPOSES[key.kind]} of stage {stages[0]} for stage {stages[1]}"
+        # Stages of one rank exchange through the box. A copy, because the sender's forward may write to its tensor,
+        # and the stages of one rank must not share memory that stages of two ranks would not share.
         if rank == self._channel.rank:
             content = None if kept is None else _flagged(_copied(_bare(kept)), _flags(kept))
             self._box[rank, key] = _message(key, stages, progress, maker, content, note)
@@ -99,6 +105,8 @@ class Post:
         flat = None if kept is None else _flat(_compact(_bare(kept)))
         if flat is not None and key.kind is MessageKind.VALUE and flat.data_ptr() == kept.data_ptr():  # type: ignore[union-attr]
             flat = flat.clone()  # the sender's forward may write to it before it has been read
+        # Header and content follow each other on one channel, which keeps their order. So the receiver can make room
+        # of the right size before the content comes, and an empty tensor needs no second message.
         header = torch.frombuffer(_packed(key, stages, progress, maker, kept, note), dtype=torch.uint8)
         self._sent.append(self._channel.send(header, rank, purpose="the next message of the pipeline"))
         if flat is not None and flat.numel():
@@ -113,6 +121,7 @@ class Post:
                 what = f"the {('value', 'gradient', 'announcement')[key.kind]} of microbatch {key.microbatch}"
                 error.add_note(f"shardwise: waiting for {what} from stage {stages[0]} (rank {rank} of the pipeline)")
                 raise
+            # Filed under its own key first, whether it is the wanted one or not: the loop looks into the box again.
             self._box[rank, arrived.key] = arrived
             # Values of a microbatch come in ascending order from one rank; gradients and news need not.
             if key.kind is MessageKind.VALUE and arrived.key[:2] == key[:2] and arrived.key.number > key.number:
@@ -125,12 +134,13 @@ class Post:
 
     def settle(self) -> None:
         """Wait until everything sent has been taken over by the channel."""
+        # What is sent belongs to the channel until then; nothing else refers to the packed headers and flat copies.
         for work in self._sent:
             work.wait()
         self._sent.clear()
 
     def forget(self) -> None:
-        """Drop what nobody asked for."""
+        """Drop messages that were not taken."""
         self._box.clear()
         self._sent.clear()
 
@@ -171,6 +181,7 @@ class Post:
         if has_content:
             shape, stride = sizes[:num_dims], sizes[_MAX_DIMS : _MAX_DIMS + num_dims]
             device = torch.device("cpu") if on_host else self._channel.device
+            # Received in place where the memory has no holes: then no second buffer of that size exists.
             content, flat = _room(shape, stride, lead, torch_dtype(_text(dtype)), device)
             if flat.numel():
                 purpose = f"{_PURPOSES[key.kind]} of stage {source} for stage {target}"
@@ -182,7 +193,7 @@ class Post:
 def _room(
     shape: Sequence[int], stride: Sequence[int], lead: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of this shape and these strides, and flat memory for what `_flat` gives of it: its own where it fits.
+    """A tensor of this shape and these strides, and flat memory for the result of `_flat`: its own where that fits.
 
     It begins `lead` elements behind an aligned address, as the one that was sent.
     """
@@ -237,6 +248,7 @@ def _packed(
         dtype, num_dims = dtype_name(content.dtype).encode(), content.dim()
         sizes[:num_dims] = content.shape
         sizes[_MAX_DIMS : _MAX_DIMS + num_dims] = content.stride()
+    # The end of a long name says more than its beginning: "...layers.31.mlp".
     name = maker.encode(errors="replace")[-48:]
     on_host = content is not None and content.device.type == "cpu"
     head = (
@@ -277,7 +289,7 @@ def _flags(tensor: torch.Tensor) -> int:
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as they lie in memory."""
+    """The elements as they are in memory."""
     if not _flags(tensor):
         return tensor
     bare = tensor.detach()
@@ -307,7 +319,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie without holes and overlaps, in some order."""
+    """Whether the elements fill their memory without holes and overlaps, in some order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -334,7 +346,7 @@ def _is_one_piece(compact: torch.Tensor) -> bool:
 
 
 def _flat(compact: torch.Tensor) -> torch.Tensor:
-    """What is sent of a tensor: its memory as a view, or a copy of its elements without the holes between them."""
+    """The elements of a tensor as they are sent: its memory as a view, or a copy without the holes."""
     if _is_one_piece(compact):
         return compact.as_strided((_extent(compact.shape, compact.stride()),), (1,))
     return compact.contiguous().view(-1)

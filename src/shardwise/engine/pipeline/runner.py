@@ -1,4 +1,11 @@
-"""Runs the microbatches of one rank in the order of a schedule."""
+"""Runs the microbatches of one rank in the order of a schedule.
+
+    first step   forward of microbatch 0 through all stages of the rank  -->  transfers  -->  adapt(schedule), the rest
+    later steps  the schedule of (number of microbatches, transfers, steps back), remembered; then the transfers anew
+
+Which values cross is seen in a forward, not declared. So the first microbatch of all goes ahead of any schedule, and
+its forwards are left out of the order that follows. The last microbatch of a step decides on the next schedule.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,12 +18,11 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import compare
 from shardwise.engine.batches import Batch
 from shardwise.engine.pipeline.call_inference import CallInference
-from shardwise.engine.pipeline.flows import MicrobatchFlow, Purpose
+from shardwise.engine.pipeline.crossings import GradientKinds
+from shardwise.engine.pipeline.flows import MicrobatchFlow, Purpose, SpanRecorder
 from shardwise.engine.pipeline.glue import Glue, LossOf, advice_on_loops
-from shardwise.engine.pipeline.gradient_kinds import GradientKinds
-from shardwise.engine.pipeline.local_stages import Stages
 from shardwise.engine.pipeline.post import SAME_FORWARD, Post
-from shardwise.engine.pipeline.recorded_spans import SpanRecorder
+from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.pipeline.staged_calls import PlacedModule
@@ -32,7 +38,7 @@ from shardwise.plan.timeline import TimeSpan
 
 
 class PipelineRunner:
-    """The stages of one rank, and what it knows of the others."""
+    """The stages of one rank, and their training, evaluation and prediction."""
 
     def __init__(
         self,
@@ -46,7 +52,7 @@ class PipelineRunner:
         chains: Sequence[Chain],
         kinds: GradientKinds | None = None,
     ) -> None:
-        """kinds: wants to know what gradients are along `tp`."""
+        """kinds: finds out what gradients are along `tp`, where there are such ranks."""
         self.stages = Stages.of(model, placement, channel)
         self.placement = placement
         self.chains = chains
@@ -77,6 +83,9 @@ class PipelineRunner:
             begin_flow=partial(self._begin_flow, "step"),
         )
         for unit in self.stages.units:
+            # On the object, not in a wrapper module: names of parameters, `isinstance` and the user's hooks stay as
+            # they are. `module.compile()` compiles the whole call, hooks included; its code is run by `PlacedModule`
+            # inside of them.
             vars(unit.module).update(forward=partial(self._forward, unit), _compiled_call_impl=None)
 
     @property
@@ -86,7 +95,7 @@ class PipelineRunner:
 
     @property
     def spans(self) -> list[TimeSpan] | None:
-        """What this rank did and when, while it is a list."""
+        """The recorded spans of this rank, while it is a list."""
         return self._recorder.spans
 
     @spans.setter
@@ -98,6 +107,8 @@ class PipelineRunner:
         """Give the modules that an earlier plan placed their own forwards back."""
         for module in model.modules():
             placed = vars(module).get("forward")
+            # A copy of a placed model, and a model under a new plan, still have the forwards that this class gave
+            # them.
             if isinstance(placed, partial) and isinstance(getattr(placed.func, "__self__", None), PipelineRunner):
                 placed.args[0].give_back()
 
@@ -136,6 +147,8 @@ class PipelineRunner:
             order = self._begin(step)
             last = max((at for at, action in enumerate(order) if action.kind == "B"), default=-1)
             for at, action in enumerate(order):
+                # From here on, gradients of buckets are final as they come, and their reductions may begin within
+                # backward.
                 if at == last:
                     before_last_backward()
                 (step.forward if action.kind == "F" else step.backward)(action.microbatch, action.stage)
@@ -145,16 +158,20 @@ class PipelineRunner:
         finally:
             self.peak_in_flight = max(self.peak_in_flight, step.peak_in_flight)
             self._glue.flow = None
+            # After an error too: parked forwards are threads that would wait forever, and graphs hold all
+            # activations.
             step.close()
             self.post.forget()
         return step.losses
 
     def predict(self, inputs: Batch, output_of: LossOf, *, stream: Stream | None) -> torch.Tensor:
-        """What `output_of` makes of the inputs (a tensor, without a graph), given to every rank of the pipeline."""
+        """The output of `output_of` for the inputs (a tensor, without a graph), on every rank of the pipeline."""
         flow = self._begin_flow("prediction", 0, stream)
         try:
             with self._glue.current(flow):
                 output = self._glue.run(output_of, inputs)
+                # To all ranks, because the caller's next decision depends on it and the same program runs on all of
+                # them.
                 if isinstance(output, StageTensor):
                     output = flow.give_all(output)
             self._end([flow])
@@ -185,7 +202,7 @@ class PipelineRunner:
         return losses
 
     def _begin(self, step: TrainingStep) -> list[Action]:
-        """What is left to do, once it is known which values cross: the first forward of all shows it."""
+        """The actions that are left, once it is known which values cross: the first forward of all shows it."""
         rank, num_ranks = self.stages.rank, self.stages.num_ranks
         is_first = self.transfers is None
         if is_first:
@@ -193,6 +210,7 @@ class PipelineRunner:
                 step.forward(0, stage)
             self._observe(step.flows[0])
         assert self.transfers is not None
+        # All three are the same on all ranks, so all choose the same schedule without a message.
         key = (len(step.losses), self.transfers, self._steps_back)
         if key not in self._schedules:
             asked = make_schedule(
@@ -215,7 +233,7 @@ class PipelineRunner:
         self._steps_back = flow.steps_back or self._has_news
 
     def _end(self, flows: Sequence[MicrobatchFlow]) -> None:
-        """Compare what the ranks' programs did."""
+        """Compare the programs of the ranks."""
         self.post.settle()
         for flow in flows:
             if flow.purpose == "step":

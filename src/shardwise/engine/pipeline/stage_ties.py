@@ -5,11 +5,16 @@ One update of an embedding (stage 0) that is also the head (stage 3):
     rank of stage 3   backward .. backward --[1]--> sum over its microbatches --[2]-->           replica <--[4]--+
     rank of stage 0   backward .. backward --[1]--> sum over its microbatches <--[2]-- + --[3]--> owner -> update +
 
-[1] as every gradient is (see gradients.py)
-[2] to the owner, which adds up from the last stage to the first. With a single microbatch the sum goes down from stage
-    to stage within the backward, so that uses are added in the very order of one process (`Chain`)
+[1] as every gradient is (see `zero/grad_reduce.py`)
+[2] to the owner, which adds from the last stage to the first
 [3] reduction, norm, optimizer and checkpoint know the owner's only
 [4] the updated working copy to the replicas
+
+With a single microbatch the sum goes down within the backward instead (`Chain`), as one process adds the uses:
+
+    rank of stage 3   backward: its uses a  ---- a ---->|
+    rank of stage 1   backward begins with the root:  takes a, adds its uses b  ---- a + b ---->|
+    rank of stage 0   backward begins with the root:               takes a + b, adds its uses: (a + b) + c, reduced
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -20,10 +25,10 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.pipeline.stage_parameters import StageParameters
+from shardwise.engine.pipeline.stage_contents import StageParameters
 from shardwise.engine.zero.grad_per_update import GradPerUpdate
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
@@ -65,6 +70,8 @@ def chains_of(specs: Sequence[Parameter], parameters: StageParameters) -> tuple[
     chains = []
     for spec in specs:
         users = parameters.users(spec.name)
+        # The owner has to be the last link: the sum ends there. Where it is not, sums travel after the last
+        # backward.
         stages = tuple(sorted(users.values(), reverse=True))
         if spec.trainable and len(stages) > 1 and stages[-1] == users.get(parameters.owner(spec.name)):
             chains.append(Chain(name=spec.name, stages=stages))
@@ -84,7 +91,7 @@ class StageTies:
         counters: Counters,
         waiting: Collection[str] = (),
     ) -> None:
-        """`inventory`: of what this rank computes with; replicas move to memory of their own.
+        """`inventory`: of the parameters that this rank computes with; replicas move to memory of their own.
 
         waiting: parameters whose values come later, by `write` or by a load.
         """
@@ -97,11 +104,14 @@ class StageTies:
         self._replicas = [bundle for bundle in bundles if bundle.user == pipeline.rank]
         self._names = [spec.name for bundle in self._replicas for spec in bundle.specs]
         self._held = inventory.restricted(self._names)
+        # Replicas of one bundle move to one flat buffer, so that the owner's message is received straight into them.
         self._working = [self._take_in(bundle, waiting) for bundle in self._replicas]
         self._placed = {name: self._parameters[name].data_ptr() for name in self._names}
+        # The sums of replicas are kept like gradients of any parameter, with this rank as the only owner: nothing is
+        # reduced here. `over` is called by members only, so ranks without replicas may skip it.
         alone = pipeline.over([pipeline.rank]) if self._replicas else pipeline
         self._gradients: dict[int, GradPerUpdate] = {}
-        """By owner: what this rank has for parameters of that rank."""
+        """By owner: the gradients that this rank has for parameters of that rank."""
         self._handed_down: set[str] = set()
         self._layouts: dict[int, Ownership] = {}
         for owner in sorted({bundle.owner for bundle in self._replicas if bundle.trainable}):
@@ -146,6 +156,7 @@ class StageTies:
 
         All ranks of the pipeline call it together, before `own.reduce`.
         """
+        # Sends first, and they do not wait: two ranks may own parameters of each other.
         works = [work for owner, gradients in self._gradients.items() for work in self._give(owner, gradients)]
         others: dict[str, dict[int, torch.Tensor]] = {}
         for user in sorted({bundle.user for bundle in self._owned if bundle.trainable}):
@@ -156,9 +167,12 @@ class StageTies:
             if name in touched:
                 parts[self._channel.rank] = own.view(name)
             last_stage = self._stages.users(name)
+            # Autograd adds the last use first. Each rank's sum stands for all uses on its stages.
             ordered = [parts[rank] for rank in sorted(parts, key=last_stage.__getitem__, reverse=True)]
             total = ordered[0]
             for part in ordered[1:]:
+                # Into the received part or the owner's own buffer: both are free to be written, and `place` puts the
+                # sum back.
                 total = total.add_(part)
             own.place(name, total)
         for work in works:
@@ -221,6 +235,8 @@ class StageTies:
         held = [
             spec for bundle in self._replicas if bundle.owner == owner and bundle.trainable for spec in bundle.specs
         ]
+        # Which have a gradient depends on the data of this update, and the owner cannot know it. A missing gradient
+        # has to stay missing: zeros would make an optimizer update a parameter that nothing used.
         flags = [spec.name in gradients.touched and spec.name not in self._handed_down for spec in held]
         works = [self._send(torch.tensor(flags, dtype=torch.uint8, device=self._channel.device), owner, "which")]
         views = [gradients.view(spec.name) for spec, flag in zip(held, flags, strict=True) if flag]
@@ -229,7 +245,7 @@ class StageTies:
         return works
 
     def _take(self, user: int, own: GradReduce) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive what the rank `user` has for this rank's parameters."""
+        """Receive the gradients that the rank `user` has for this rank's parameters."""
         held = [spec for bundle in self._owned if bundle.user == user and bundle.trainable for spec in bundle.specs]
         flags = torch.empty(len(held), dtype=torch.uint8, device=self._channel.device)
         self._receive(flags, user, "which")
@@ -273,5 +289,7 @@ def _bundles(specs: Sequence[Parameter], parameters: StageParameters) -> Iterato
         for user in parameters.users(spec.name):
             if user != owner:
                 members.setdefault((owner, user, spec.trainable, spec.working), []).append(spec)
+    # Sorted, so that owner and user pack and unpack the same parameters in the same order without a word between
+    # them.
     for (owner, user, trainable, dtype), alike in sorted(members.items(), key=lambda each: each[0]):
         yield _Bundle(owner=owner, user=user, trainable=trainable, dtype=torch_dtype(dtype), specs=tuple(alike))

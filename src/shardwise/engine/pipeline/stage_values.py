@@ -1,9 +1,22 @@
 """Values that live on one stage: real tensors there, and only their descriptions everywhere else.
 
-StageTensor   what the user's forward holds; one per Python object
-  value       where it lives, its description, on its own stage the tensor
-    memory    shared by a tensor and its views: counts writes
-  family      the copies of this value on other stages; the newest hands it on to the next
+    StageTensor   what the user's forward holds; one per Python object
+      value       where it lives, its description, on its own stage the tensor
+        memory    shared by a tensor and its views: counts writes
+      family      the copies of this value on other stages; the newest hands it on to the next
+
+Life of one, made on stage 0, used on stages 1 and 2, then written to in place on stage 1:
+
+                      rank of stage 0             rank of stage 1             rank of stage 2
+    h = first(x)      value(0, local=tensor)      value(0, local=None)        value(0, local=None)
+    a = second(h)     departs                     arrives: copy(1, tensor)    copy(1, None)
+    b = third(h)                                  copy(1) departs             arrives: copy(2, tensor)
+    h.add_(a)         runs on stage 1, writes to copy(1): the program's object h is a value of stage 1 from now on
+    fourth(h_view)    refused on all ranks: a view of h that stayed on stage 0 does not show the write
+    end of forward    the flow lets go of all values; autograd keeps what backward needs
+
+Every rank makes the same objects in the same order and counts the same writes. So all of them decide alike what crosses
+and what is refused, without a message.
 """
 
 from collections.abc import Callable
@@ -12,8 +25,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 
+# Strides too: they decide whether `.contiguous()` and `.reshape()` give a copy or a view, thus what a write in place
+# changes; and kernels for matrices round differently by them. `is_leaf` decides whether autograd allows a write in
+# place.
 class Spec(NamedTuple):
-    """What is known of a tensor without its elements."""
+    """The description of a tensor, without its elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,8 +47,8 @@ class Spec(NamedTuple):
             *(tensor.is_conj(), tensor.is_neg()),
         )
 
-    def lies_as(self, other: "Spec") -> bool:
-        """Whether the elements of two tensors of one shape lie alike; dims of one element say nothing of that."""
+    def has_strides_of(self, other: "Spec") -> bool:
+        """Whether two tensors of one shape have one memory layout; dims of one element may have any stride."""
         steps = zip(self.shape, self.stride, other.stride, strict=True)
         return 0 in self.shape or all(one == two for size, one, two in steps if size > 1)
 
@@ -53,7 +69,7 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
 
 
 class ViewMemory:
-    """What a tensor and its views have in common."""
+    """The memory that a tensor and its views share."""
 
     __slots__ = ("doubt", "num_writes", "origin", "origin_version", "plain", "stale")
 
@@ -63,25 +79,27 @@ class ViewMemory:
         self.plain = plain
         """The tensor of all ranks whose memory it is, where there is one."""
         self.origin = origin
-        """Of a copy on another stage: what it was copied from, which is one with it in the program."""
+        """Of a copy on another stage: the memory that it was copied from; in the program both are one."""
         self.origin_version = 0 if origin is None else origin.version
         self.stale = ""
         """Why these elements may not be read any more; empty: they may."""
         self.doubt = ""
-        """Why they may not be written to in place, where this rank knows that the others are mistaken about them."""
+        """Why a write in place is refused: this rank knows that the others assume another sharing of memory."""
 
     @property
     def version(self) -> int:
         """Another number after every write."""
+        # Both counts: writes through values pass this file, writes of all ranks to a plain tensor count in torch.
+        # `_version` is the same on all ranks only because all of them execute the latter.
         return self.num_writes if self.plain is None else self.num_writes + self.plain._version
 
     @property
     def root(self) -> "ViewMemory":
-        """What it was copied from in the end."""
+        """The memory that the first copy was made from."""
         return self if self.origin is None else self.origin.root
 
     def refusal(self, maker: str) -> str:
-        """Why what `maker` gave may not be read; empty: it may."""
+        """Why an output of `maker` may not be read; empty: it may."""
         if self.stale or not self.is_behind:
             return self.stale
         return (
@@ -91,7 +109,7 @@ class ViewMemory:
 
     @property
     def is_behind(self) -> bool:
-        """Whether what it was copied from was written to since."""
+        """Whether its origin was written to since it was copied."""
         origin = self.origin
         return origin is not None and (origin.version != self.origin_version or origin.is_behind)
 
@@ -149,6 +167,9 @@ class ValueCopies:
     def add(self, copy: StageValue) -> None:
         """Note a copy that was made from `last`."""
         self.copies[copy.stage] = copy
+        # The next stage gets it from here, not from the origin: a relay 0 -> 1 -> 2. Then gradients come back as 2
+        # -> 1 -> 0 and each stage adds its own on the way, which is the order in which autograd adds uses in one
+        # process: last use first.
         self.last = copy
 
 
@@ -157,7 +178,7 @@ class ValueForward(Protocol):
 
     device: torch.device
     on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-    """Gives what a torch function makes of values."""
+    """Gives the result of a torch function of values."""
 
     def refuse_compiled_code(self, function: Any) -> Any:
         """Raise ModelError."""
@@ -183,7 +204,9 @@ class StageTensor(torch.Tensor):
             strides=spec.stride,
             dtype=spec.dtype,
             device=flow.device,
-            requires_grad=spec.requires_grad,  # so that a custom autograd function over it can be noticed
+            # Torch functions never see this flag: they are intercepted. A custom autograd function is not, and leaves a
+            # `grad_fn` on what it gives only if an input requires a gradient: so it can be noticed and refused.
+            requires_grad=spec.requires_grad,
         )
         made.flow = flow
         made.value = value

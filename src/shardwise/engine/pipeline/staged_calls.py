@@ -1,5 +1,14 @@
-"""What is infer-only on other ranks: calls of placed modules, and glue; each can be run, and tried on fake tensors."""
+"""Calls that are infer-only on other ranks: of placed modules, and of operations between them.
 
+Each can be run, on the rank of its stage, and tried on fake tensors, on all ranks. Fake tensors have shapes, strides
+and dtypes without elements, on the device of the real ones.
+
+    run                 result, records of inner hooks                      hooks of others are noted, not called
+    try_on_fakes        the same, of fake tensors                           what it writes to the module is taken back
+    call_noted_hooks    the noted hooks are called in order, on all ranks   with values of the stage
+"""
+
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,11 +16,118 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.engine.pipeline.fakes import Fakes
-from shardwise.engine.pipeline.nested import is_plain, token_of
+from shardwise.engine.pipeline.nested import is_plain, tensors_in, token_of
 from shardwise.engine.pipeline.stage_values import Spec
 from shardwise.engine.wrapping import structures_of
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+# A write in place to a leaf that requires a gradient is refused by autograd, to a computed tensor it is allowed. So
+# a fake of a computed value has to be computed, and by something that keeps its strides.
+class _Computed(torch.autograd.Function):
+    """A fake tensor that autograd takes for a computed one: `clone` would give a slice other strides."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+        return made.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return None, None
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share their memory."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    storage = tensor.untyped_storage()._cdata
+    assert isinstance(storage, int)
+    return storage
+
+
+_UNLIKE_THEIR_FAKES = frozenset({"aten::_native_multi_head_attention"})
+"""Operations that give other tensors than their fake kernels do: an empty one for none."""
+
+
+class Trial(TorchDispatchMode):
+    """Sees writes of operations; versions of tensors do not show writes through `.data`, and of batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+        """Memories."""
+        self._alive: list[torch.Tensor] = []
+        """The tensors written to, kept alive: another memory must not get the number of one that was freed."""
+        self.kept: set[int] = set()
+        """Memories of parameters and buffers."""
+
+    def _note(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._alive += tensors
+        self.written.update(map(storage_of, tensors))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        if schema.name in _UNLIKE_THEIR_FAKES:
+            raise NotImplementedError(schema.name)
+        if schema.is_mutable:
+            given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
+            for each in schema.arguments:
+                if each.alias_info is not None and each.alias_info.is_write:
+                    self._note(tensors_in(given.get(each.name)))
+        return func(*args, **kwargs)
+
+
+class Fakes:
+    """Makes fake tensors, and runs trials with them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # An operation without a fake kernel would run on zeros, and might give what it gives of no other numbers.
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+    @contextmanager
+    def trying(self) -> Iterator[Trial]:
+        """Operations give fake tensors, draw no random numbers that count, compile nothing, and are watched."""
+        # Fake operations draw nothing, but a module may seed the generator itself, and a trial is no call of it.
+        state = torch.default_generator.get_state()
+        # torch logs each operation without a fake kernel. That is no fault of the program: the owner announces then.
+        was_disabled, _LOG.disabled = _LOG.disabled, True
+        try:
+            # An activation checkpoint around must not count what is saved here.
+            with saved_tensors_hooks(_same, _same), self._mode, Trial() as self._trial:
+                yield self._trial
+        finally:
+            _LOG.disabled = was_disabled
+            torch.default_generator.set_state(state)
+
+    def leaf(self, spec: Spec) -> torch.Tensor:
+        """A fake parameter or buffer."""
+        made = self._plain(spec).requires_grad_(spec.requires_grad)
+        self._trial.kept.add(storage_of(made))
+        return made
+
+    def input(self, spec: Spec) -> torch.Tensor:
+        """A fake value, which may be written to in place where the real one may."""
+        if spec.is_leaf:
+            return self._plain(spec).requires_grad_(spec.requires_grad)
+        anchor = torch.empty(0, device=self._device, requires_grad=True)
+        with torch.enable_grad():
+            made: torch.Tensor = _Computed.apply(anchor, [self._plain(spec)])  # type: ignore[no-untyped-call]
+        return made
+
+    def _plain(self, spec: Spec) -> torch.Tensor:
+        return spec.flagged(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device))
+
 
 _ARITHMETIC = frozenset(
     f"{side}{name}" for side in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "pow")
@@ -27,7 +143,7 @@ class StagedCall(Protocol):
     is_user_code: bool
     """Whether it is code of the user's, which may fill lists and dicts that it is given, and give any numbers."""
     ignores_numbers: bool
-    """Whether Python numbers among the inputs do not change what comes out but for its values."""
+    """Whether Python numbers among the inputs change nothing but the elements of the outputs."""
 
     def key(self) -> Hashable:
         """Equal for calls that give outputs of equal shapes for inputs of equal shapes."""
@@ -48,6 +164,8 @@ class StagedOperation:
         self.function = function
         self.draws = draws
         self.name = getattr(function, "__name__", str(function))
+        # Of a slice or a `view` the numbers decide the shape; of arithmetic they do not. `strip`: `mul_` and
+        # `__mul__` too.
         self.ignores_numbers = self.name.strip("_") in _ARITHMETIC
 
     def key(self) -> Hashable:
@@ -75,11 +193,14 @@ class PlacedModule:
         self.module = module
         self.stage = stage
         self.forward = module.forward
-        """What the module ran before it was placed."""
+        """The module's forward before it was placed."""
+        # Some modules have a forward of their own as an attribute (a wrapper of shardwise or of another library). It
+        # has to come back as an attribute; for all others the attribute has to vanish, so that the class's forward
+        # is found again.
         self._own_attributes = {key: vars(module)[key] for key in ("forward",) if key in vars(module)}
         self.inner = [each for each in module.modules() if each is not module]
         self._compiled: Callable[..., Any] | None = module._compiled_call_impl
-        """What `module.compile()` made of the whole call; hooks stay outside of it from now on."""
+        """The compiled whole call, after `module.compile()`; hooks stay outside of it from now on."""
         self._structure = structures.setdefault(_structure_of(module, name), len(structures))
 
     def give_back(self) -> None:
@@ -89,6 +210,8 @@ class PlacedModule:
 
     def key(self) -> Hashable:
         """See `StagedCall`. Layers that only differ in their number and their values are alike."""
+        # Hooks come and go between calls. Their number decides which records a call gives, so it is part of the
+        # signature.
         hooked = tuple((at, len(each._forward_hooks)) for at, each in self._hooked())
         return (self._structure, self.module.training, hooked)
 
@@ -105,6 +228,8 @@ class PlacedModule:
         """The module as it was compiled: with its own forward. Its hooks have been called already."""
         attributes = vars(self.module)
         saved = {key: attributes[key] for key in ("forward", "_forward_hooks", "_forward_pre_hooks")}
+        # Compiled code calls the module as it was when it was traced. With our forward in place it would trace our
+        # machinery.
         attributes |= {"forward": self.forward, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
         try:
             yield
@@ -112,8 +237,10 @@ class PlacedModule:
             attributes |= saved
 
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `StagedCall`. What forward writes into the module itself is taken back."""
+        """See `StagedCall`. Writes of forward into the module itself are taken back."""
         whole = [self.module, *self.inner]
+        # All attributes, not tensors alone: a forward may count its calls or fill a cache, and the trial is no call.
+        # A shallow copy puts back what was rebound; what a module does inside of an object that it keeps stays.
         saved = [dict(vars(each)) for each in whole]
         made: dict[torch.Tensor, torch.Tensor] = {}
         try:
@@ -122,6 +249,8 @@ class PlacedModule:
                     held = getattr(each, kind)
                     fresh = {key: None if old is None else _fake(fakes, old, made) for key, old in held.items()}
                     vars(each)[kind] = type(held)(fresh)
+            # `torch.compile(module)` compiles for real tensors. The module inside is tried in its place: shapes are
+            # the same.
             eager = getattr(self.module, "_orig_mod", None)
             with self._recording() as records:
                 return (self.forward if eager is None else eager)(*args, **kwargs), tuple(records)
@@ -134,7 +263,7 @@ class PlacedModule:
     def _recording(self) -> Iterator[list[Any]]:
         """Note, instead of calling them, the forward hooks that others have put on modules inside this one.
 
-        They would be called on the rank of the stage alone; `tell_hooks` calls them on all ranks.
+        They would be called on the rank of the stage alone; `call_noted_hooks` calls them on all ranks.
         """
         records: list[Any] = []
         hooked = self._hooked()
@@ -158,7 +287,7 @@ class PlacedModule:
         """The modules inside that have hooks of others, by position; hooks come and go."""
         return [(at, each) for at, each in enumerate(self.inner) if each._forward_hooks and _foreign_hooks(each)]
 
-    def tell_hooks(self, records: Sequence[Any]) -> str:
+    def call_noted_hooks(self, records: Sequence[Any]) -> str:
         """Call the hooks that were noted, in order; the name of a module whose hook changes the output, or nothing."""
         for at, position, args, kwargs, output in records:
             module = self.inner[at]
@@ -191,21 +320,26 @@ def _foreign_hooks(module: nn.Module) -> bool:
 
 def _is_ours(hook: Any) -> bool:
     """Casts and random streams belong to the module itself and run with it."""
+    # A function has a `__module__` of its own, an object with `__call__` has that of its class.
     origin = getattr(hook, "__module__", None) or type(hook).__module__
     return origin.startswith("shardwise.")
 
 
 def _fake(fakes: Fakes, tensor: torch.Tensor, made: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    # A parameter that several modules share is one fake as well: a write to it shows in all of them.
     if tensor not in made:
         made[tensor] = fakes.leaf(Spec.of(tensor))
     return made[tensor]
 
 
 def _structure_of(module: nn.Module, name: str) -> Hashable:
-    """What decides shapes: classes, shapes of parameters and buffers, plain attributes.
+    """Everything that decides shapes: classes, shapes of parameters and buffers, plain attributes.
 
     A layer's own number in its list (which many layers of users keep) is not what makes it different.
     """
+    # A layer that keeps its number ("layer_idx") would else be unlike every other layer, and each of 80 layers would
+    # be tried for itself. In torch's own modules an attribute of that value is a size (in_features=3), never a
+    # number.
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     own_number = numbers[-1] if numbers else None
     described = []
@@ -233,4 +367,5 @@ def _attribute(value: Any) -> Hashable:
         return (type(value), tuple((str(key), _attribute(each)) for key, each in value.items()))
     if isinstance(value, float):
         return (float, value)
+    # An object that we cannot look into is alike with itself only: too many trials rather than a wrong shape.
     return token_of(value) if is_plain(value) else id(value)

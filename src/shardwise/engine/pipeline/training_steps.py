@@ -1,28 +1,146 @@
-"""One training step of one rank: its forwards and backwards, in whatever order they are asked for."""
+"""One training step of one rank: its forwards and backwards, in any order that a schedule asks for.
 
-from collections.abc import Callable, Sequence
+2 stages on 2 ranks, 3 microbatches, `1f1b`; v0 is the value that crosses in microbatch 0, g0 its gradient:
+
+    rank 0 has first                                      rank 1 has second
+    F0  h = first(x) executed                             F0  h = first(x) inferred
+        y = second(h) inferred             v0 -->             y = second(h) executed, the loss too
+    F1  the same                           v1 -->         B0  from the loss to where v0 arrived
+    B0  from where v0 departed, waits      <-- g0
+    F2  the same                           v2 -->         F1  takes v1, which came long ago;  B1
+    B1  waits                              <-- g1
+                                                          F2, B2
+    B2  waits                              <-- g2         its gradients are complete
+
+`F` runs the program's whole forward on its rank, `B` autograd from the roots of one stage. The loss is on rank 1 only.
+
+With several stages per rank, a forward stops between them, and other microbatches have their turn on the rank:
+
+    scheduler   advance ........................ advance ....
+    forward             runs ... park                    runs ... end
+
+A forward parks before it works on a stage whose action has not begun. It runs in a thread, because grad mode and
+autocast belong to a thread in torch, and a forward in the middle of a user's code cannot be left any other way. What
+torch keeps for the caller's thread (modes, autocast, hooks of saved tensors) holds in the threads of forwards too.
+"""
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.utils import _python_dispatch
 
 from shardwise.engine.batches import Batch
-from shardwise.engine.pipeline.flows import MicrobatchFlow
+from shardwise.engine.pipeline.crossings import GradientKinds
+from shardwise.engine.pipeline.flows import MicrobatchFlow, SpanRecorder
 from shardwise.engine.pipeline.glue import Glue, LossOf
-from shardwise.engine.pipeline.gradient_kinds import GradientKinds
-from shardwise.engine.pipeline.local_stages import Stages
-from shardwise.engine.pipeline.recorded_spans import SpanRecorder
+from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.stage_values import StageTensor
-from shardwise.engine.pipeline.turns import Turn
 from shardwise.engine.randomness import KeyedRandom, Stream
 from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
 
 
+# No `Exception`: the user's forward may catch those, and would go on with a step that has failed.
+class _Abandoned(BaseException):
+    """Unwinds a parked forward that will not be continued."""
+
+
+class Turn:
+    """One forward."""
+
+    def __init__(self, body: Callable[[], None], device: torch.device) -> None:
+        self._body = body
+        self._error: BaseException | None = None
+        # Two semaphores, so that exactly one thread runs at a time: nothing that a rank keeps needs a lock.
+        self._go, self._stop = threading.Semaphore(0), threading.Semaphore(0)
+        self._has_ended = False
+        self._is_abandoned = False
+        self._around = _ThreadState(device)
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="forward", daemon=True)
+        self._thread.start()
+
+    def advance(self) -> None:
+        """Let the forward run until it parks or ends; raises its error again."""
+        if self._has_ended:
+            return
+        self._go.release()
+        self._stop.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def park(self) -> None:
+        """Called in the forward: let the scheduler go on until it advances this one again."""
+        self._stop.release()
+        self._go.acquire()
+        if self._is_abandoned:
+            raise _Abandoned
+
+    def abandon(self) -> None:
+        """End a forward that is parked, or has ended."""
+        if not self._has_ended:
+            self._is_abandoned = True
+            self._go.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._is_abandoned:
+                with self._around.taken_over():
+                    self._body()
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._has_ended = True
+            self._stop.release()
+
+
+class _ThreadState:
+    """The state of a thread in torch that forwards depend on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._num_threads = torch.get_num_threads()
+        self._is_grad_enabled = torch.is_grad_enabled()
+        self._is_inference = torch.is_inference_mode_enabled()
+        kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.is_autocast_enabled(kind)]
+        self._autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds]
+        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._function_modes = torch.overrides._get_current_function_mode_stack()
+        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
+
+    @contextlib.contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """A thread of its own has the same."""
+        torch.set_num_threads(self._num_threads)  # a new thread would take all cores
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._is_inference))
+            stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
+            for kind, dtype, caches in self._autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches))
+            if self._saving is not None:
+                # A step inside of `save_on_cpu()` means all of its forwards, those in threads too.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
+            for mode in self._function_modes:  # pushed, not entered: to enter may begin to count anew
+                torch.overrides._push_mode(mode)
+                stack.callback(torch.overrides._pop_mode)
+            for each in self._dispatch_modes:
+                _python_dispatch._push_mode(each)
+                stack.callback(_python_dispatch._pop_mode)
+            yield
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Equipment:
-    """What all steps of a rank work with."""
+    """The objects that all steps of a rank work with."""
 
     stages: Stages
     glue: Glue
@@ -30,7 +148,7 @@ class Equipment:
     ties: StageTies
     chains: Sequence[Chain]
     kinds: GradientKinds | None
-    """Wants to know what gradients are along `tp`."""
+    """Finds out what gradients are along `tp`, where there are such ranks."""
     recorder: SpanRecorder
     begin_flow: Callable[[int, Stream | None], MicrobatchFlow]
     """From the number and the stream of a microbatch."""
@@ -83,6 +201,7 @@ class TrainingStep:
         covers_all, has_passed = flow.steps_back, flow.steps_back and not graphs
         if not has_passed:
             self._rounds.begin(number)
+        # One call for all roots, so that autograd orders their nodes: the last made first, as in one process.
         roots = [root for graph in graphs for root in graph.roots]
         roots += [graph.loss for graph in graphs if graph.loss is not None]
         if roots and equipment.kinds is not None:
@@ -98,7 +217,11 @@ class TrainingStep:
                         f"(rank {equipment.stages.rank} of the pipeline)"
                     )
                     raise
+            # A value that arrived and was not used in the end has no node that ran, but its sender waits for an
+            # answer.
             flow.return_nothing()
+            # Once autograd has returned, this rank adds nothing more to the parameter: the stage before may continue
+            # the sum.
             for link in [link for graph in graphs for link in graph.links]:
                 flow.return_gradient(link.crossing, equipment.ties.hand_down(link.name))
             if flow.trace is not None and equipment.kinds is not None:
@@ -106,6 +229,7 @@ class TrainingStep:
                 flow.trace = None
             if not has_passed:
                 self._rounds.done(None if covers_all else stage)
+        # The graphs hold activations: they are let go now, not when the next backward overwrites these names.
         roots.clear()
         for graph in graphs:
             graph.clear()
@@ -139,6 +263,7 @@ class TrainingStep:
             loss = equipment.glue.run(self._loss_of, self._parts[number])
             if not isinstance(loss, StageTensor) or not loss.requires_grad:
                 raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
+            # Not multiplied by one, so that the graph, and with it the bits, are those of a plain program.
             scaled = loss if factor == 1.0 else loss * factor
             assert isinstance(scaled, StageTensor)
         except Exception as error:
@@ -146,6 +271,9 @@ class TrainingStep:
                 f"shardwise: in the forward of microbatch {number} of {len(self._parts)}, after {flow.last!r}"
             )
             raise
+        # With more microbatches, one process adds all uses of the first one before those of the second; a rank adds
+        # the microbatches of its own uses first. The order differs anyway then, and sums travel once per update
+        # instead.
         if len(self._parts) == 1 and equipment.stages.num_chunks == 1:
             for chain in equipment.chains:
                 flow.link(equipment.ties, chain)
@@ -156,6 +284,8 @@ class TrainingStep:
 
 def detached(loss: torch.Tensor, stages: Stages) -> torch.Tensor:
     """The loss where this rank has it, else zero."""
+    # A loss without a value of a stage (a constant in an evaluation) is the same on all ranks: one of them counts
+    # it.
     if not isinstance(loss, StageTensor):
         return loss.detach() if stages.rank == 0 else torch.zeros((), device=stages.device)
     local = loss.value.local

@@ -1,15 +1,26 @@
-"""What a plan of tensor parallelism has to know of a model, read from the model itself."""
+"""What a plan of tensor parallelism has to know of a model, read from the model itself.
+
+Names decide nothing: a module is cut as a linear map because it computes one. `Probes` calls an unknown module that
+holds a `weight` (r, c), and maybe a `bias`, with random values in their place:
+
+    1. x W^T + b?   weight (r, c), x (1, 3, c)       a linear map
+       x W + b?     weight (r, c), x (1, 3, r)       a transposed one (Conv1D of transformers)
+    2. the same with one output less: (r - 1, c), once with each attribute that is r (`nf`) set to r - 1
+       right -> the forward works with the outputs of one rank; wrong -> whole outputs only, `column_problem`
+"""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.inventory import named_places, place_of
-from shardwise.engine.tensor.probing import Probes
-from shardwise.plan.tensor_heads import WORDS
-from shardwise.plan.tensor_outline import TensorModule, TensorOutline
+from shardwise.engine.tensor.styles import attributes_set, parameters_set
+from shardwise.plan.outlines import TensorModule, TensorOutline
+from shardwise.plan.tensor_cuts import WORDS
 
 _NUMBERS = WORDS | {"qk_rope_head_dim"}
 
@@ -18,11 +29,8 @@ _CARRIED = ("tp_plan", "_tp_plan", "base_model_tp_plan")
 
 
 def tensor_outline(model: nn.Module) -> TensorOutline:
-    """The outline of `model`, with the rules that it carries itself.
-
-    Modules of torch are known; others that hold a weight and a bias are called with random ones, to see whether they
-    are linear maps.
-    """
+    """The outline of `model`, with the rules that it carries itself."""
+    # A tied parameter goes by its first name everywhere: it is cut once, for all modules that hold it.
     first_of: dict[object, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     parameter_at: dict[tuple[nn.Module, str], str] = {}
@@ -66,7 +74,8 @@ def _configured(module: nn.Module) -> dict[str, int]:
 def _read(config: object, word: str) -> object:
     try:
         return getattr(config, word, None)
-    except Exception:  # a configuration may refuse what has another value for each layer
+    except Exception:
+        # Configurations of transformers refuse a number that differs by layer, with errors of their own.
         return None
 
 
@@ -76,6 +85,7 @@ def _carried_rules(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str
     known = {*names, *map(_without_numbers, names)}
     carriers: list[tuple[str, Mapping[str, str]]] = []
     for prefix, module in model.named_modules():
+        # The plan of a whole model covers the plans that its parts carry for their use alone.
         if any(_is_inside(prefix, outer) for outer, _ in carriers):
             continue
         config = getattr(module, "config", None)
@@ -109,3 +119,104 @@ def _is_inside(name: str, prefix: str) -> bool:
 def _without_numbers(name: str) -> str:
     """Numbers of layers are stars in the plans that models carry: `layers.3.mlp` -> `layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+_ROWS = 3
+"""Positions of a probe: a forward that mixes them is no linear map."""
+
+
+class Probes:
+    """Probes modules. Of modules with one class, shape and settings, such as the layers of a model, one is called."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, dict[str, Any]] = {}
+
+    def look_at(self, module: nn.Module) -> dict[str, Any]:
+        """`computes`, `output_sizes` and problems of its `TensorModule`."""
+        if isinstance(module, nn.Embedding):
+            # An embedding is known by its class. `max_norm` renormalizes the rows that tokens read,
+            # `scale_grad_by_freq` counts tokens: a rank that has other tokens masked out would do both otherwise.
+            settings = [key for key in ("max_norm", "scale_grad_by_freq") if getattr(module, key)]
+            own = type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
+            return {
+                "computes": "embedding",
+                "problem": _embedding_problem(settings),
+                "column_problem": "its forward does more than to look up rows" if own else "",
+            }
+        held = {key: value for key, value in module._parameters.items() if value is not None}
+        weight = held.get("weight")
+        if weight is None or weight.dim() != 2 or not held.keys() <= {"weight", "bias"} or is_dtensor(weight):
+            return {}
+        if type(module).forward is nn.Linear.forward and "forward" not in vars(module):
+            return {"computes": "linear"}
+        if any(True for _ in module.children()):
+            return {}
+        numbers = {key: value for key, value in vars(module).items() if type(value) is int}
+        alike = (type(module), tuple(weight.shape), tuple(held), tuple(numbers.items()))
+        if alike not in self._known:
+            # What a forward draws must not move the generators: initial values that are made later, and what training
+            # draws, have to be what they are without a probe.
+            with torch.no_grad(), torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+                self._known[alike] = _probe(module, held, numbers)
+        return self._known[alike]
+
+
+def _embedding_problem(settings: list[str]) -> str:
+    if not settings:
+        return ""
+    return (
+        f"it has {' and '.join(settings)}, which depend on the tokens of the other ranks; leave them out, or it whole"
+    )
+
+
+def _probe(module: nn.Module, held: Mapping[str, nn.Parameter], numbers: Mapping[str, int]) -> dict[str, Any]:
+    rows, columns = held["weight"].shape
+    for computes, outputs, inputs in (("linear", rows, columns), ("transposed linear", columns, rows)):
+        if not _is_linear(module, held, outputs, inputs, computes):
+            continue
+        # The rank's own number of outputs is known only when the plan is made. One less stands for all.
+        for attributes in _candidates(outputs, numbers):
+            with attributes_set(module, dict.fromkeys(attributes, outputs - 1)):
+                if _is_linear(module, held, outputs - 1, inputs, computes):
+                    return {"computes": computes, "output_sizes": attributes}
+        problem = f"its forward works with all {outputs} outputs only, and no attribute says how many there are"
+        return {"computes": computes, "column_problem": problem}
+    return {}
+
+
+def _candidates(outputs: int, numbers: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    """Sets of attributes that may be the number of outputs: none, each, all."""
+    yield ()
+    named = tuple(key for key, value in numbers.items() if value == outputs)
+    yield from ((key,) for key in named)
+    yield named
+
+
+def _is_linear(module: nn.Module, held: Mapping[str, nn.Parameter], outputs: int, inputs: int, computes: str) -> bool:
+    """Whether the module, with random parameters of these sizes, maps a random input as it should."""
+    # Not the module's own values: zeros (an adapter's B), and meta tensors without any, would prove nothing. A seed of
+    # its own gives every rank the same numbers, and so the same verdict. The plans of all ranks are compared later.
+    given = held["weight"]
+    device = torch.device("cpu") if given.is_meta else given.device
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    weight = random(outputs, inputs) if computes == "linear" else random(inputs, outputs)
+    bias = random(outputs) if "bias" in held else None
+    value = random(1, _ROWS, inputs)
+    expected = value @ (weight.t() if computes == "linear" else weight)
+    expected = expected if bias is None else expected + bias
+    try:
+        # `module.forward`, not the call: hooks of a program must not see a probe.
+        with parameters_set(module, {"weight": weight} if bias is None else {"weight": weight, "bias": bias}):
+            output = module.forward(value)
+    except Exception:
+        # A forward that wants another input raises what it likes. It is no linear map then.
+        return False
+    if not isinstance(output, torch.Tensor) or output.shape != expected.shape:
+        return False
+    # Both add `inputs` products of order 1 in float32, in some order.
+    tolerance = max(inputs, 1) * torch.finfo(torch.float32).eps * 8
+    return torch.allclose(output.float(), expected, rtol=tolerance, atol=tolerance)

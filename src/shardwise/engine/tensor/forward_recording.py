@@ -1,4 +1,13 @@
-"""Runs a forward once and writes down which features of its linear maps have to be on one rank."""
+"""Runs a forward once and writes down which features of its linear maps have to be on one rank.
+
+    q = Linear(6, 4)   the wrapper `_Followed` runs it paused, and gives its output 4 fresh atoms     a b c d
+    view, q @ k^T      the mode `Following` runs each operation and applies its rule to the atoms     a b | c d
+    o = Linear(4, 6)   `_Followed` notes the atoms that it reads, and gives its output fresh ones     reads a b c d
+    afterwards         `_TraceReader` numbers the groups: q gives 1 1 3 3, o reads 1 1 3 3            a `ForwardTrace`
+
+A linear map separates: its outputs are any sums of its inputs, so nothing of its inputs ties its outputs. Operations
+inside of it are not looked at.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,16 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.inventory import named_places
-from shardwise.engine.pipeline.module_outline import unchanged
-from shardwise.engine.tensor.atoms import WHOLE, Atoms, slim, varies
-from shardwise.engine.tensor.flow import TensorFlow
-from shardwise.engine.tensor.following import Following
+from shardwise.engine.pipeline.module_placement import unchanged
+from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
+from shardwise.engine.tensor.operation_rules import follow, moved
 from shardwise.engine.wrapping import Forward, unwrap, wrap
+from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
-from shardwise.plan.tensor_outline import TensorModule, TensorOutline
 
 
 def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) -> ForwardTrace:
@@ -28,6 +37,7 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
     for module, _, name, parameter in named_places(model):
         names.setdefault(id(parameter), name)
         owners[id(parameter)] = of_module.get(module) or owners.get(id(parameter), "")
+    # Without dropout and without a graph: atoms do not depend on values, and gradients are followed as levels.
     with torch.no_grad(), unchanged(model), ExitStack() as stack:
         model.eval()
         flow = TensorFlow(Atoms(), owners, followed)
@@ -50,7 +60,8 @@ def _is_map(module: TensorModule) -> bool:
 
 @contextmanager
 def _named(module: nn.Module, name: str, flow: TensorFlow) -> Iterator[None]:
-    def leave(*_: object) -> None:  # what a hook gives would take the place of the output
+    # Not a lambda: what a forward hook returns takes the place of the output.
+    def leave(*_: object) -> None:
         flow.where.pop()
 
     before = module.register_forward_pre_hook(lambda *_: flow.where.append(name))
@@ -77,6 +88,8 @@ class _Root:
         for each in _tensors_in(output):
             if (numbers := self._flow.numbers(each)) is not None:
                 self.given.append(numbers)
+                # A program reads what the model gives, and expects the whole. A head over a vocabulary is recognized by
+                # this, and gets the rule `vocab`, which gathers.
                 self._flow.atoms.forbid(numbers, "the model gives it")
         return output
 
@@ -107,6 +120,7 @@ class _Followed:
         """See `engine.wrapping.Wrapper`."""
         flow = self.flow
         assert flow is not None
+        # A count, not a flag: a followed module may call another one (an adapter around its base layer).
         flow.paused += 1
         try:
             output = forward(*args, **kwargs)
@@ -114,7 +128,7 @@ class _Followed:
             flow.paused -= 1
         if flow.paused:
             return output
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = _tensors_in((args, kwargs))
         if self.order < 0:
             self.order = flow.atoms.count
         self._note(flow, given, output)
@@ -126,11 +140,11 @@ class _Followed:
             self.problem = "it is called with other things than one tensor"
             for each in numbers:
                 flow.atoms.forbid(each, f"{self.known.name!r}, which is called with other things than one tensor")
-            for each in tree_leaves(output):
-                if isinstance(each, torch.Tensor):
-                    flow.give(each, None)
+            for each in _tensors_in(output):
+                flow.give(each, None)
             return
         if numbers and _varies_inside(numbers[0]):
+            # Atoms that are tied by now are one group, which may not vary any more.
             numbers = [slim(flow.atoms.groups()[numbers[0]])]
             if not bool(numbers[0].any()):
                 numbers = []  # by now it is whole
@@ -143,6 +157,7 @@ class _Followed:
             return
         else:
             self.inputs.append(numbers[0])
+        # Once per map: a map that is called twice gives the same features, which have to be on one rank in both calls.
         if self.atoms is None:
             self.atoms = flow.atoms.fresh(output.shape[-1])
         flow.give(output, self.atoms.expand(output.shape))
@@ -178,8 +193,60 @@ def _is_lookup(weight: torch.Tensor, tokens: torch.Tensor, output: torch.Tensor)
         return False
     rows, given = weight[tokens].double(), output.double()
     square = float(rows.square().sum())
+    # The least-squares factor: embeddings of some models are scaled by the square root of the width, in half precision.
     scale = float((rows * given).sum()) / square if square else 1.0
     return torch.allclose(given, rows * scale, rtol=1e-2, atol=1e-6)
+
+
+_CONSTANTS = frozenset({"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"})
+"""Operations that give tensors with all elements alike."""
+
+
+class Following(TorchDispatchMode):
+    """Applies the rule of every operation to a flow, but for those inside of followed modules."""
+
+    def __init__(self, flow: TensorFlow) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._flow = flow
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        flow = self._flow
+        if flow.paused:
+            return func(*args, **kwargs)
+        given = _tensors_in((args, kwargs))
+        for each in given:
+            flow.read(each)
+        output = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        operation = TracedOperation(func, name, args, kwargs, given, output, _tensors_in(output))
+        flow.set_levels(operation)
+        # Most operations of a forward see nothing that is cut, and need no rule.
+        if not flow.cut(given):
+            _follow_whole(flow, operation)
+        elif any(each.numel() for each in operation.made):
+            follow(flow, operation)
+        return output
+
+
+def _follow_whole(flow: TensorFlow, operation: TracedOperation) -> None:
+    """Keep what is known of dims along which a whole tensor is alike."""
+    name, given, made = operation.name, operation.given, operation.made
+    if operation.is_writing:
+        flow.forget_alike(made)
+    elif name in _CONSTANTS:
+        for each in made:
+            flow.set_alike(each, torch.zeros((), dtype=torch.int64).expand(each.shape))
+    # A mask that is built as (1, 1, tokens, tokens) and expanded over heads is alike along the heads, whatever its
+    # values are. A tensor of full size is taken for different everywhere.
+    elif name == "expand" and flow.alike(given[0]) is None:
+        distinct = torch.arange(given[0].numel()).view(given[0].shape)
+        flow.set_alike(made[0], distinct.expand(made[0].shape))
+    elif len(given) == 1 and (alike := flow.alike(given[0])) is not None:
+        for each, own in zip(made, moved(operation, alike) or (), strict=False):
+            flow.set_alike(each, own)
 
 
 class _TraceReader:
@@ -253,8 +320,9 @@ class _TraceReader:
         return _tuple(self._groups[numbers])
 
     def _bare(self, parameter: nn.Parameter, numbers: torch.Tensor) -> TracedParameter | None:
-        """Along which dim the groups of a parameter lie; None where it meets nothing that is cut."""
+        """The groups of a parameter, and their dim; None where it meets nothing that is cut."""
         groups = self._groups[numbers]
+        # An atom that is tied to nothing was never used (positions behind the last token): it may go anywhere.
         alone = torch.bincount(self._groups)[groups] == 1
         groups = groups.masked_fill(alone, -1)
         if not bool((groups > WHOLE).any()):

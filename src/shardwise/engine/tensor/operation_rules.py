@@ -1,8 +1,19 @@
-"""What operations do to the atoms of their tensors.
+"""What operations do to the atoms of their tensors (see `atoms`).
 
-Those that move elements (views, slices, concatenation) are done on the atoms themselves. Element by element, atoms that
-meet are tied. What mixes a dim (softmax, sums, products of matrices over it) ties all along it; so does what picks by
-positions, which each rank would count from its own first. What is unknown forbids all atoms that reach it.
+    moves elements          view, slice, cat             done on the atoms themselves: they go where the elements go
+    element by element      a * b                        atoms that meet are tied
+    mixes a dim             softmax, sum, sort           all atoms along the dim are tied
+    product                 a @ b                        all atoms along the inner dim are tied; rows and columns stay
+    picks by position       a[:, [3]], gather            tied along the dim: a rank would count from its own first one
+    anything else                                        forbids all atoms that reach it: they stay whole
+
+Scores of 2 heads, query and key (rows, heads, tokens, 3), atoms of one token:
+
+    query  [a b c] [d e f]      q @ k^T ties a b c, g h i and a-g (head 0), d e f, j k l and d-j (head 1)
+    key    [g h i] [j k l]      -> groups {a b c g h i}, {d e f j k l}: 2 groups, so at most 2 ranks
+
+A rule may tie too much, and a map stays whole that could be cut. It must never tie too little: the plan would compute
+something else. Rehearsals and the proof stand behind it, but see only what a sample shows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,12 +22,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.engine.tensor.atoms import slim, varies
-from shardwise.engine.tensor.flow import TensorFlow, TracedOperation
+from shardwise.engine.tensor.atoms import TensorFlow, TracedOperation, slim, varies
 
 Numbers = torch.Tensor
 """An atom for each element."""
 
+# Views are apart from the other moves: func of a view may refuse numbers whose strides (0) cannot be viewed so.
 _VIEWS = frozenset({"view", "_unsafe_view", "_reshape_alias"})
 
 _MOVES = frozenset(
@@ -25,6 +36,8 @@ _MOVES = frozenset(
         *("split_with_sizes", "unbind", "diagonal", "repeat", "unfold", "narrow", "chunk"),
     }
 )
+# tril and fill_ change values and no feature: an element that is 0 now still has its place. zeros_like has the shape of
+# its model, which on each rank is that of the part.
 _COPIES = frozenset(
     {
         *("clone", "_to_copy", "contiguous", "detach", "alias", "lift_fresh", "tril", "triu", "tril_", "triu_"),
@@ -37,6 +50,7 @@ _ELEMENTWISE = frozenset(
         *("native_dropout", "nan_to_num_", "where"),
     }
 )
+# roll and flip move elements, but a rank would turn its own part around, not the whole: tied like a sum.
 _MIXES = frozenset(
     {
         *("sum", "mean", "amax", "amin", "var", "std", "norm", "linalg_vector_norm", "prod", "any", "all", "argmax"),
@@ -45,7 +59,6 @@ _MIXES = frozenset(
         *("roll", "flip"),
     }
 )
-_LAST_BY_DEFAULT = frozenset({"topk", "sort", "kthvalue", "mode"})
 _ATTENTION = frozenset(
     {
         "_scaled_dot_product_flash_attention_for_cpu",
@@ -70,6 +83,7 @@ def follow(flow: TensorFlow, operation: TracedOperation) -> None:
         _mix(flow, operation)
     elif name in _ATTENTION:
         _attend(flow, operation)
+    # new_zeros and its kin take a device and a dtype from the tensor, and nothing else.
     elif not name.startswith("new_"):
         refuse(flow, operation.given, name)
 
@@ -81,13 +95,15 @@ def refuse(flow: TensorFlow, tensors: Iterable[torch.Tensor], name: str) -> None
 
 
 def moved(operation: TracedOperation, numbers: Numbers) -> Sequence[Numbers] | None:
-    """The numbers of what a movement of one tensor makes; None for other operations."""
+    """The numbers of the outputs of an operation that moves elements of one tensor; None for other operations."""
     name = operation.name
     if name in _VIEWS:
         shape = operation.output.shape
-        if operation.output.numel() != numbers.numel():  # of another dtype
+        # view(dtype) of another width has more or fewer elements than atoms.
+        if operation.output.numel() != numbers.numel():
             return None
         answer = numbers.reshape(shape)
+        # A reshape that had to copy has lost its strides of 0, and holds an atom for every token: made slim again.
         return [answer if answer.data_ptr() == numbers.data_ptr() else slim(answer)]
     if name in _MOVES:
         answers = operation.func(numbers, *operation.args[1:], **operation.kwargs)
@@ -117,11 +133,15 @@ def _meet_elementwise(flow: TensorFlow, operation: TracedOperation) -> None:
     shape = made[0].shape
     leading = flow.cut(operation.given)
     wholes = [each for each in operation.given if flow.numbers(each) is None]
+    # A parameter that is smaller than what it meets (the scale of a norm, the same for each head) would have to be on
+    # every rank: cut, it would lack the numbers for other heads. Then the parameter is whole, and what it meets is
+    # free.
     if activations := [each for each in leading if not flow.is_parameter(each)]:
         for each in [each for each in leading if flow.is_parameter(each) and not _fits(flow, each, activations)]:
             leading = [other for other in leading if other is not each]
             wholes.append(each)
             flow.forbid(flow.atoms_of(each), f"'{name}' with parts that it maps alike")
+    # After the ties one of the tensors stands for all: their groups are the same.
     numbers = flow.atoms_of(leading[0]).expand(shape)
     for each in leading[1:]:
         other = flow.atoms_of(each).expand(shape)
@@ -129,6 +149,7 @@ def _meet_elementwise(flow: TensorFlow, operation: TracedOperation) -> None:
         numbers = _finer(numbers, other)
     for each in wholes:
         flow.meet(name, each, numbers)
+    # A rank would write its part into a tensor of the whole size.
     if operation.is_writing and flow.numbers(operation.given[0]) is None:
         flow.forbid(numbers, f"'{name}' into a whole tensor")
         return
@@ -169,8 +190,9 @@ def _join(flow: TensorFlow, operation: TracedOperation) -> None:
 
 
 def _beside(flow: TensorFlow, name: str, part: torch.Tensor, model: Numbers, dim: int) -> Numbers:
-    """Of a whole part beside a cut one: the numbers of the cut one, where the whole one is alike along what is cut."""
+    """The numbers of a whole part next to a cut one, whose numbers they are where the whole part is alike."""
     whole = torch.zeros((), dtype=torch.int64).expand(part.shape)
+    # The same reason as in `TensorFlow.meet`: its gradient would be a part on each rank.
     if flow.is_activation(part):
         flow.forbid(model, f"'{name}' with a whole value that has a gradient")
         return whole
@@ -185,6 +207,7 @@ def _pad(flow: TensorFlow, operation: TracedOperation) -> None:
     sizes: Sequence[int] = operation.args[1]
     for at in range(len(sizes) // 2):
         dim = numbers.dim() - 1 - at
+        # Each rank would pad its own part, so that the whole had paddings in the middle.
         if sizes[2 * at] or sizes[2 * at + 1]:
             flow.along(numbers, dim, f"'{operation.name}'")
             numbers = numbers.narrow(dim, 0, 1)
@@ -192,6 +215,7 @@ def _pad(flow: TensorFlow, operation: TracedOperation) -> None:
 
 
 def _gate(flow: TensorFlow, operation: TracedOperation) -> None:
+    # glu pairs the first half with the second: each pair is one group, and the halves are two parts of one map.
     one, other = flow.atoms_of(operation.args[0]).chunk(2, operation.argument("dim"))
     flow.atoms.tie(one, other)
     flow.set(operation.made[0], one)
@@ -204,8 +228,6 @@ def _mix(flow: TensorFlow, operation: TracedOperation) -> None:
     source = operation.args[0]
     numbers = flow.atoms_of(source)
     given = operation.argument("dim", operation.argument("dims"))
-    if given is None and operation.name in _LAST_BY_DEFAULT:
-        given = -1
     listed = [given] if isinstance(given, int) else list(given or range(source.dim()))
     dims = sorted({each % max(1, source.dim()) for each in listed}, reverse=True)
     for dim in dims:
@@ -224,6 +246,8 @@ def _normalize(flow: TensorFlow, operation: TracedOperation) -> None:
             flow.forbid(flow.atoms_of(each), f"'{operation.name}'")
     source = operation.args[0]
     numbers = flow.numbers(source)
+    # A norm over heads mixes what is in a head only: its dims are tied, and the heads stay apart. Its weights are
+    # whole, since every head reads all of them.
     if numbers is None or flow.is_parameter(source):
         return
     for dim in range(numbers.dim() - len(operation.args[1]), numbers.dim()):
@@ -235,11 +259,14 @@ def _pick(flow: TensorFlow, operation: TracedOperation) -> None:
     """Elements by their positions."""
     name, source = operation.name, operation.args[0]
     positions = [each for each in tree_leaves((operation.args[1:], operation.kwargs)) if isinstance(each, torch.Tensor)]
+    # Positions that depend on cut values differ by rank; those of a meta tensor are unknown.
     if flow.numbers(source) is None or flow.cut(positions) or any(each.is_meta for each in positions):
         refuse(flow, operation.given, name)
         return
     numbers = flow.atoms_of(source)
     if not flow.is_parameter(source):
+        # x[:, [3]] is feature 3 of the whole, and on rank 1 it would be the third of its own. Slices are not tied: the
+        # sizes in them may come from attributes that the rule `heads` changes, and a rehearsal shows whether they do.
         for dim in _picked_dims(operation, source):
             flow.along(numbers, dim, f"'{name}'")
     args, kwargs = tree_map(_on_cpu, (operation.args[1:], operation.kwargs))
@@ -287,7 +314,10 @@ def _multiply(flow: TensorFlow, operation: TracedOperation) -> None:
         if numbers is not None:
             flow.along(numbers, dim, f"'{name}'", is_product=True)
             if flow.numbers(whole) is None:
+                # The inner dim is tied just above, and the free dim of the whole matrix meets nothing that is cut.
+                # A batch of matrices (heads, say) meets the other batch.
                 flow.meet(name, whole, numbers, dims=[-3] if whole.dim() == 3 else [])
+    # Behind the tie along the inner dim any of its atoms stands for the group: the first one.
     rows = None if left is None else left.narrow(-1, 0, 1).expand(made.shape)
     columns = None if right is None else right.narrow(-2, 0, 1).expand(made.shape)
     if rows is not None and columns is not None:
@@ -305,6 +335,8 @@ def _attend(flow: TensorFlow, operation: TracedOperation) -> None:
     """Attention of [rows, heads, positions, dims]: a head is one group, as are query, key and value of one."""
     name = operation.name
     tensors = operation.args[:3]
+    # Keys and values of a cache or of another branch may be whole: each rank would attend with its heads to all of
+    # theirs, and their gradients would be parts.
     if len(flow.cut(tensors)) < len(tensors):
         refuse(flow, tensors, f"{name} with a whole value")
         return
@@ -314,6 +346,7 @@ def _attend(flow: TensorFlow, operation: TracedOperation) -> None:
         for dim in range(2, numbers.dim()):
             flow.along(numbers, dim, f"'{name}'", is_product=True)
         own = numbers[:, :, 0, 0]
+        # Grouped-query attention: 2 key heads serve 6 query heads, so a key head is one group with 3 of them.
         heads.append(own.repeat_interleave(operation.made[0].shape[1] // own.shape[1], dim=1))
     for own in heads[1:]:
         flow.atoms.tie(heads[0], own)

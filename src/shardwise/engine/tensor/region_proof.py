@@ -1,6 +1,6 @@
 """The proof of a plan of tensor parallelism: each region is compared once with the uncut module, when it first runs.
 
-One region on two ranks, after its first forward (of the first microbatch, in training or not):
+A region is the smallest module in which every cut that begins also ends. On two ranks, after its first forward:
 
     [1] inputs      copies of what the call was given, which all ranks have alike (or as parts of positions)
     [2] parameters  gathered over tp, changed a little, alike on all ranks; each rank takes its portion of those
@@ -9,36 +9,349 @@ One region on two ranks, after its first forward (of the first microbatch, in tr
     [5] compare     relative difference, against what rounding alone makes of [3]
     [6] again       in training mode, without dropout; not where the module draws other random numbers
 
-Regions are proved from the inside out. One whose inputs are not whole, or that cannot run uncut by itself, hands the
-proof on to the module around it. All ranks along tp go through it together, since they run the same modules in the same
-order; what they find is agreed on by all ranks before the update.
+    measured, float32   heads of an attention: differ by 5e-8, passed at once
+                        a mean over own features: differ by 1.3e-1, rounding makes 1.7e-7, allowed 64 x 1.7e-7: refused
+
+Regions are proved from the inside out. A region whose inputs are not whole, or that cannot run uncut by itself, hands
+the proof on to the module around it. Ranks along tp go through it together, since they run the same modules in the
+same order; all ranks agree on the verdict before the update.
 """
 
+import json
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.comm.agreement import digest_of_values
 from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.pipeline.nested import tensors_in
-from shardwise.engine.tensor.apart import CopiedInputs
-from shardwise.engine.tensor.movements import Movements, is_fake, uncompiled
-from shardwise.engine.tensor.notes import note_on
-from shardwise.engine.tensor.region_comparison import Comparison, Gather, Unknown
+from shardwise.engine.tensor.isolated_runs import (
+    CopiedInputs,
+    ModuleRun,
+    Parameters,
+    Way,
+    differ,
+    factor_of,
+    finest_eps,
+    leaf_of,
+    perturbed,
+    rounded,
+    run_apart,
+)
+from shardwise.engine.tensor.styles import note_on
+from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, is_half, taken, uncompiled, widened
 from shardwise.engine.wrapping import Forward, take_off, wrap
-from shardwise.errors import ModelError, ShardwiseError
-from shardwise.plan.tensor_plan import TensorPlan
-from shardwise.plan.tensor_regions import regions_of
+from shardwise.errors import ModelError, ShardwiseError, in_words
+from shardwise.plan.tensor_cuts import GROUPS, HEADS
+from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, TensorPlan, regions_of
+from shardwise.space import even_cuts
+
+Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
+"""Inside, the parameter has its values."""
+
+# A router that compares two nearly equal scores may choose otherwise after another order of sums, and its output then
+# differs by far more than a rounding. Three such draws in a row are unlikely; a wrong plan differs in all of them.
+_ATTEMPTS = 3
+"""Times that a difference has to show, each with other parameters."""
+
+_PURPOSE = "proof of tensor.rules"
+# Kernels that add atomically (on GPUs) give each rank other last bits of one whole value: such replicas count as alike.
+_CLOSE = 100.0
+"""Times the last digit by which whole inputs may differ between ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A region cannot be judged by itself."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _RegionDifference:
+    """The largest over the ranks, with what rounding makes."""
+
+    relative: float
+    noise: float
+
+
+class Comparison:
+    """Runs a region both ways. Ranks along tp do it together, and all get the same result."""
+
+    def __init__(
+        self,
+        region: CutRegion,
+        module: nn.Module,
+        plan: TensorPlan,
+        names: Mapping[nn.Parameter, str],
+        channel: Channel,
+        collectives: TpCollectives,
+        gather: Gather | None,
+    ) -> None:
+        """names: of parameters, as the plan has them. gather: of parameters at rest; None: all have their values."""
+        self.region = region
+        self.module = module
+        self._plan = plan
+        self._names = names
+        self._channel = channel
+        self._collectives = collectives
+        self._gather: Gather = gather or (lambda _: nullcontext())
+
+    def verdict(self, forward: Forward, inputs: CopiedInputs, *, is_outermost: bool) -> Unknown | str | None:
+        """None where cut and whole agree; else why not, or why that is unknown.
+
+        forward: what the plan runs. is_outermost: no module around could be compared instead.
+        """
+        pair = self._shared(inputs)
+        if isinstance(pair, Unknown):
+            return pair
+        # Gathered once, before the attempts: at stage 3 data ranks gather together, and may need other numbers of them.
+        held = self._held()
+        # Every decision in these loops comes from numbers that all ranks have exchanged, so that all ranks go the same
+        # way: each turn gathers over tp, and a rank that left early would let the others wait.
+        for trains in (False, True):
+            found: _RegionDifference | Unknown | None = None
+            for attempt in range(_ATTEMPTS):
+                found = self._compare(forward, *pair, held, attempt, is_outermost=is_outermost, trains=trains)
+                if not isinstance(found, _RegionDifference):
+                    break
+            # Training mode comes second: a region that cannot be compared there has agreed in evaluation mode already.
+            if isinstance(found, Unknown) and not trains:
+                return found
+            if isinstance(found, _RegionDifference):
+                # A cache of keys and values is given with what this rank computed; uncut, the module would need the
+                # whole cache. A difference may come from there, and proves nothing.
+                if inputs.has_state:
+                    return Unknown("each rank may have its own part of the tensors in an object that it is given")
+                return self._refusal(found, "training mode without dropout" if trains else "evaluation mode")
+        return None
+
+    def _refusal(self, found: _RegionDifference, mode: str) -> str:
+        return (
+            f"tensor.rules: {self._named()} gives other numbers when it is cut. With whole parameters its output "
+            f"differs by {found.relative:.1e} (relative, largest over the ranks along tp, in {mode}), and rounding "
+            f"makes {found.noise:.1e}. {self._rules()} {self._advice()}"
+        )
+
+    def explanation(self, forward: Forward, inputs: CopiedInputs, error: str) -> str:
+        """The message for an error that only the cut module raises; empty for one that the whole module raises too.
+
+        No rank is asked: another one may not have failed, and would not answer. Any parameters of the right shapes show
+        whether the whole module runs.
+        """
+        # `expand` of one number: a whole parameter of any size takes the memory of one element.
+        stand_ins: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in self.module.parameters():
+            cut = self._plan.cuts.get(self._names[parameter])
+            value = torch.full((), 1, dtype=parameter.dtype, device=parameter.device)
+            stand_ins[parameter] = (value / 64).to(value.dtype).expand(parameter.shape if cut is None else cut.shape)
+        if isinstance(self._try(forward, inputs, stand_ins, Way(is_cut=False, is_wide=False, trains=False)), str):
+            return ""
+        return (
+            f"tensor.rules: {self._named()} fails when it is cut, and runs with whole parameters: {error}\n"
+            f"{self._rules()} {self._advice()}"
+        )
+
+    # Values ---------------------------------------------------------------------------------------------------------
+
+    def _shared(self, inputs: CopiedInputs) -> tuple[CopiedInputs, CopiedInputs] | Unknown:
+        """Inputs for the whole module, and for this rank's part of it."""
+        tensors = inputs.tensors
+        # Digests instead of values: inputs of a region are large, and mostly equal on all ranks.
+        mine = [[list(each.shape), str(each.dtype), digest_of_values(each)] for each in tensors]
+        answers = self._exchanged(mine)
+        if any(len(each) != len(mine) for each in answers):
+            return Unknown("the ranks give it other inputs")
+        whole: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
+        for tensor, each in zip(tensors, zip(*answers, strict=True), strict=True):
+            shared = (tensor, tensor) if all(other == each[0] for other in each) else self._joined(tensor, each)
+            if shared is None:
+                return Unknown("each rank gives it other inputs")
+            whole.append(shared[0])
+            own.append(shared[1])
+        return inputs.with_tensors(whole), inputs.with_tensors(own)
+
+    def _joined(self, tensor: torch.Tensor, described: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Whole and own values of an input that has other bits on other ranks."""
+        shapes = [tuple(shape) for shape, _, _ in described]
+        if len({dtype for _, dtype, _ in described}) > 1:
+            return None
+        if len(set(shapes)) == 1 and tensor.is_floating_point():
+            every = self._collectives.gathered(tensor)
+            if differ(list(every), [every[0]] * len(every)) <= _CLOSE * torch.finfo(tensor.dtype).eps:
+                return every[0], every[0]
+        for dim in self.region.dims:
+            rests = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+            if dim >= tensor.dim() or len(rests) > 1:
+                continue
+            # Parts of positions are recognized by their sizes: along one dim they are those that an even cut makes.
+            cuts = even_cuts(sum(shape[dim] for shape in shapes), len(shapes))
+            if [stop - start for start, stop in cuts] == [shape[dim] for shape in shapes]:
+                return self._collectives.all_gather(tensor, dim, [(each,) for each in cuts]), tensor
+        return None
+
+    def _held(self) -> Parameters:
+        """Copies of this rank's parameters."""
+        held = {}
+        for parameter in self.module.parameters():
+            # Under sharding stage 3 the values are elsewhere between uses: one parameter at a time is gathered and
+            # copied.
+            with self._gather(parameter):
+                held[parameter] = parameter.detach().clone()
+        return held
+
+    def _parameters(self, held: Parameters, attempt: int, *, is_wide: bool) -> tuple[Parameters, Parameters]:
+        """Whole ones, and this rank's portions of them: the same changed values."""
+        whole: dict[nn.Parameter, torch.Tensor] = {}
+        own: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter, local in held.items():
+            name = self._names[parameter]
+            value = widened(local) if is_wide else local
+            cut = self._plan.cuts.get(name)
+            if cut is not None:
+                value = self._collectives.all_gather(value, cut.dim, cut.ranges)
+            # Changed after the gathering, by numbers that the name and the attempt decide: all ranks change the whole
+            # alike, and the portions are portions of the same whole.
+            whole[parameter] = value = perturbed(value, name, attempt)
+            portion = value if cut is None else taken(value, cut.dim, cut.ranges[self._channel.rank])
+            own[parameter] = portion.contiguous()
+        return whole, own
+
+    # Both ways ------------------------------------------------------------------------------------------------------
+
+    def _compare(
+        self,
+        forward: Forward,
+        whole: CopiedInputs,
+        own: CopiedInputs,
+        held: Parameters,
+        attempt: int,
+        *,
+        is_outermost: bool,
+        trains: bool,
+    ) -> _RegionDifference | Unknown | None:
+        """None where cut and whole agree, or where `trains` and chance is in what the module computes."""
+        problem = ""
+        # Half precision as float32 first: with 3 digits a wrong plan could hide in the rounding. A forward that refuses
+        # float32 (it casts to a fixed dtype inside) is compared as it is.
+        for is_wide in (True, False) if self._has_halves(whole) else (True,):
+            parameters, portions = self._parameters(held, attempt, is_wide=is_wide)
+            uncut = Way(is_cut=False, is_wide=is_wide, trains=trains)
+            expected = self._try(forward, whole, parameters, uncut)
+            problem = next(filter(None, self._exchanged(expected if isinstance(expected, str) else "")), "")
+            if problem or isinstance(expected, str):
+                continue
+            # Noise is drawn for a part by each rank, for the whole by the uncut module: they differ in a right plan,
+            # too.
+            if trains and any(self._exchanged(expected.drew)):
+                return None
+            made = self._try(forward, own, portions, uncut._replace(is_cut=True))
+            answers = self._exchanged(
+                [made, []] if isinstance(made, str) else ["", [list(each.shape) for each in made.tensors]]
+            )
+            failure = next((each for each, _ in answers if each), "")
+            if failure or isinstance(made, str):
+                return Unknown(f"it runs, and fails in evaluation mode ({failure})")
+            shapes = [[tuple(shape) for shape in each] for _, each in answers]
+            if any(len(each) != len(expected.tensors) for each in shapes):
+                return Unknown("it gives another number of tensors when it is cut")
+            pairs = self._pairs(made.tensors, expected.tensors, shapes)
+            compared = [pair for pair in pairs if pair is not None]
+            if not compared or (len(compared) < len(pairs) and not is_outermost):
+                return Unknown("it gives tensors of which each rank has its own part")
+            relative = max(self._exchanged(differ(*map(list, zip(*compared, strict=True)))))
+            finest = finest_eps(expected.tensors)
+            # Equal to the last digits: no need to measure the rounding, which costs another run and copies.
+            if relative <= 4 * finest:
+                return None
+            # The bound is measured and not guessed: how much one last digit in inputs and parameters moves the output
+            # depends on the depth of the region and on how its terms cancel.
+            inexact, values = rounded(whole, parameters, expected.eps)
+            again = self._try(forward, inexact, values, uncut)
+            others = [] if isinstance(again, str) else again.tensors
+            is_alike = len(others) == len(expected.tensors)
+            noise = max(finest, *self._exchanged(differ(others, expected.tensors) if is_alike else 0.0))
+            return None if relative <= factor_of(expected.eps) * noise else _RegionDifference(relative, noise)
+        return Unknown(f"it does not run by itself with whole parameters ({problem})")
+
+    def _try(self, forward: Forward, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun | str:
+        """What the module gives, or what it raises."""
+        try:
+            return run_apart(self.module, forward, inputs, parameters, way)
+        except Exception as error:
+            return in_words(error)
+
+    def _pairs(
+        self,
+        made: Sequence[torch.Tensor],
+        expected: Sequence[torch.Tensor],
+        shapes: Sequence[Sequence[tuple[int, ...]]],
+    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Each tensor with what it is compared with; None where the rank has a part of unknown place."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        for at, (cut, whole) in enumerate(zip(made, expected, strict=True)):
+            kind, other = leaf_of(cut, whole, [each[at] for each in shapes], self._channel.rank)
+            # Modules behind it read the first output. Others (attention weights of own heads) may only be there to be
+            # looked at.
+            pairs.append((cut, other) if kind == "alike" or (kind == "part" and at == 0) else None)
+        return pairs
+
+    def _has_halves(self, inputs: CopiedInputs) -> bool:
+        return any(is_half(each) for each in (*self.module.parameters(), *inputs.tensors))
+
+    def _exchanged(self, value: Any) -> list[Any]:
+        """Every rank's value."""
+        answers = self._channel.exchange(json.dumps(value).encode(), purpose=_PURPOSE)
+        return [json.loads(each) for each in answers]
+
+    # Words ----------------------------------------------------------------------------------------------------------
+
+    def _named(self) -> str:
+        name = repr(self.region.name) if self.region.name else "the model itself"
+        return f"{name} ({type(self.module).__name__})"
+
+    def _rules(self) -> str:
+        listed = [f"{name!r}: {', '.join(style.kind for style in held)}" for name, held in self.region.styles.items()]
+        held = [self._names[each] for each in self.module.parameters() if self._names[each] in self._plan.cuts]
+        listed += [
+            f"{name!r}: cut along dim {self._plan.cuts[name].dim}"
+            for name in held
+            if not any(style.kind in CUTS_THE_MODULE for style in self._plan.styles.get(name.rpartition(".")[0], ()))
+        ]
+        more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+        return f"What the rules do in it: {'; '.join(listed[:8])}{more}."
+
+    def _advice(self) -> str:
+        counting = [
+            ".".join(filter(None, (self.region.name, name)))
+            for name, each in self.module.named_modules()
+            if any(type(vars(each).get(word)) is int for word in HEADS + GROUPS)
+            and not any(
+                style.kind == "heads"
+                for style in self.region.styles.get(".".join(filter(None, (self.region.name, name))), ())
+            )
+        ]
+        heads = f"; {counting[0]!r} counts heads in attributes: try the rule 'heads' for it" if counting else ""
+        return (
+            "Where a mean, a norm or a softmax reads a dim that is cut, give the map before it 'colwise_gather_output' "
+            "or 'replicate'; where a parameter holds parts side by side, say parts=, and leave it whole ('replicate') "
+            f"where they alternate{heads}. Rules that are given beat the plan that a model carries. "
+            "sw.Tensor(prove=False) (tensor.prove = false) trains without this comparison"
+        )
+
 
 State = Literal["waiting", "standby", "done"]
 
 
 class Proof:
-    """What has been proved of a plan, and what it refuses."""
+    """The state of the proof: which regions are still to be compared, and what is refused."""
 
     def __init__(
         self,
@@ -56,7 +369,7 @@ class Proof:
         self.unproved: dict[str, str] = {}
         """Modules that could not be compared, and why."""
         self.is_at_work = False
-        """Whether modules run for the proof's sake."""
+        """Whether modules run for the comparison."""
         self.is_followed = is_followed
         self._model = model
         self._channel = channel
@@ -68,11 +381,11 @@ class Proof:
         self._watched: list[_RegionWatch] = []
         self._calls: list[_RegionWatch] = []
         names = {parameter: name for name, parameter in model.named_parameters()}
-        movements = Movements(channel, "proof of tensor.rules")
+        collectives = TpCollectives(channel, "proof of tensor.rules")
         for region in regions_of(plan):
             if is_local(region.name):
                 module = model.get_submodule(region.name)
-                comparison = Comparison(region, module, plan, names, channel, movements, gather)
+                comparison = Comparison(region, module, plan, names, channel, collectives, gather)
                 self._watched.append(_RegionWatch(self, comparison))
                 wrap(module, self._watched[-1])
             elif region.is_needed:
@@ -88,7 +401,9 @@ class Proof:
             self._calls.pop()
 
     def compare(self, watch: "_RegionWatch", forward: Forward, inputs: CopiedInputs | Unknown) -> None:
-        """Prove a region; a refusal is kept until all ranks are asked."""
+        """Compare a region; a refusal is kept until all ranks are asked."""
+        # The calls that go on, from the outside in; the nearest one around has a wrapper too, and is compared in the
+        # place of this region when its own forward ends.
         around = next((each for each in reversed(self._calls) if each is not watch), None)
         verdict: Unknown | str | None = None
         if isinstance(inputs, Unknown):
@@ -116,8 +431,8 @@ class Proof:
     def judging(self, *, by_all: bool) -> Iterator[None]:
         """Modules run inside. Raises ModelError for what is refused, also in the place of an error that follows it.
 
-        The whole world agrees the first time that it asks together (`by_all`). What needs no proof any more runs
-        unwatched from then on.
+        The whole world agrees the first time that all ranks are here (`by_all`). Regions that are done lose their
+        wrapper, so that later steps cost nothing.
         """
         try:
             yield
@@ -133,11 +448,15 @@ class Proof:
         refusals = self._refusals[:1]
         if by_all and self._has_styles and not self._has_agreed:
             self._has_agreed = True
+            # The world, and not tp alone: data ranks and stages have other regions or none, and would go on to the
+            # update and wait there. Once only: each region is proved once, and later steps shall not pay for an
+            # exchange.
             mine = "".join(refusals).encode()
             answers = self._world.exchange(mine, purpose="verdict on the proof of tensor.rules")
             refusals = [each.decode() for each in answers if each]
         if refusals:
             raise ModelError(refusals[0])
+        # A wrapper that has another one around it cannot be taken off yet and stays, passing calls on.
         for watch in self._watched:
             if watch.state != "waiting":
                 watch.state = "done"
@@ -167,7 +486,11 @@ class Proof:
 
 
 class _RegionWatch:
-    """A `Wrapper` of a region, or of a module around one."""
+    """A `Wrapper` of a region, or of a module around one.
+
+    waiting --compared--> done --all agreed--> taken off
+    standby --a region inside hands the proof on--> waiting          standby --its call ends--> done
+    """
 
     structure = None
     """It changes no shapes."""
@@ -181,9 +504,12 @@ class _RegionWatch:
     def _run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Wrapper`."""
         proof = self._proof
+        # Not inside of the proof's own runs, and not in a recomputation, which is an earlier call once more. At stage 3
+        # data ranks that skip this microbatch gather what this rank announces, and a proof gathers more than that.
         is_passed = self.state == "done" or proof.is_at_work or in_backward() or proof.is_followed()
         if is_passed or not _is_real(module, args, kwargs):
             return forward(*args, **kwargs)
+        # Before the forward: it may write to what it is given.
         inputs = _copied(args, kwargs)
         with proof.calling(self):
             try:
@@ -203,7 +529,7 @@ class _RegionWatch:
 def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CopiedInputs | Unknown:
     try:
         return CopiedInputs.of(args, kwargs)
-    except Exception as error:  # whatever an object raises that refuses to be copied
+    except Exception as error:
         return Unknown(f"what it is given cannot be copied ({error})")
 
 

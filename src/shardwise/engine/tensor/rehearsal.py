@@ -1,15 +1,18 @@
 """Runs a model with the portions of each rank, one rank after the other in this process, and compares with the whole.
 
-What comes of a sum or a gathering is taken from a run of the whole model, so that no rank waits for another. A module
-that ends a cut has to read this rank's part of what it reads in the whole model, and gives what it gives there. So what
-lies outside of cuts is what it is in the whole model, bit for bit; what lies inside is computed for each rank, by the
-forward that will train.
+No rank waits for another: what a sum or a gathering would give is taken from a run of the whole model.
+
+    whole model   x -> up -> h (12) -> tanh -> a (12) -> down -> y        `_Listener` keeps a and y of `down`
+    rank 0        x -> up -> h[0:6] -> tanh -> a'     |  `_Prompter`: a' must be a[0:6]; gives y  |-> as in the whole
+    rank 1        x -> up -> h[6:12] -> tanh -> a"    |               a" must be a[6:12]; gives y |-> as in the whole
+
+So everything outside of cuts has the bits of the whole model, and a fault shows in the first module that ends a cut
+behind it. The inside of a cut is computed for each rank by the forward that will train.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,20 +20,20 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.inventory import named_places
-from shardwise.engine.pipeline.module_outline import unchanged
-from shardwise.engine.tensor.apart import NoDropout, random_states
-from shardwise.engine.tensor.movements import taken
-from shardwise.engine.tensor.styles import STYLES, SharedInputs, parameters_set
+from shardwise.engine.pipeline.module_placement import unchanged
+from shardwise.engine.tensor.isolated_runs import NoDropout, random_states
+from shardwise.engine.tensor.styles import STYLES, SharedInputs, innermost_module, parameters_set
+from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.engine.wrapping import Forward, unwrap, wrap
 from shardwise.errors import in_words
-from shardwise.plan.tensor_outline import TensorOutline
+from shardwise.plan.outlines import TensorOutline
 from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan
 
 _ROUNDINGS, _ROUNDINGS_OF_HALVES = 64, 8
-"""A part is computed as the whole is but for the order of sums inside products: so many roundings of the largest."""
+"""Roundings of the largest element that a part may differ by: products of other sizes add in another order."""
 
 _SPREAD = 0.1
-"""Of what is added to parameters that are the same number throughout, which would hide what is wrong."""
+"""The scale of what is added to parameters that are one number throughout."""
 
 
 class RehearsalError(Exception):
@@ -53,8 +56,10 @@ def rehearse(model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: C
         model.train()
         try:
             heard, drew = _hear(model, plan, call)
-        except Exception:  # whatever a model raises that cannot be trained on the sample
+        except Exception:
+            # The whole model fails too: it cannot be trained on the sample, and its evaluation has been rehearsed.
             return
+        # A model that draws other random numbers than dropout gives each run its own, and no part could be compared.
         if not drew:
             _rehearse(model, outline, plan, call, heard)
 
@@ -69,13 +74,14 @@ def _rehearse(
             except RehearsalError:
                 raise
             except Exception as error:
-                where = _innermost(model, error.__traceback__)
-                raise RehearsalError(where, in_words(error).splitlines()[0]) from error
+                where = innermost_module(model, error.__traceback__)
+                raise RehearsalError(where[0] if where else "", in_words(error).splitlines()[0]) from error
 
 
 @contextmanager
 def _distinct(model: nn.Module) -> Iterator[None]:
     """Parameters that are zeros or ones throughout have other values meanwhile, the same on every rank."""
+    # Weights of zeros make every output equal, cut or not; norms of ones hide that the wrong part of them is read.
     generator = torch.Generator().manual_seed(0)
     made: dict[int, nn.Parameter] = {}
     with ExitStack() as stack:
@@ -105,6 +111,7 @@ def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> tuple[
     }
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     with unchanged(model):
+        # `unchanged` puts the random state back, so that every rank's run begins with the numbers of this one.
         before = random_states(device)
         try:
             for name in heard:
@@ -130,6 +137,7 @@ class _Listener:
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `engine.wrapping.Wrapper`."""
         output = forward(*args, **kwargs)
+        # Copies: the model may write in place to what it reads or gives.
         self._calls.append((_first(args, kwargs).clone(), output.clone()))
         return output
 
@@ -155,11 +163,15 @@ class _Prompter:
         if given is None or output is None:
             raise RehearsalError(self._name, "it runs more often than in the whole model")
         style = self._style
+        # A row reads its part. Others that end a cut (tokens of a vocabulary, a column that gathers) read what is
+        # whole.
         if style.kind == "row" and not style.splits:
             self._compare(_first(args, kwargs), given, style.ranges, "reads")
         else:
             self._compare(_first(args, kwargs), given, None, "reads")
         if style.gathers:
+            # Gathered columns: the forward with this rank's portion gives its part of the output, which can be compared
+            # here. A row gives a term of a sum, which is nowhere in the whole model.
             self._compare(forward(*args, **kwargs), output, style.ranges, "gives")
         return output.clone()
 
@@ -173,8 +185,10 @@ class _Prompter:
             )
         if own.is_meta or not own.numel():
             return
+        # nan where the whole has nan is right: masked attention of padded rows may give it.
         same = (own == expected) | ((own != own) & (expected != expected))
         if own.is_floating_point():
+            # Relative to the largest element: small ones may be what is left of large terms that cancel.
             resolution = torch.finfo(own.dtype).eps
             roundings = _ROUNDINGS if resolution < 1e-4 else _ROUNDINGS_OF_HALVES
             largest = expected.nan_to_num(0, 0, 0).abs().max()
@@ -186,13 +200,13 @@ class _Prompter:
 
 
 class _Offline:
-    """Movements of a rank that is alone: nothing moves."""
+    """The collectives of a rank that is alone. Styles that need an answer of others are prompted instead."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
 
-    def share(self, value: torch.Tensor) -> torch.Tensor:
+    def copy_to_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The value."""
         return value
 
@@ -219,21 +233,11 @@ def _as_rank(model: nn.Module, outline: TensorOutline, plan: TensorPlan, rank: i
             module = model.get_submodule(name)
             for style in styles:
                 if style.gathers:
+                    # The style still does the rest (attributes with the number of outputs); the prompter around it
+                    # gathers.
                     wrap(module, STYLES[style.kind](name, replace(style, gathers=False), offline, shared))
                 if _ends(style):
                     wrap(module, _Prompter(name, style, rank, heard[name]))
                 else:
                     wrap(module, STYLES[style.kind](name, style, offline, shared))
         yield
-
-
-def _innermost(model: nn.Module, traceback: TracebackType | None) -> str:
-    """The name of the module in whose forward an error came up."""
-    names = {module: name for name, module in model.named_modules()}
-    found = ""
-    while traceback is not None:
-        each = traceback.tb_frame.f_locals.get("self")
-        if isinstance(each, nn.Module) and each in names:
-            found = names[each]
-        traceback = traceback.tb_next
-    return found

@@ -1,20 +1,40 @@
-"""What is done around the forward of a module, by the style that the plan gives it."""
+"""What is done around the forward of a module, by the style that the plan gives it.
+
+`TensorParallel` puts one `Styled` wrapper per style around a module's forward. The module itself is not changed: it
+runs its own code with this rank's portions, on inputs that the wrapper made fit, and the wrapper completes the output.
+Errors that come out of a cut module get a note with its rule and its shapes (`module_noted`).
+
+Attention with 3 groups of key-value heads, 2 query heads each, head size 4, on 2 ranks (groups 0 1 | group 2):
+
+    style             whole         rank 0            rank 1           around the forward
+    column q          6 -> 24       6 -> 16           6 -> 8           copy_to_ranks(x) once for q, k and v
+    column k, v       6 -> 12       6 -> 8            6 -> 4
+    heads             num_heads 6   4                 2                attributes x (groups of the rank) / 3
+    row o             24 -> 6       16 -> 6           8 -> 6           all_reduce(y), then + bias, once
+
+Random numbers: all ranks along tp draw from one stream (see `engine.randomness`: the seed, the step and the microbatch
+key it, no rank does). A dropout of what is whole on every rank has to drop the same places everywhere; with other masks
+the replicas of activations and parameters would drift apart, and no collective would put them right.
+"""
 
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm import Channel
 from shardwise.engine.autograd_state import at_end_of_backward, in_backward
-from shardwise.engine.tensor.movements import Movements, is_fake, uncompiled
-from shardwise.engine.wrapping import Forward
-from shardwise.errors import ModelError
-from shardwise.plan.tensor_plan import Style
+from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, uncompiled
+from shardwise.engine.wrapping import Forward, structures_of, unwrap, wrap
+from shardwise.errors import ModelError, ShardwiseError
+from shardwise.plan.tensor_plan import Style, TensorPlan
 from shardwise.space import even_cuts
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -26,7 +46,12 @@ _Held = tuple[Mapping[str, object], Mapping[str, torch.Tensor | None]]
 class SharedInputs:
     """What was made of the last value that several modules read one after the other (query, key, value).
 
-    It is made once, so its gradient is summed over the ranks once for all of them.
+    One `copy_to_ranks` serves all readers of a value. Autograd adds their gradients first, on each rank, and the sum
+    over the ranks is taken once:
+
+        x -- copy_to_ranks --+-- q        backward: (dq + dk + dv) summed over the ranks, one message instead of three
+                             +-- k
+                             +-- v
     """
 
     def __init__(self) -> None:
@@ -36,19 +61,24 @@ class SharedInputs:
 
     def _made(self, value: torch.Tensor, how: object, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`make(value)`, or what it gave the last time for the same value; `how`: equal where `make` does the same."""
+        # Without a gradient nothing is saved by sharing, and nothing would say when to forget the value.
         if not (torch.is_grad_enabled() and value.requires_grad):
             return make(value)
         if self._known is not None and self._value is not None and self._value() is value:
+            # The same object with other elements is another value: `_version` counts writes in place.
             version, known_how, made = self._known
             if (version, known_how) == (value._version, how):
                 return made
         made = make(value)
         reference = self._value = weakref.ref(value, self._forget)
         self._known = (value._version, how, made)
-        # What is made may be a view, which keeps the value. Nobody reads it any more once backward has been here.
+        # What is made may be a view, which keeps the value alive: a weak reference alone would never end. Once backward
+        # has been here nothing reads it any more.
         if not in_backward():
             made.register_hook(lambda _: self._forget(reference))
-        else:  # of a recomputed forward
+        else:
+            # An activation checkpoint computes this forward again. Backward goes through the first graph and takes only
+            # saved tensors from the second, so a hook here would not run.
             at_end_of_backward(lambda: self._forget(reference))
         return made
 
@@ -60,30 +90,35 @@ class SharedInputs:
 class Styled(ABC):
     """A wrapper of a module's forward (see `engine.wrapping`)."""
 
-    def __init__(self, name: str, style: Style, movements: Movements, shared: SharedInputs) -> None:
+    def __init__(self, name: str, style: Style, collectives: TpCollectives, shared: SharedInputs) -> None:
         self.name = name
         self.style = self.structure = style
-        self.movements = movements
+        self.collectives = collectives
         self.shared = shared
         self._own: _Held | None = None
-        """What the module itself holds, while it has been given something else for a backward."""
+        """What the module itself holds, while it holds something else for a backward."""
         self._give_in_backward = uncompiled(self._given_in_backward)
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `forward` on what this rank has, and give what the modules around expect."""
         if self._own is None:
             return self.compute(module, forward, args, kwargs)
+        # A recomputation that goes through this wrapper finds the module with what a backward gave it. `compute` starts
+        # from the module's own: else heads, say, would be divided by the ranks twice.
         with _holding(module, self._own):
             return self.compute(module, forward, args, kwargs)
 
     @abstractmethod
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`run`, of a module that holds what is its own."""
+        """`run`, of a module that holds its own attributes and parameters."""
 
     def run_with(self, module: nn.Module, held: "_Held", run: Callable[[], Any]) -> Any:
-        """`run()` while the module holds something else, which it is given again for the backward of the answer.
+        """`run()` while the module holds something else, which it holds again in the backward of the answer.
 
-        A part of the forward that an activation checkpoint runs again in backward reads it then.
+        An activation checkpoint inside the module runs a part of its forward again in backward, without this wrapper:
+
+            forward    [ num_heads = 4 ............ ] num_heads = 6
+            backward   ... [ num_heads = 4: recomputed part of forward, its backward ] num_heads = 6
         """
         with _holding(module, held):
             answer = run()
@@ -92,9 +127,10 @@ class Styled(ABC):
         return answer
 
     def _given_in_backward(self, module: nn.Module, held: "_Held", answer: Any) -> None:
-        """Give it to the module from where backward reaches the answer, up to the end of that backward."""
+        """The module holds it from where backward reaches the answer, up to the end of that backward."""
 
         def begin(_: torch.Tensor) -> None:
+            # Several outputs, and several calls in one backward, all hook this: the first one changes the module.
             if self._own is not None:
                 return
             attributes, parameters = held
@@ -124,7 +160,7 @@ class Styled(ABC):
         return change(output)
 
     def size_along(self, value: torch.Tensor, dim: int, *, has_features: bool = True) -> int:
-        """How many positions a value has; `has_features`: its last dim is none of positions."""
+        """How many positions a value has; `has_features`: its last dim holds features."""
         if dim < value.dim() - has_features:
             return value.shape[dim]
         last = " before the last, which is that of the features" if has_features else ""
@@ -134,8 +170,10 @@ class Styled(ABC):
         )
 
     def positions(self, size: int, dim: int, *, is_part: bool = False) -> Sequence[tuple[tuple[int, int], ...]]:
-        """Which positions each rank has of `size` along `dim`; `is_part`: of those of which this rank has `size`."""
-        count = self.movements.num_ranks
+        """The positions of each rank along `dim`, of `size` in all; `is_part`: this rank alone has `size`."""
+        count = self.collectives.num_ranks
+        # A rank that goes on with a part sees its own size only, and takes the whole for `size * count` when it
+        # gathers. `sequence` gathers in the same call, where the size of the whole is still known.
         if not is_part and size % count and self.style.kind != "sequence":
             raise ModelError(
                 f"{self.name!r}: {size} positions (dim {dim}) do not divide among {count} ranks along tp, which rules "
@@ -149,20 +187,27 @@ class ColumnStyle(Styled):
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        style, movements = self.style, self.movements
+        style, collectives = self.style, self.collectives
         dim = style.gather
         if dim is None:
-            args, kwargs = on_input(args, kwargs, lambda x: self.shared.made(x, "share", movements.share))
+            args, kwargs = on_input(
+                args, kwargs, lambda x: self.shared.made(x, "copy_to_ranks", collectives.copy_to_ranks)
+            )
         else:
-            args, kwargs = on_input(args, kwargs, lambda x: self.shared.made(x, ("spread", dim), self._spread(dim)))
-        sizes = dict.fromkeys(style.attributes, sum(b - a for a, b in style.ranges[movements.rank]))
+            args, kwargs = on_input(
+                args, kwargs, lambda x: self.shared.made(x, ("gather_to_ranks", dim), self._gather(dim))
+            )
+        # Attributes of a module that counts its outputs itself (Conv1D of transformers has `nf`): this rank's count.
+        sizes = dict.fromkeys(style.attributes, sum(b - a for a, b in style.ranges[collectives.rank]))
         output = self.run_with(module, (sizes, {}), lambda: forward(*args, **kwargs))
         if style.gathers:
-            return self.on_output(output, lambda y: movements.whole(y, y.dim() - 1, style.ranges))
+            return self.on_output(output, lambda y: collectives.all_gather(y, y.dim() - 1, style.ranges))
         return output
 
-    def _spread(self, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: self.movements.spread(x, dim, self.positions(self.size_along(x, dim), dim, is_part=True))
+    def _gather(self, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: self.collectives.gather_to_ranks(
+            x, dim, self.positions(self.size_along(x, dim), dim, is_part=True)
+        )
 
 
 class RowStyle(Styled):
@@ -170,31 +215,37 @@ class RowStyle(Styled):
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        style, movements = self.style, self.movements
+        style, collectives = self.style, self.collectives
         if style.splits:
-            args, kwargs = on_input(args, kwargs, lambda x: movements.part(x, x.dim() - 1, style.ranges))
+            args, kwargs = on_input(args, kwargs, lambda x: collectives.scatter(x, x.dim() - 1, style.ranges))
         bias = module._parameters.get("bias")
-        # What torch's own forward does without a bias is known; others may do anything but add zeros.
+        # Each rank would add the bias to its term, and the sum would have it once per rank. So the forward runs without
+        # it. torch's own takes None; a forward of another class may not, and adds zeros.
         absent = None if bias is None or type(module).forward is nn.Linear.forward else torch.zeros_like(bias)
         held: _Held = ({}, {} if bias is None else {"bias": absent})
         output = self.run_with(module, held, lambda: forward(*args, **kwargs))
         output = self.on_output(output, self.summed)
+        # Under autocast the output is in half precision, as it would be with the bias inside of the product.
         return output if bias is None else output + bias.to(output.dtype)
 
     def summed(self, output: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, or this rank's positions of it."""
         dim = self.style.scatter
         if dim is None:
-            return self.movements.total(output)
-        return self.movements.settle(output, dim, self.positions(self.size_along(output, dim), dim))
+            return self.collectives.all_reduce(output)
+        return self.collectives.reduce_scatter(output, dim, self.positions(self.size_along(output, dim), dim))
 
 
 class Vocabulary(RowStyle):
-    """An embedding of which each rank has the rows of its tokens; those of others are zeros, and the sum has all."""
+    """An embedding whose rows are cut: each rank looks up its own tokens, gives zeros for others, and the sum has all.
+
+    11 tokens, rank 1 has 6:11       tokens    3   7  10         looked up here   0   1   4   (row 0 stands in)
+                                     foreign   x   -   -         given            0  r7  r10  + rank 0: r3  0  0
+    """
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        ((start, stop),) = self.style.ranges[self.movements.rank]
+        ((start, stop),) = self.style.ranges[self.collectives.rank]
         foreign: list[torch.Tensor] = []
 
         def own(tokens: torch.Tensor) -> torch.Tensor:
@@ -203,54 +254,53 @@ class Vocabulary(RowStyle):
             return (tokens - start).masked_fill(foreign[0], 0)
 
         args, kwargs = on_input(args, kwargs, own)
+        # torch gives the row at padding_idx no gradient. The row has another number on the rank that holds it, and on
+        # the others a row of their own, which must be trained, would have that number.
         padding = getattr(module, "padding_idx", None)
         local = padding - start if padding is not None and start <= padding < stop else None
         held: _Held = ({} if padding is None else {"padding_idx": local}, {})
         output = self.run_with(module, held, lambda: forward(*args, **kwargs))
+        # Adding zeros rounds nothing: the sum has the bits of the row. The mask also stops the gradient that tokens of
+        # others would give to row 0.
         return self.on_output(output, lambda y: self.summed(y.masked_fill(foreign[0].unsqueeze(-1), 0)))
 
     def _check(self, tokens: torch.Tensor) -> None:
         """As the embedding itself would: a token that no rank has is an error, not zeros."""
-        if is_fake(tokens) or tokens.numel() == 0:
-            return
         size = self.style.ranges[-1][-1][1]
-        if tokens.is_cuda:
-            torch._assert_async(((tokens >= 0) & (tokens < size)).all())
-        elif not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
-            raise IndexError(
-                f"{self.name!r} was given tokens from {int(tokens.min())} to {int(tokens.max())}; it has {size}"
-            )
+        if found := span_outside(tokens, size):
+            raise IndexError(f"{self.name!r} was given tokens from {found[0]} to {found[1]}; it has {size}")
 
 
 class Channels(Styled):
-    """An embedding of which each rank has some columns, which may be gathered."""
+    """An embedding whose columns are cut, and may be gathered."""
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         output = forward(*args, **kwargs)
         if not self.style.gathers:
             return output
-        return self.on_output(output, lambda y: self.movements.whole(y, y.dim() - 1, self.style.ranges))
+        return self.on_output(output, lambda y: self.collectives.all_gather(y, y.dim() - 1, self.style.ranges))
 
 
 class Sum(Styled):
-    """Any module that computes a part of a sum from bare parameters: experts, each cut over all ranks."""
+    """Any module that computes a term of a sum from bare parameters: experts, each cut over all ranks."""
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        share = self.movements.share
-        args = tuple(share(each) if isinstance(each, torch.Tensor) else each for each in args)
-        kwargs = {key: share(each) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()}
+        copy = self.collectives.copy_to_ranks
+        # All tensors, not only the first: the weights of the router reach every rank's term, too.
+        args = tuple(copy(each) if isinstance(each, torch.Tensor) else each for each in args)
+        kwargs = {key: copy(each) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()}
         output = forward(*args, **kwargs)
-        return None if output is None else self.on_output(output, self.movements.total)
+        return None if output is None else self.on_output(output, self.collectives.all_reduce)
 
 
 class Once(Styled):
-    """What all ranks compute alike counts once in the sum around it."""
+    """A module that all ranks compute alike, and that counts once in the sum around it."""
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        return self.on_output(forward(*args, **kwargs), self.movements.on_first_rank)
+        return self.on_output(forward(*args, **kwargs), self.collectives.on_first_rank)
 
 
 class Hide(Styled):
@@ -262,25 +312,31 @@ class Hide(Styled):
         for attribute in self.style.attributes:
             parameter = module._parameters[attribute]
             assert parameter is not None
-            seen[attribute] = self.movements.on_first_rank(parameter)
+            # Its gradient is zeros there too. The parameter counts as summed along tp, so that all ranks get the
+            # gradient of the first one, once.
+            seen[attribute] = self.collectives.on_first_rank(parameter)
         return self.run_with(module, ({}, seen), lambda: forward(*args, **kwargs))
 
 
 class Tail(Styled):
-    """A module whole on all ranks, of whose outputs the heads of each rank read the last ones directly."""
+    """A module that is whole on all ranks, and whose last outputs the heads of each rank read directly.
+
+    Keys of multi-head latent attention: 5 compressed features go to a norm and a column (which has a `copy_to_ranks` of
+    its own), 2 last ones are read by all heads as they are, so only those 2 have their gradient summed here.
+    """
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
-        return self.on_output(forward(*args, **kwargs), self._share_last)
+        return self.on_output(forward(*args, **kwargs), self._copy_last)
 
-    def _share_last(self, output: torch.Tensor) -> torch.Tensor:
+    def _copy_last(self, output: torch.Tensor) -> torch.Tensor:
         size = self.style.size
         if size >= output.shape[-1]:
             raise ModelError(
                 f"{self.name!r}: the last {size} outputs are to be shared, but it has {output.shape[-1]}; give the "
                 "size of what every head reads: 'mla_kv_a_proj(size=...)'"
             )
-        return self.movements.share_last(output, size)
+        return self.collectives.copy_last_to_ranks(output, size)
 
 
 class Positions(Styled):
@@ -293,11 +349,11 @@ class Positions(Styled):
 
         def own(value: torch.Tensor) -> torch.Tensor:
             found.append(self.positions(self.size_along(value, dim, has_features=False), dim))
-            return self.movements.part(value, dim, found[0])
+            return self.collectives.scatter(value, dim, found[0])
 
         args, kwargs = on_input(args, kwargs, own)
         output = forward(*args, **kwargs)
-        return self.on_output(output, lambda y: self.movements.whole(y, dim, found[0]))
+        return self.on_output(output, lambda y: self.collectives.all_gather(y, dim, found[0]))
 
 
 class SplitStyle(Styled):
@@ -311,12 +367,14 @@ class SplitStyle(Styled):
         def own(value: torch.Tensor) -> torch.Tensor:
             size = self.size_along(value, dim, has_features=False)
             taken.append(value)
-            return self.movements.part(value, dim, self.positions(size, dim))
+            return self.collectives.scatter(value, dim, self.positions(size, dim))
 
         args, kwargs = on_input(args, kwargs, own)
         output = forward(*args, **kwargs)
         if isinstance(output, torch.Tensor) and not any(value.requires_grad for value in taken):
-            return self.movements.apart(output)  # which the graph does not say otherwise
+            # Nothing before needs a gradient (token numbers), so autograd recorded no `scatter`. The mark says to
+            # `summed_gradients` that what follows is this rank's part.
+            return self.collectives.own_part(output)
         return output
 
 
@@ -326,7 +384,9 @@ class Heads(Styled):
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Styled`."""
         style = self.style
-        ((start, stop),) = style.ranges[self.movements.rank]
+        ((start, stop),) = style.ranges[self.collectives.rank]
+        # Every attribute is a multiple of the number of groups (the planner refuses others): 6 heads in 3 groups, of
+        # which this rank has 2, are 6 * 2 // 3 = 4. A forward whose view has -1 for the heads needs no such rule.
         own = {name: getattr(module, name) * (stop - start) // style.size for name in style.attributes}
         return self.run_with(module, (own, {}), lambda: forward(*args, **kwargs))
 
@@ -349,7 +409,7 @@ STYLES: Mapping[str, type[Styled]] = {
 def on_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Arguments:
-    """The arguments with the first tensor changed: positional ones first, then keywords as they were written."""
+    """The arguments with the first tensor changed: positional ones first, then keywords in the order of the call."""
     for at, each in enumerate(args):
         if isinstance(each, torch.Tensor):
             return (*args[:at], change(each), *args[at + 1 :]), kwargs
@@ -357,6 +417,18 @@ def on_input(
         if isinstance(each, torch.Tensor):
             return args, {**kwargs, key: change(each)}
     return args, kwargs
+
+
+def span_outside(values: torch.Tensor, size: int) -> tuple[int, int] | None:
+    """The smallest and the largest of some indices, where one of them is not in `0:size`; a GPU stops by itself."""
+    if is_fake(values) or values.numel() == 0:
+        return None
+    if values.is_cuda:
+        # Reading the values would make the host wait for the device at every call.
+        torch._assert_async(((values >= 0) & (values < size)).all())
+        return None
+    lowest, highest = int(values.min()), int(values.max())
+    return None if 0 <= lowest <= highest < size else (lowest, highest)
 
 
 @contextmanager
@@ -375,6 +447,8 @@ def attributes_set(module: nn.Module, values: Mapping[str, object]) -> Iterator[
 @contextmanager
 def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
     """The module holds these tensors in the place of parameters meanwhile."""
+    # Past nn.Module.__setattr__, which refuses a plain tensor in the place of a parameter. In a rehearsal, and for the
+    # zeros of a bias, plain tensors are what the forward has to see.
     held: dict[str, Any] = module._parameters
     saved = {key: held[key] for key in values}
     held.update(values)
@@ -390,3 +464,108 @@ def _holding(module: nn.Module, held: _Held) -> Iterator[None]:
     attributes, parameters = held
     with attributes_set(module, attributes), parameters_set(module, parameters):
         yield
+
+
+class TensorParallel:
+    """Puts the styles of a plan around the modules of a model, whose parameters are this rank's portions."""
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, channel: Channel) -> None:
+        forget_heads(model)
+        # One for the whole model: the readers of a value run one after the other, whatever module they are in.
+        shared = SharedInputs()
+        for name, styles in plan.styles.items():
+            module = model.get_submodule(name)
+            collectives = TpCollectives(channel, f"tensor parallelism of {name or 'the model'}", module=name)
+            # From the inside out: `wrap` puts each around those before it.
+            for style in styles:
+                styled = STYLES[style.kind](name, style, collectives, shared)
+                wrap(module, styled)
+                # Kept in `vars` of the module, where a loss that is made for it looks: the loss may be made before or
+                # after the plan is put on the model.
+                if isinstance(styled, ColumnStyle) and not style.gathers:
+                    know_head(module, styled)
+
+    @staticmethod
+    def take_off(model: nn.Module) -> None:
+        """The modules have their own forwards again."""
+        unwrap(model)
+        forget_heads(model)
+
+
+_HEAD_MARK = "_shardwise_vocabulary"
+
+
+def know_head(module: nn.Module, styled: ColumnStyle) -> None:
+    """Mark a module that leaves each rank its own outputs, for a loss over them."""
+    vars(module)[_HEAD_MARK] = styled
+
+
+def forget_heads(model: nn.Module) -> None:
+    """No module leaves its outputs cut any more."""
+    for module in model.modules():
+        vars(module).pop(_HEAD_MARK, None)
+
+
+def style_of_head(module: nn.Module) -> ColumnStyle | None:
+    """How the outputs of a head are cut; None for a module that gives all of them."""
+    styled: ColumnStyle | None = vars(module).get(_HEAD_MARK)
+    return styled
+
+
+@contextmanager
+def module_noted(model: nn.Module) -> Iterator[None]:
+    """Errors that come out of a module of `model` have a note about that module, where a plan cuts the model."""
+    try:
+        yield
+    except ShardwiseError:
+        raise  # it names the module or the setting itself
+    except Exception as error:
+        if (note := note_on(model, error)) is not None:
+            error.add_note(note)
+        raise
+
+
+def innermost_module(model: nn.Module, traceback: TracebackType | None) -> tuple[str, nn.Module, FrameType] | None:
+    """The module of `model` in whose code an error was raised, by name, with its frame."""
+    # The traceback runs from the outside in, so the last frame whose `self` is a module of the model is the innermost.
+    names = {module: name for name, module in model.named_modules()}
+    innermost = None
+    while traceback is not None:
+        each = traceback.tb_frame.f_locals.get("self")
+        if isinstance(each, nn.Module) and each in names:
+            innermost = names[each], each, traceback.tb_frame
+        traceback = traceback.tb_next
+    return innermost
+
+
+def note_on(model: nn.Module, error: Exception) -> str | None:
+    """The module in which an error was raised, its rule and its shapes; None where no rule cuts the model."""
+    # A note about missing rules would mislead where tensor parallelism is not in play.
+    if not any(map(_rules, model.modules())):
+        return None
+    if (innermost := innermost_module(model, error.__traceback__)) is None:
+        return None
+    path, module, frame = innermost
+    name = repr(path) if path else "the model itself"
+    rules = _rules(module)
+    said = f"with the style {' and '.join(map(repr, rules))}" if rules else "without a rule"
+    given = [str(tuple(value.shape)) for value in _arguments(frame)]
+    held = [f"{key} {tuple(each.shape)}" for key, each in module._parameters.items() if each is not None]
+    return (
+        f"shardwise: in {name} ({type(module).__name__}, {said} in tensor.rules), which was given "
+        f"{', '.join(given) or 'no tensor'} and holds {', '.join(held) or 'no parameter'} on this rank along tp; a "
+        "rule may be missing for it, or be wrong for it or for what comes before it"
+    )
+
+
+def _rules(module: nn.Module) -> list[str]:
+    structures = tree_leaves(structures_of(vars(module).get("forward")))
+    return [style.kind for style in structures if isinstance(style, Style)]
+
+
+def _arguments(frame: FrameType) -> list[torch.Tensor]:
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+    values = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

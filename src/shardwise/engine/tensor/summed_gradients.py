@@ -1,51 +1,60 @@
-"""Which gradients of whole parameters are complete on each rank, read from the autograd graph of a forward.
+"""Which gradients of whole parameters each rank has only in part, read from the autograd graph; and their sum.
 
-A gradient comes down from the loss, which is the same on all ranks. Below a movement that ends what is each rank's own
-(an output summed, parts gathered) it belongs to this rank's part; above a movement that begins it (a value shared, a
-part taken) it is complete again, since the backward of that movement makes it so:
+Backward begins at the loss, which all ranks have alike: gradients there are `complete`. Two kinds of collectives change
+that. Behind one that ends what is each rank's own (parts gathered, terms summed) gradients are the rank's `own`; behind
+one that begins it (a value copied to the ranks, a part taken) they are complete again, because its backward adds:
 
-    loss  ---->  total  ---->  softmax of own heads  ---->  norm of own heads  ---->  share  ---->  norm of all
-      complete          own                          own: summed over ranks          complete
+    loss --> all_reduce --> o --> attention --> norm of heads --> q, k, v --> copy_to_ranks --> norm --> embedding
+        complete         |----------------- own -----------------------|                complete
 
-So a parameter whose gradient is `own` is to be summed over the ranks, whatever the rules say of it; one that is reached
-both ways has a gradient that no sum makes right. Nor is one right that comes to a movement as another kind than this
-movement hands on: what a module gives whole is read by all ranks alike, what it leaves cut by each rank for itself.
+    norm of heads, one weight for 4 heads, 2 ranks:    rank 0 has dL/dw from heads 0 1,  rank 1 from heads 2 3:  summed
+    norm before q, k, v:                               both ranks have the whole dL/dw:                          left
+
+So a parameter with an own gradient is summed over the ranks, whatever the rules say of it. A parameter reached in both
+ways has a gradient that no sum makes right, and is refused. So is a collective whose output is read in another way than
+it gives it: all ranks read alike what a module gives whole, each rank reads for itself what a module leaves cut.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardwise.engine.tensor.movements import module_of, movement_of
+from shardwise.comm import Channel
+from shardwise.engine.tensor.tp_collectives import TpCollectives, collective_of, module_of
 from shardwise.engine.tensor.vocabulary import is_cut_loss
 from shardwise.errors import ModelError
 
 Gradient = Literal["complete", "own", "both", "hidden"]
-"""`both`: a sum of complete ones and own ones. `hidden`: nobody can tell."""
+"""`both`: a sum of complete ones and own ones. `hidden`: the graph does not show it."""
 
 Sources = frozenset[str | int]
 """What a gradient is a sum of: complete and own gradients, gradients that come back for a crossing of this number, and
 marks: `hidden` below a node with a graph of its own, `blurred` below one that mixes what comes from several sides."""
 
-_ENDS_OWN = frozenset({"total", "whole", "spread", "settle"})
-_BEGINS_OWN = frozenset({"share", "tail", "part"})
+# Behind these in backward a gradient is of this rank's part or term. `gather_to_ranks` and `reduce_scatter` stand
+# between two own values: the gradient that they get is own too.
+_ENDS_OWN = frozenset({"all_reduce", "all_gather", "gather_to_ranks", "reduce_scatter"})
+_BEGINS_OWN = frozenset({"copy_to_ranks", "copy_last_to_ranks", "scatter"})
 
+# copy_to_ranks is not here: a loss of the program's own may bring the parts of a cut head together without a collective
+# that the graph shows, and the gradient that arrives is complete then.
 _TAKES: Mapping[str, Gradient] = {
-    "total": "complete",
-    "whole": "complete",
-    "settle": "own",
-    "part": "own",
-    "apart": "own",
+    "all_reduce": "complete",
+    "all_gather": "complete",
+    "reduce_scatter": "own",
+    "scatter": "own",
+    "own_part": "own",
 }
-"""The gradients that come to movements. Others take what comes: a loss may bring the parts together in its own way."""
+"""The gradient that a collective has to get; the others take both kinds."""
 
 _HIDING = "CheckpointFunction"
-"""A node (a reentrant activation checkpoint) with a graph that is made in backward."""
+"""A node of a reentrant activation checkpoint, whose graph is made in backward only."""
 
 _BLURRING = "CompiledFunction"
-"""A node that stands for many operations; movements are never among them."""
+"""A node that stands for many operations; collectives are never among them."""
 
 _COMPLETE: Sources = frozenset({"complete"})
 _OWN: Sources = frozenset({"own"})
@@ -65,14 +74,18 @@ class Traced:
         """Whether a part of the graph cannot be seen: leaves may be missing."""
         self._ends: list[Any] = []
         found: dict[Any, Sources] = {node: frozenset({source}) for node, source in roots}
+        # Nodes are taken in the order of backward: a node's sources are known once all nodes that send it a gradient
+        # are done (Kahn's algorithm). A plain search from the loss would visit a residual's sum before its second
+        # branch.
         num_consumers = self._count_consumers(found)
         ready = [node for node in found if not num_consumers[node]]
         while ready:
             node = ready.pop()
             sources = found.pop(node)
+            # Only AccumulateGrad nodes have a `variable`: the parameter itself, or the anchor of a crossing.
             if (leaf := getattr(node, "variable", None)) is not None:
                 self.leaves[leaf] = sources
-            if movement_of(node) in _TAKES:
+            if collective_of(node) in _TAKES:
                 self.taken[node] = sources
             given = _given(node, sources)
             for producer in _producers(node):
@@ -82,7 +95,7 @@ class Traced:
                     ready.append(producer)
 
     def readers(self, target: Any) -> list[str]:
-        """The modules that bring together what each rank makes of a value; of a parameter, or of a movement's node."""
+        """The modules that bring together what each rank makes of a parameter, or of a collective's output."""
         found = set()
         for node in self._ends:
             pending, seen = _producers(node), set()
@@ -90,7 +103,8 @@ class Traced:
                 producer = pending.pop()
                 if producer is target or getattr(producer, "variable", None) is target:
                     found.add(module_of(node))
-                elif producer not in seen and movement_of(producer) not in _BEGINS_OWN | _ENDS_OWN:
+                # Not past another collective: behind it the value is another one, and naming that reader would mislead.
+                elif producer not in seen and collective_of(producer) not in _BEGINS_OWN | _ENDS_OWN:
                     pending += _producers(producer)
                 seen.add(producer)
         return sorted(found)
@@ -100,7 +114,7 @@ class Traced:
         pending = list(counts)
         while pending:
             node = pending.pop()
-            if movement_of(node) in _ENDS_OWN:
+            if collective_of(node) in _ENDS_OWN:
                 self._ends.append(node)
             self.is_hidden |= type(node).__name__.startswith(_HIDING)
             for producer in _producers(node):
@@ -113,6 +127,8 @@ class Traced:
 
 def resolve(sources: Sources, came: Mapping[int, Gradient | None]) -> Gradient | None:
     """The gradient that is a sum of these. came: what came back for each crossing; None, and left out: no gradient."""
+    # A compiled node adds the gradients of all its outputs to all its inputs as far as the graph shows, so own and
+    # complete ones seem to meet in every parameter inside. Where only one kind comes in, there is no doubt.
     kinds = {came.get(each) if isinstance(each, int) else each for each in sources} - {None, "blurred"}
     if not kinds:
         return None
@@ -124,10 +140,10 @@ def resolve(sources: Sources, came: Mapping[int, Gradient | None]) -> Gradient |
 
 
 class SummedGradients:
-    """The whole parameters of a rank whose gradients are to be summed over the ranks along `tp`.
+    """The whole parameters of a rank whose gradients are summed over the ranks along `tp`.
 
-    It begins with what the rules say, and is put right by the graphs of losses. What no graph has reached yet stays as
-    the rules have it. Where a part of a graph is hidden, the rules decide, and have to name what they decide on.
+    It begins with what the rules say, and the graphs of losses correct it. A parameter that no graph has reached yet
+    stays as the rules have it. Where a part of a graph is hidden, the rules decide, and have to name the parameter.
     """
 
     def __init__(
@@ -150,21 +166,24 @@ class SummedGradients:
 
     @property
     def is_settled(self) -> bool:
-        """Whether graphs have reached all that is to be known."""
+        """Whether graphs have reached all parameters."""
         return not self._unseen
 
     def look_at(self, loss: torch.Tensor) -> None:
         """Learn from the graph of a loss. Raises ModelError for gradients that no sum makes right."""
+        # Once all parameters are known, the graphs of later steps are not walked: the walk is Python over every node.
+        # One graph is always walked, for the collectives in it (`_check_collectives`).
         if (self._unseen or not self._has_learned) and loss.grad_fn is not None:
             self.learn(Traced([(loss.grad_fn, "complete")]), {})
 
     def learn(self, traced: Traced, came: Mapping[int, Gradient | None]) -> None:
-        """Learn from a graph, of which `came` says what came back for crossings; raises as `look_at`."""
+        """Learn from a graph; `came`: what came back for its crossings. Raises as `look_at`."""
         self._has_learned = True
-        _check_movements(traced, came)
+        _check_collectives(traced, came)
         found: dict[str, Gradient] = {}
         for name, each in self._unseen.items():
             gradient = resolve(traced.leaves.get(each, frozenset()), came)
+            # Unreached in a graph with a hidden part: it may be a parameter inside of the hidden part.
             if gradient is None and traced.is_hidden:
                 gradient = "hidden"
             if gradient is not None:
@@ -187,7 +206,7 @@ class SummedGradients:
                 self.settle(name, gradient)
 
     def settle(self, name: str, gradient: Gradient) -> None:
-        """Take it as known what the gradient of a parameter is on each rank, here or on another stage."""
+        """Note what the gradient of a parameter is on each rank, as a graph here or on another stage shows."""
         self.names = self.names | {name} if gradient == "own" else self.names - {name}
         self.seen[name] = gradient
         self._unseen.pop(name, None)
@@ -199,10 +218,10 @@ _REMEDY = (
 )
 
 
-def _check_movements(traced: Traced, came: Mapping[int, Gradient | None]) -> None:
+def _check_collectives(traced: Traced, came: Mapping[int, Gradient | None]) -> None:
     """Raise ModelError where what a module gives is read in another way than it gives it."""
     for node, sources in traced.taken.items():
-        kind = movement_of(node)
+        kind = collective_of(node)
         assert kind is not None
         gradient = resolve(sources, came)
         if gradient in (None, "hidden", _TAKES[kind]):
@@ -215,7 +234,7 @@ def _check_movements(traced: Traced, came: Mapping[int, Gradient | None]) -> Non
                 f"own part (heads, columns, positions){_before(traced.readers(node))}, without a rule "
                 f"between; {_REMEDY}"
             )
-        verb = "leaves" if kind == "settle" else "takes"
+        verb = "leaves" if kind == "reduce_scatter" else "takes"
         raise ModelError(
             f"tensor.rules: {name} {verb} is this rank's part along tp, and is read as if it were whole; give what "
             "reads it a rule that gathers it (column(gather=1), or 'sequence' in the place of 'split'), or "
@@ -232,8 +251,8 @@ def _shown(names: list[str]) -> str:
 
 
 def _given(node: Any, sources: Sources) -> Sources:
-    """What a node gives to what it was made of."""
-    kind = movement_of(node)
+    """The sources that a node hands to its inputs."""
+    kind = collective_of(node)
     if kind in _BEGINS_OWN:
         return _COMPLETE
     if kind in _ENDS_OWN or is_cut_loss(node):
@@ -246,3 +265,19 @@ def _given(node: Any, sources: Sources) -> Sources:
 
 def _producers(node: Any) -> list[Any]:
     return [producer for producer, _ in node.next_functions if producer is not None]
+
+
+@torch.no_grad()
+def sum_over_ranks(gradients: Sequence[torch.Tensor], channel: Channel) -> None:
+    """Replace each gradient by its sum over the ranks of `channel`, which all give the same ones in the same order."""
+    if channel.size == 1 or not gradients:
+        return
+    collectives = TpCollectives(channel, "gradients of parameters that are whole along tp")
+    # One message per dtype, not one per gradient: norms of heads are many and small, and latency would dominate.
+    # Neighbours only, so that the order of messages is that of the gradients on every rank.
+    for _, group in groupby(gradients, key=lambda gradient: gradient.dtype):
+        alike = list(group)
+        lengths = [gradient.numel() for gradient in alike]
+        flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+        for gradient, total in zip(alike, collectives.sum_of(flat).split(lengths), strict=True):
+            gradient.copy_(total.view(gradient.shape))

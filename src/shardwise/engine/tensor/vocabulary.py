@@ -1,8 +1,15 @@
-"""The cross-entropy over a vocabulary that is cut over the ranks: logits stay where they are computed.
+"""The cross-entropy over a vocabulary that is cut over the ranks: logits stay on the rank that computed them.
 
-Of each token three numbers travel per rank: the largest logit, the sum of exponentials beside it, and the logit of the
-label on the rank that has it (a fourth, the sum of logits, under label smoothing). From them every rank computes the
-same loss; the gradient of a rank's logits needs nothing more (Shoeybi et al., 2019, Megatron-LM, arXiv:1909.08053).
+Per token three numbers are gathered from each rank: the largest logit, the sum of exponentials relative to it, and the
+logit of the label on the rank that has it (a fourth under label smoothing: the sum of logits). 6 tokens, label 4:
+
+    rank 0   logits 2 0 1 |            largest 2    sum e^0 + e^-2 + e^-1 = 1.503    label 0 (foreign)
+    rank 1              | 3 4 0        largest 4    sum e^-1 + e^0 + e^-4 = 1.386    label 4
+
+    on both  largest 4,  sum 1.503 e^(2-4) + 1.386 e^(4-4) = 1.590,  loss 4 + ln 1.590 - 4 = 0.464
+
+The gradient of a rank's logits is softmax minus one at the label, which needs ln of the whole sum and no exchange
+(Shoeybi et al., 2019, Megatron-LM, arXiv:1909.08053).
 """
 
 from typing import Any, Literal
@@ -13,24 +20,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from shardwise.engine.tensor.movements import Movements, is_fake
-from shardwise.engine.tensor.styles import ColumnStyle
+from shardwise.engine.tensor.styles import ColumnStyle, span_outside, style_of_head
+from shardwise.engine.tensor.tp_collectives import TpCollectives, widened
 from shardwise.errors import ModelError, PlanError
 
 Reduction = Literal["mean", "sum", "none"]
-
-_MARK = "_shardwise_vocabulary"
-
-
-def know_head(module: nn.Module, styled: ColumnStyle) -> None:
-    """The module leaves each rank its own outputs: a loss that is made for it finds out how they are cut."""
-    vars(module)[_MARK] = styled
-
-
-def forget_heads(model: nn.Module) -> None:
-    """No module leaves its outputs cut any more."""
-    for module in model.modules():
-        vars(module).pop(_MARK, None)
 
 
 class VocabularyCrossEntropy:
@@ -61,11 +55,14 @@ class VocabularyCrossEntropy:
         self._ignore_index = ignore_index
         self._reduction = reduction
         self._smoothing = label_smoothing
-        self._operation = self._compute  # one object: an operation is known by it
+        # `self._compute` is a new bound method at each access. The pipeline knows an operation by identity.
+        self._operation = self._compute
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The loss; logits (..., vocabulary or this rank's part of it), labels (...) without the last dim."""
-        if has_torch_function_unary(logits):  # between the stages of a pipeline
+        # Logits of another pipeline stage are a stand-in: the whole loss is one operation there, run by the stage
+        # that has them.
+        if has_torch_function_unary(logits):
             loss: torch.Tensor = handle_torch_function(self._operation, (logits, labels), logits, labels)
             return loss
         return self._compute(logits, labels)
@@ -77,11 +74,11 @@ class VocabularyCrossEntropy:
                 "have the shape of the logits without the last dim"
             )
         rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        styled: ColumnStyle | None = vars(self._head).get(_MARK)
+        styled = style_of_head(self._head)
         if styled is None:
-            rows = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+            # "none" and the reduction below, so that a head cut and a head whole take one path to the mean.
             losses = functional.cross_entropy(
-                rows,
+                widened(rows),
                 targets,
                 ignore_index=self._ignore_index,
                 reduction="none",
@@ -97,7 +94,7 @@ class VocabularyCrossEntropy:
 
     def _of_parts(self, rows: torch.Tensor, targets: torch.Tensor, styled: ColumnStyle) -> torch.Tensor:
         ranges = styled.style.ranges
-        own = ranges[styled.movements.rank]
+        own = ranges[styled.collectives.rank]
         if len(own) > 1:
             raise ModelError(
                 f"{styled.name!r} is cut in several parts on each rank; a head has the rule 'column' alone"
@@ -110,7 +107,7 @@ class VocabularyCrossEntropy:
             )
         size = max(end for each in ranges for _, end in each)
         losses: torch.Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            rows, targets, styled.movements, start, size, self._ignore_index, self._smoothing
+            rows, targets, styled.collectives, start, size, self._ignore_index, self._smoothing
         )
         return losses
 
@@ -123,15 +120,16 @@ class _CutCrossEntropy(torch.autograd.Function):
         ctx: Any,
         rows: torch.Tensor,
         targets: torch.Tensor,
-        movements: Movements,
+        collectives: TpCollectives,
         start: int,
         size: int,
         ignore_index: int,
         smoothing: float,
     ) -> torch.Tensor:
-        wide = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+        wide = widened(rows)
         ignored = targets == ignore_index
-        _check(targets.masked_fill(ignored, 0), size)
+        if found := span_outside(targets.masked_fill(ignored, 0), size):
+            raise IndexError(f"labels reach from {found[0]} to {found[1]}, but there are {size} tokens")
         foreign = (targets < start) | (targets >= start + wide.shape[-1]) | ignored
         places = (targets - start).masked_fill(foreign, 0)
         largest = wide.amax(-1)
@@ -142,20 +140,25 @@ class _CutCrossEntropy(torch.autograd.Function):
         ]
         if smoothing:
             numbers.append(wide.sum(-1))
-        of_ranks = movements.gathered(torch.stack(numbers))
+        # One message for all numbers of all tokens: a size that does not depend on the vocabulary.
+        of_ranks = collectives.gathered(torch.stack(numbers))
         largest = of_ranks[:, 0].amax(0)
+        # Each rank's sum is relative to its own largest logit. Brought to the largest of all, nothing overflows.
         weights = (of_ranks[:, 0] - _finite(largest)).exp()
         total, of_target = _added(of_ranks[:, 1] * weights), _added(of_ranks[:, 2])
+        # Every rank computes this from the same numbers in the same order: the loss has the same bits on all ranks.
         log_total = largest + total.log()
         losses = log_total - of_target
         if smoothing:
             mean = _added(of_ranks[:, 3]) / size
             losses = (1 - smoothing) * losses + smoothing * (log_total - mean)
+        # The logits themselves, not the softmax: it would be another tensor of their size, in float32.
         ctx.save_for_backward(rows, log_total, places, foreign, ignored)
         ctx.numbers = (size, smoothing)
         return losses.masked_fill_(ignored, 0)
 
     @staticmethod
+    # `log_total` is a constant here. A second derivative would miss what it contributes, so it is refused.
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, log_total, places, foreign, ignored = ctx.saved_tensors
@@ -163,6 +166,8 @@ class _CutCrossEntropy(torch.autograd.Function):
         shares = (rows.to(log_total.dtype) - log_total.unsqueeze(-1)).exp_()
         if smoothing:
             shares -= smoothing / size
+        # Minus one at the label, on the rank that has it: elsewhere `own` is 0, and adding it to place 0 changes
+        # nothing.
         own = foreign.logical_not().to(shares.dtype) * (1 - smoothing)
         shares.scatter_add_(-1, places.unsqueeze(-1), -own.unsqueeze(-1))
         shares *= gradients[0].masked_fill(ignored, 0).unsqueeze(-1)
@@ -170,7 +175,7 @@ class _CutCrossEntropy(torch.autograd.Function):
 
 
 def _finite(largest: torch.Tensor) -> torch.Tensor:
-    """What may be subtracted from logits: nothing where all of them are masked out (-inf)."""
+    """What is subtracted from logits: 0 where all of them are masked out, since -inf - -inf is nan."""
     return largest.masked_fill(largest == -torch.inf, 0)
 
 
@@ -180,16 +185,6 @@ def _added(values: torch.Tensor) -> torch.Tensor:
     for each in values[1:]:
         total += each
     return total
-
-
-def _check(targets: torch.Tensor, size: int) -> None:
-    """As torch itself would: a label that no rank has is an error."""
-    if is_fake(targets) or targets.numel() == 0:
-        return
-    if targets.is_cuda:
-        torch._assert_async(((targets >= 0) & (targets < size)).all())
-    elif not 0 <= int(targets.min()) <= int(targets.max()) < size:
-        raise IndexError(f"labels reach from {int(targets.min())} to {int(targets.max())}, but there are {size} tokens")
 
 
 def is_cut_loss(node: object) -> bool:

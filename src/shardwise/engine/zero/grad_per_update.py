@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import take_gradient, values_of
 from shardwise.engine.zero.grad_hooks import Collectors

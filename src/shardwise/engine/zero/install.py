@@ -8,8 +8,8 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.pipeline.module_outline import outline_of
-from shardwise.engine.pipeline.stage_parameters import StageParameters
+from shardwise.engine.pipeline.module_placement import outline_of
+from shardwise.engine.pipeline.stage_contents import StageParameters
 from shardwise.engine.wrapping import wrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch

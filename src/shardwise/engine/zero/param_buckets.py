@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.torch_dtypes import torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.counters import Counters
 from shardwise.engine.given_dtensors import values_of
 from shardwise.plan import Bucket, Segment, Slot

@@ -1,1 +1,1 @@
-"""Verification: a few updates under a layout, each compared with what one process makes of the same state and rows."""
+"""Verification: a few updates under a layout, each compared with one process from the same state and rows."""

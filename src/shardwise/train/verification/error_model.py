@@ -4,11 +4,20 @@ A sum of n terms in any order, each addition rounded with unit roundoff u, is of
 terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). For long chains of operations
 that bound grows far beyond what happens; taking rounding errors for independent gives a factor c sqrt(n) u instead of
 n u (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019), and that is what bounds values which were computed differently.
+
+    layout                    outputs     gradients of a microbatch     mean gradients        update
+    data ranks only           equal       equal                         (2n + 4) u            equal
+    stages                    equal       4 (u sqrt(calls) + ..)        of their terms        equal
+    ranks along tp            4 (u sqrt(calls) + 2^-24 sqrt(length)) of their size            equal
+
+`Closeness` says how far two tensors are from each other, as a fraction of such a bound.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import torch
 
 from shardwise.plan import Plan
 
@@ -22,6 +31,7 @@ UNIT_ROUNDOFF = {
 }
 """The largest relative error of one rounding, by dtype."""
 
+# Chosen, not derived: wide enough for every right layout of the tests, narrow enough for their planted faults.
 CONFIDENCE = 4.0
 """c above: how many standard deviations of a sum of independent roundings are allowed."""
 
@@ -34,10 +44,10 @@ UPDATE_ROUNDINGS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """What lies between a microbatch's inputs and one of its values."""
+    """The operations between a microbatch's inputs and one of its values."""
 
     num_calls: int
-    """Calls of modules so far: each rounds what it gives to its dtype."""
+    """Calls of modules so far: each rounds its output to its dtype."""
     length: int
     """Their reduction lengths added up; that of a call is the largest size of a dim of its parameters and output."""
     roundoff: float
@@ -69,7 +79,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorModel:
-    """What the arithmetic of a layout has in common with that of one process."""
+    """How the arithmetic of a layout differs from that of one process."""
 
     same_forward: bool
     """Every microbatch is computed by the same operations on the same numbers, on one rank."""
@@ -81,7 +91,7 @@ class ErrorModel:
     wire_roundoff: float
     """Of the dtype in which they travel between data ranks; 0 where they do not."""
     words: str
-    """Of what the layout does to the arithmetic."""
+    """The effect of the layout on the arithmetic, in words."""
 
     @classmethod
     def of(cls, plan: Plan) -> "ErrorModel":
@@ -91,6 +101,8 @@ class ErrorModel:
         added_in = max(UNIT_ROUNDOFF[precision.accumulate], UNIT_ROUNDOFF[precision.master])
         return cls(
             same_forward=mesh.pp * plan.pipeline.num_chunks * mesh.tp == 1,
+            # Only tp computes parts of one operation on several ranks. Stages and data ranks compute whole
+            # operations.
             same_up_to_order=mesh.tp == 1,
             num_data_ranks=num_data_ranks,
             sum_roundoff=min(added_in, UNIT_ROUNDOFF["float32"]) if precision.compute is None else added_in,
@@ -137,5 +149,96 @@ def _words(plan: Plan) -> str:
 
 
 def precision_words(plan: Plan) -> str:
-    """The roundoff of what travels between data ranks."""
+    """The roundoff of gradients that travel between data ranks."""
     return f"2^{round(math.log2(UNIT_ROUNDOFF[plan.precision.reduce]))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closeness:
+    """How far two tensors of one shape are from each other, as a fraction of the bound; above 1 is too far."""
+
+    ratio: float
+    """Infinite where a difference is not finite; never nan."""
+    at: int
+    """The row-major element that is furthest off."""
+    allowed: float
+    """There."""
+    ours: object
+    """In one process, there."""
+    theirs: object
+    """Under the layout, there."""
+
+    @property
+    def is_far(self) -> bool:
+        """Whether rounding does not explain it."""
+        # So that a nan, which is on no side of 1, would count as far.
+        return not self.ratio <= 1
+
+
+EQUAL = Closeness(ratio=0.0, at=0, allowed=0.0, ours=0.0, theirs=0.0)
+
+
+def by_element(ours: torch.Tensor, theirs: torch.Tensor, allowed: torch.Tensor) -> Closeness:
+    """Each element within its own bound. All are flat; values in float64 or complex128.
+
+    A bound that is not finite, as where one process has an infinity, allows no difference.
+    """
+    if not ours.numel():
+        return EQUAL
+    differences = _differences(ours, theirs)
+    allowed = torch.where(allowed.isfinite(), allowed, 0.0)
+    # Not 0 / 0: a bound of zero and no difference is what equal values have.
+    ratios = torch.where(differences == 0, 0.0, differences / allowed)
+    at = int(ratios.argmax())
+    return Closeness(
+        ratio=float(ratios[at]),
+        at=at,
+        allowed=float(allowed[at]),
+        ours=ours[at].item(),
+        theirs=theirs[at].item(),
+    )
+
+
+def by_size(ours: torch.Tensor, theirs: torch.Tensor, deviation: float, *, least_size: float = 0.0) -> Closeness:
+    """The root mean square of the difference within `deviation` of that of the values, and no element far outside.
+
+    least_size: what the values would be if the terms that they are sums of did not cancel; finite.
+    """
+    if not ours.numel():
+        return EQUAL
+    differences = _differences(ours, theirs)
+    sizes = ours.abs().nan_to_num(0.0, 0.0, 0.0)
+    size = max(_root_mean_square(sizes), least_size)
+    # Of its own size and of that of all: an element that is zero by cancelling has the rounding of the terms that
+    # cancelled.
+    bounds = ELEMENT_FACTOR * deviation * (sizes + size)
+    nearest = by_element(ours, theirs, bounds)
+    limit = deviation * size
+    root = _root_mean_square(differences)
+    # Many small differences that are alike exceed the root mean square, a single large one the bound of its element.
+    if not limit or root / limit <= nearest.ratio:
+        return nearest
+    at = int(differences.argmax())
+    return Closeness(ratio=root / limit, at=at, allowed=limit, ours=ours[at].item(), theirs=theirs[at].item())
+
+
+def _differences(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Absolute differences; 0 where both are the same infinity or nan, infinite where one is not finite."""
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    # A nan on one side only is as far off as an infinity: every comparison with it would else be false.
+    differences = (ours - theirs).abs().nan_to_num(float("inf"), float("inf"), float("inf"))
+    return torch.where(same, torch.zeros_like(differences), differences)
+
+
+def _root_mean_square(sizes: torch.Tensor) -> float:
+    """Of values that are not negative; without squares that leave the range of the dtype."""
+    largest = float(sizes.max())
+    if not 0 < largest < math.inf:
+        return largest
+    return largest * float((sizes / largest).square().mean().sqrt())
+
+
+def factor_between(ours: torch.Tensor, theirs: torch.Tensor) -> float | None:
+    """The number that ours are to be multiplied by to come nearest to theirs; None where ours are zero."""
+    square = float((ours.conj() * ours).real.sum())
+    return float((ours.conj() * theirs).real.sum()) / square if square else None

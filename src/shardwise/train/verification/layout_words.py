@@ -14,12 +14,13 @@ _OPENING, _CLOSING = "[{(", "]})"
 
 
 def read_layout(text: str) -> tuple[Mesh, list[str]]:
-    """The mesh, and the settings beside it in the form of `--set`.
+    """The mesh, and the other settings, in the form of `--set`.
 
     Words are parted by commas or spaces; those without a dot in their key are axes of the mesh ("pp=2"), which is
     replaced as a whole. Raises PlanError with every problem.
     """
     words = split_words(text)
+    # Settings have a table before a dot, axes of the mesh have none.
     axes = [word for word in words if "." not in word.partition("=")[0]]
     settings = [word for word in words if word not in axes]
     problems = [] if words else [f"layout {text!r} says nothing; write, for example, pp=2,tp=2"]
@@ -47,14 +48,16 @@ def layout_overrides(path: Path, text: str, overrides: Sequence[str]) -> tuple[M
     """
     mesh, settings = read_layout(text)
     sizes = zip(("pp", "dp_replicate", "dp_shard", "tp"), mesh.shape, strict=True)
+    # The layout comes last: it wins over `--set`, which is for settings of both sides.
     everything = [*overrides, *(f"mesh.{axis}={size}" for axis, size in sizes), *settings]
+    # A mesh with tp alone does not say which parameters are cut, and a plan without rules cuts none of them.
     if mesh.tp > 1 and not any(each.startswith("tensor.rules") for each in everything) and not _has_rules(path):
         everything.append("tensor.rules=auto")
     return mesh, everything
 
 
 def split_words(text: str) -> list[str]:
-    """Words between commas and spaces, which do not part what stands in quotes or brackets."""
+    """Words between commas and spaces; those inside quotes or brackets do not separate words."""
     words, depth, quote = [""], 0, ""
     for character in text:
         if quote:

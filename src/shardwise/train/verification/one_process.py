@@ -3,10 +3,14 @@
 The mean gradient is taken here, in float64, from what autograd gives for each microbatch: nothing of what adds up and
 averages in an engine takes part. The optimizer then gets the gradients of the layout, so that an update is compared
 apart from what it was given: where a gradient is nearly zero, Adam makes rounding errors as large as a learning rate.
+
+    load(state-N of the layout)  ->  forward, backward: outputs noted, gradients added up in float64 (hooks)
+    just before optimizer.step:      own gradients digested, then overwritten with gradients-N of the layout
+    after:                           own state, compared with state-N+1 of the layout
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -21,7 +25,7 @@ from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.batches import LossOfModel
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
-from shardwise.engine.tensor.deciding import decide
+from shardwise.engine.tensor.tensor_decision import decide
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program
@@ -30,7 +34,7 @@ from shardwise.train.verification.run_recording import NotedLoss, Notes, Recorde
 
 @dataclass(kw_only=True)
 class Terms:
-    """What the gradient of one parameter is added up from, over all microbatches."""
+    """The terms of the gradient of one parameter, over all microbatches."""
 
     total: torch.Tensor
     """The sum."""
@@ -42,7 +46,7 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnStep:
-    """What one process made of one update."""
+    """One update in one process."""
 
     notes: Notes
     report: StepReport
@@ -53,7 +57,7 @@ class OwnStep:
     state: dict[str, torch.Tensor]
     """After the update with the layout's gradients; views that hold until the next one."""
     gradient_digests: dict[str, str]
-    """Of the mean gradients as an engine in one process adds them up: what is equal to these is equal to the bit."""
+    """Of the mean gradients as an engine in one process adds them up, to find gradients that are equal to the bit."""
     written_buffers: frozenset[str]
     """The names of buffers that the forwards of this update have changed."""
 
@@ -64,6 +68,7 @@ class OneProcess:
     def __init__(self, program: Program, device: torch.device) -> None:
         self._channel = alone(device)
         self.model = program.build()
+        # Before `parallelize`: which parameters tp cuts is read from the plain model.
         portions = portions_along_tp(self.model, program)
         loss = None if program.loss is None else NotedLoss(program.loss)
         self._engine = parallelize(
@@ -86,14 +91,15 @@ class OneProcess:
         self.order = [name for name, each in self.model.named_parameters() if each.requires_grad]
         """The trained parameters, in the order of the model."""
         self.shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
+        # A hook on the tensor sees the gradient of one microbatch, before the engine adds it to its buffer.
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_hook(_AddTerm(self, name))
+                parameter.register_hook(self._term_hook(name))
         owner_of = {each: name for name, each in self.model.named_parameters()}
         for module in self.model.modules():
             names = [owner_of[each] for each in module._parameters.values() if each in owner_of]
             if names:
-                module.register_forward_hook(_NoteUses(self, names))
+                module.register_forward_hook(self._uses_hook(names))
         for optimizer in self._engine.optimizers:
             optimizer.register_step_pre_hook(self._take_gradients)
 
@@ -102,7 +108,8 @@ class OneProcess:
         return {piece.name: tensor for piece, tensor in self._engine.state().items()}
 
     def step(self, batch: Any, state: FilePath, gradients: Catalogue) -> OwnStep:
-        """One update from a state of the layout. `gradients`: what the layout's optimizer was given."""
+        """One update from a state of the layout. `gradients`: those that the layout's optimizer was given."""
+        # A checkpoint of any layout loads into one process: masters, buffers and what the optimizer keeps.
         load(str(state), self._engine, channel=self._channel)
         buffers = self._digests_of_buffers()
         self._terms, self._squares, self._digests, self._theirs = {}, {}, {}, gradients
@@ -137,6 +144,7 @@ class OneProcess:
 
     def add_term(self, name: str, gradient: torch.Tensor) -> None:
         """A microbatch gave a gradient."""
+        # In float64, where adding any number of float32 gradients rounds so little that it does not count.
         dense = wide(gradient.to_dense() if gradient.layout != torch.strided else gradient)
         if (terms := self._terms.get(name)) is None:
             self._terms[name] = Terms(total=dense.clone(), sizes=dense.abs())
@@ -146,6 +154,7 @@ class OneProcess:
 
     def note_uses(self, names: Sequence[str], module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """A module was called: how large its gradients would be if their terms had random signs."""
+        # A recomputation in backward calls the module again: its uses were noted in the forward.
         if in_backward() or not torch.is_grad_enabled():
             return
         if not isinstance(output, torch.Tensor) or not output.requires_grad or not output.ndim:
@@ -160,6 +169,9 @@ class OneProcess:
         }
         scales = {name: of_input.get(name, 1.0) for name in names}
 
+        # Terms of a weight's gradient are products of an input and a gradient of the output. With random signs the
+        # square of their sum is the sum of their squares. What is left after cancelling may be far smaller, but
+        # rounds like these.
         def note(gradient: torch.Tensor) -> None:
             square = float(wide(gradient.detach()).abs().square().sum()) / max(1, gradient.shape[-1])
             for name, scale in scales.items():
@@ -167,32 +179,21 @@ class OneProcess:
 
         output.register_hook(note)
 
+    def _term_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: self.add_term(name, gradient)
+
+    def _uses_hook(self, names: Sequence[str]) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        return lambda module, inputs, output: self.note_uses(names, module, inputs, output)
+
     def _take_gradients(self, *_: Any) -> None:
-        """Just before an optimizer steps: give it what the layout's was given."""
+        """Just before an optimizer steps: give it the gradients of the layout."""
         if self._theirs is None:
             return
         for piece, gradient in self._engine.gradients().items():
+            # The first optimizer that steps comes before any write: later ones find gradients of the layout here.
             self._digests.setdefault(piece.name, digest_of_values(gradient))
             if piece.name in self._theirs.tensors and self._theirs.tensors[piece.name].shape == gradient.shape:
                 gradient.copy_(self._theirs.read(piece.name))
-
-
-class _AddTerm:
-    def __init__(self, process: OneProcess, name: str) -> None:
-        self._process = process
-        self._name = name
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._process.add_term(self._name, gradient)
-
-
-class _NoteUses:
-    def __init__(self, process: OneProcess, names: Sequence[str]) -> None:
-        self._process = process
-        self._names = names
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self._process.note_uses(self._names, module, inputs, output)
 
 
 def _mean_square(tensor: torch.Tensor) -> float:

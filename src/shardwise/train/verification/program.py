@@ -1,18 +1,28 @@
-"""What is verified: a program of one process, and the plan under which it is to give the same numbers."""
+"""The subject of a verification: a program of one process, and a plan that has to give the same numbers.
+
+plan               one_process_plan          the batch of an update, 8 rows
+2 data ranks,      one rank,                 rank 0: rows 0-3 as microbatches 0-1, 2-3;  rank 1: 4-5, 6-7
+2 microbatches     4 microbatches            one process: 0-1, 2-3, 4-5, 6-7
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows
 from shardwise.engine.channels import DATA_AXES, data_rank_of
 from shardwise.errors import BatchError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh
+from shardwise.train.config import RunConfig
+from shardwise.train.corpus import read_corpus
+from shardwise.train.loop import LearningRateSchedule, as_batch
+from shardwise.train.run_build import build_loss, build_model, optimizer_factory
 
 Optimizers = Callable[[Iterable[nn.Parameter]], Any]
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -51,6 +61,8 @@ class Program:
             mesh=Mesh(),
             sharding=Sharding(stage=0),
             merge=Merge(microbatches=self.num_microbatches, average=self.plan.merge.average),
+            # Precision and clipping are arithmetic, and equal on both sides. Sharding, stages and tensor parallelism
+            # are the layout: the one process has none of them.
             precision=self.plan.precision,
             clip_grad_norm=self.plan.clip_grad_norm,
         )
@@ -60,6 +72,7 @@ class Program:
 
         BatchError, ModelError, PlanError or OptimizerError.
         """
+        # A module is callable too, and calling it would run its forward.
         if isinstance(self.make_model, nn.Module) or not callable(self.make_model):
             raise ModelError(
                 f"make_model is a {type(self.make_model).__name__}; give a function that builds the model anew "
@@ -76,6 +89,7 @@ class Program:
         if not self.batches:
             raise BatchError("there is no batch to verify with; give one for each update")
         for step, batch in enumerate(self.batches):
+            # Unequal microbatches would be cut at other rows in one process than on the data ranks.
             if (num_rows := count_rows(batch)) % self.num_microbatches or not num_rows:
                 raise BatchError(
                     f"batch {step} has {num_rows} rows, which cannot be cut into {self.num_microbatches} equal "
@@ -96,8 +110,27 @@ class Program:
 
 
 def rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """Some rows of a batch; what has no rows goes along."""
+    """Some rows of a batch; entries without rows go along."""
     return {
         name: value[start:stop] if isinstance(value, torch.Tensor) and value.ndim else value
         for name, value in batch.items()
     }
+
+
+def configured(config: RunConfig, *, steps: int) -> Program:
+    """The first updates of the run, under the plan of `config`."""
+    corpus = read_corpus(config.data, config.folder)
+    rows = config.train.global_batch
+    schedule = LearningRateSchedule.of(config.train)
+    return Program(
+        make_model=lambda: build_model(config),
+        plan=config.plan,
+        batches=[
+            as_batch(corpus.rows(np.arange(step * rows, (step + 1) * rows, dtype=np.int64), seed=config.train.seed))
+            for step in range(steps)
+        ],
+        optimizer=optimizer_factory(config),
+        loss=build_loss(config),
+        scheduler=lambda optimizer: LambdaLR(optimizer, schedule),
+        seed=config.train.seed,
+    )

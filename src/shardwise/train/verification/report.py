@@ -1,4 +1,4 @@
-"""What a verification found, as values and as text."""
+"""The findings of a verification, as values and as text."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ class Divergence:
     """The first tensor, in the order of one process's program, that differs by more than rounding."""
 
     kind: str
-    """What it is: "output", "gradient of a microbatch", "mean gradient", "updated", .."""
+    """The kind of tensor: "output", "gradient of a microbatch", "mean gradient", "updated", .."""
     tensor: str
     """Its name: of a parameter, of an entry of the state, or where it is in a module's output."""
     module: str
@@ -32,7 +32,7 @@ class Divergence:
     allowed: float
     """The difference that rounding explains."""
     explanation: str = ""
-    """What the difference looks like."""
+    """A description of the difference."""
 
     def text(self) -> str:
         """One paragraph."""
@@ -59,7 +59,7 @@ class Tally:
     num_equal: int
     """Equal to the bit."""
     worst: float
-    """The largest difference, as a fraction of what rounding explains."""
+    """The largest difference, as a fraction of the bound on rounding."""
 
     def text(self) -> str:
         """For a line."""
@@ -91,7 +91,7 @@ class StepComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationReport:
-    """What a verification found."""
+    """The findings of a verification."""
 
     verdict: Verdict
     """equal: every tensor to the bit; rounding: within the error model; diverges: see `divergence`.
@@ -105,7 +105,7 @@ class VerificationReport:
     """Up to the first that diverges."""
     divergence: Divergence | None
     remarks: tuple[str, ...] = ()
-    """What was not compared, and what else has to be known to judge."""
+    """Tensors that were not compared, and other facts that a reader needs to judge."""
 
     def text(self) -> str:
         """All of it, the verdict last."""
@@ -126,6 +126,7 @@ class VerificationReport:
         held = json.loads(packed)
         divergence = held["divergence"]
         if divergence is not None and divergence["index"] is not None:
+            # JSON has no tuples: without this a report would not equal the one that was packed.
             divergence["index"] = tuple(divergence["index"])
         return cls(
             verdict=held["verdict"],

@@ -1,7 +1,10 @@
 """One update under the layout against one process, in the order of the program of the latter.
 
-For each microbatch: what modules give, the loss, the gradients that come back; then the loss of all, the mean gradients
-(last parameters first), their norm, and what the update makes of parameters, buffers and optimizer state.
+    for each microbatch    outputs of modules in the order of calls, the loss, gradients in the order of backward
+    once                   loss of all, mean gradients (last parameters first), their norm
+    after the update       parameters, buffers, optimizer state; pieces that several ranks hold
+
+The first tensor that differs by more than rounding is named: what comes later may differ only because of it.
 """
 
 import math
@@ -12,11 +15,19 @@ import torch
 
 from shardwise.checkpoint import Catalogue
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.torch_dtypes import dtype_name
-from shardwise.plan.state_names import is_state_name
-from shardwise.train.verification.closeness import EQUAL, Closeness, by_element, by_size
-from shardwise.train.verification.error_model import UNIT_ROUNDOFF, UPDATE_ROUNDINGS, ErrorModel, Path
-from shardwise.train.verification.layout_notes import LayoutNotes
+from shardwise.comm.local_tensors import dtype_name
+from shardwise.plan.names import is_state_name
+from shardwise.train.verification.error_model import (
+    EQUAL,
+    UNIT_ROUNDOFF,
+    UPDATE_ROUNDINGS,
+    Closeness,
+    ErrorModel,
+    Path,
+    by_element,
+    by_size,
+)
+from shardwise.train.verification.layout_run import LayoutNotes
 from shardwise.train.verification.mean_gradients import MeanGradients
 from shardwise.train.verification.one_process import OwnStep
 from shardwise.train.verification.program import Program
@@ -68,10 +79,11 @@ class StepComparer:
 
     def first_divergence(self) -> Divergence | None:
         """None where all is equal or rounding."""
+        # A generator: what comes after the first divergence is not computed.
         return next(self._divergences(), None)
 
     def summary(self) -> StepComparison:
-        """What was compared."""
+        """The tallies of the tensors that were compared."""
         return StepComparison(
             step=self._step,
             loss=self._layout.report.loss,
@@ -85,7 +97,7 @@ class StepComparer:
         )
 
     def remarks(self) -> list[str]:
-        """What was not compared, known when `first_divergence` has looked at all of it."""
+        """The tensors that were not compared, known once `first_divergence` has looked at all."""
         kinds = [f"{number} {kind}" for kind, number in self._not_compared.items()]
         if not kinds:
             return self._remarks
@@ -96,6 +108,7 @@ class StepComparer:
         if computed != len(self._layout.counted):
             fewer = self._divergence("batch", "microbatches of all data ranks", "", EQUAL, None)
             yield replace(fewer, one_process=f"{computed}", layout=f"{len(self._layout.counted)}")
+        # One process leaves out microbatches of weight 0 too, and counts on without them.
         for own_number, number in enumerate(self._layout.counted):
             yield from self._of_outputs(own_number, number)
             yield from self._of_contributions(own_number, number)
@@ -112,6 +125,7 @@ class StepComparer:
             if key.microbatch != own_number:
                 continue
             place = key.place or ("loss" if key.module == LOSS else "output")
+            # Several ranks may have one output: ranks along tp, or all of them for a module without a stage.
             told = self._layout.outputs.get(key._replace(microbatch=number), ())
             if not told:
                 yield from self._of_missing("output", place, key.module, OUTPUTS, number)
@@ -131,6 +145,8 @@ class StepComparer:
             kind = "gradient of" if key.part < 0 else f"gradient of the part on rank {key.part} along tp of"
             theirs = self._layout.gradients.get(key._replace(microbatch=number))
             if theirs is None:
+                # A parameter that is cut has parts in the layout, and is compared part by part: the whole one is
+                # then not missing.
                 if not self._layout.has_gradient(name, number, cut=key.part < 0):
                     yield from self._of_missing(kind, name, _module_of(name), PER_MICROBATCH, number)
                 continue
@@ -143,6 +159,8 @@ class StepComparer:
             found = self._of_noted(ours, theirs.noted, path, is_exact=self._model.same_forward, least_size=least)
             if found is None:
                 continue
+            # Parameters whose gradients are equal in every microbatch get the narrow bound of `of_sum` for their
+            # mean.
             if found.ratio == 0 and key.part < 0:
                 self._num_equal[name] = self._num_equal.get(name, 0) + 1
             if self._is_far(PER_MICROBATCH, found):
@@ -150,6 +168,7 @@ class StepComparer:
 
     def _of_missing(self, kind: str, tensor: str, module: str, tally: str, microbatch: int) -> Iterator[Divergence]:
         """No rank has it. Ranks along tp may do without modules, and compute with parts; others compute the same."""
+        # Under tp a module may be replaced by parts that are no calls of it: counted, and said in a remark.
         if not self._model.same_up_to_order:
             self._not_compared[tally] = self._not_compared.get(tally, 0) + 1
             return
@@ -175,10 +194,13 @@ class StepComparer:
         self, ours: Noted, theirs: Noted, path: Path, *, is_exact: bool, least_size: float = 0.0
     ) -> Closeness | None:
         """None where rounding may turn a choice, and nothing can be said."""
+        # Digests are of all elements: where they are equal, nothing else has to be looked at.
         if ours.digest == theirs.digest and ours.dtype == theirs.dtype:
             return EQUAL
         if ours.dtype != theirs.dtype:
             return Closeness(ratio=math.inf, at=0, allowed=0.0, ours=ours.dtype, theirs=theirs.dtype)
+        # Whole numbers and bools (an index, a mask) are choices: where floats round differently, a choice may turn,
+        # and there is no bound for that.
         if is_exact or not is_number(ours.dtype):
             if not self._model.same_up_to_order:
                 return None
@@ -192,6 +214,7 @@ class StepComparer:
 
     def _of_loss(self) -> Iterator[Divergence]:
         ours, theirs = self._own.report, self._layout.report
+        # Losses of microbatches are equal then; only their sum over ranks is taken in another order, in float64.
         deviation = 0.0 if self._model.same_up_to_order else self._own.path.deviation
         allowed = (deviation + 1e-15 * (1 + len(self._layout.counted))) * abs(ours.loss)
         found = by_element(_one(ours.loss), _one(theirs.loss), _one(allowed))
@@ -211,6 +234,7 @@ class StepComparer:
             numbers[key.parameter] = numbers.get(key.parameter, 0) + (key.part < 0)
         rounded = {name for name, number in numbers.items() if self._num_equal.get(name) != number}
         means = MeanGradients(self._program, self._model, self._own, self._layout, rounded)
+        # In float64, and of all parameters: the norm of the engine in one process is part of what is verified.
         self._norm = means.norm
         stored = self._gradients.tensors
         for name in means.names():
@@ -230,10 +254,13 @@ class StepComparer:
                     "mean gradient of", name, _module_of(name), found, None, microbatch=microbatch, shape=theirs.shape
                 )
                 yield replace(where, explanation=words)
+        # After all parameters: a factor near one hides in each of them and shows in all together.
         if (common := means.common_factor()) is not None and common[1].is_far:
             name, found = common
             where = self._divergence("mean gradient of", name, _module_of(name), found, None)
             yield replace(where, explanation="The values are a factor that all gradients have in common")
+        # An all-zero gradient is what an engine may have for a parameter that no microbatch used; any other is a
+        # fault.
         for name in stored:
             if name not in self._own.terms and bool(self._gradients.read(name).any()):
                 unused = self._divergence("mean gradient of", name, _module_of(name), EQUAL, None)
@@ -243,6 +270,7 @@ class StepComparer:
             yield self._divergence("norm", "norm of all gradients", "", found, None)
 
     def _of_state(self) -> Iterator[Divergence]:
+        # Tied parameters have one entry and further names: one process may name another of them.
         theirs_of = {**self._state.contents.aliases, **{name: name for name in self._state.tensors}}
         for name, ours in self._own.state.items():
             if name not in theirs_of:
@@ -279,7 +307,7 @@ class StepComparer:
     # Words ----------------------------------------------------------------------------------------------------------
 
     def _is_far(self, kind: str, found: Closeness, *, is_equal: bool | None = None) -> bool:
-        """Count it; whether rounding does not explain it. `is_equal`: where that is not what has been compared."""
+        """Count it; whether rounding does not explain it. `is_equal`: to the bit, where `found` compares in float64."""
         count = self._counts.setdefault(kind, _Count())
         count.compared += 1
         equal = found.ratio == 0 if is_equal is None else is_equal
@@ -302,6 +330,7 @@ class StepComparer:
     ) -> Divergence:
         at, whole = found.at, tuple(shape)
         if noted is not None:
+            # The sample has places of its own: the element is named by its index in the whole tensor.
             at, whole = int(places(noted.num_elements)[found.at]) if noted.num_elements else 0, noted.shape
         return Divergence(
             kind=kind,
@@ -370,6 +399,7 @@ def _shown(value: object) -> str:
 
 
 def _module_of(name: str) -> str:
-    """The module that holds a parameter or buffer, or what an optimizer keeps for one."""
+    """The module that holds a parameter or buffer, or the parameter that a state of the optimizer belongs to."""
+    # "optimizer/layers.0.weight/exp_avg" belongs to the module of layers.0.weight.
     plain = name.removeprefix("optimizer/").rpartition("/")[0] if is_state_name(name) else name
     return plain.rpartition(".")[0]

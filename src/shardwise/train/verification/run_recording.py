@@ -1,10 +1,14 @@
-"""What a model computes in an update, noted by hooks: outputs of modules, losses, gradients of each microbatch.
+"""The values of a model in an update, noted by hooks: outputs of modules, losses, gradients of each microbatch.
 
-Of a tensor with many elements a sample is kept, at places that depend on their number alone, and a digest of all.
+Of a tensor with many elements a sample is kept, at places that depend on their number alone, and a digest of all. The
+digest says whether two tensors are equal to the bit, the sample how far apart they are where they are not.
+
+    begin -> forward of microbatch 0: OutputKey(0, "layers.3", call 0, "") ...  backward: GradientKey(0, "layers.3.w")
+          -> forward of microbatch 1: ...                                       -> take: the notes of one update
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,12 +18,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.torch_dtypes import dtype_name
+from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.batches import Batch, LossFunction
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_values import StageTensor
-from shardwise.engine.tensor.cutting import portion_of
+from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 
@@ -72,13 +76,13 @@ class Noted(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """What lies before the tensor in its forward."""
+        """The calls before the tensor in its forward."""
         return Path(num_calls=self.num_calls, length=self.length, roundoff=self.roundoff)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notes:
-    """What one rank computed in one update, in its order; microbatches are counted as the rank computes them."""
+    """The tensors of one rank in one update, in its order; microbatches are counted as the rank computes them."""
 
     outputs: dict[OutputKey, Noted]
     gradients: dict[GradientKey, Noted]
@@ -92,7 +96,7 @@ class Notes:
 
     @classmethod
     def unpacked(cls, packed: Mapping[str, Any]) -> "Notes":
-        """From what `packed` gave."""
+        """From the result of `packed`."""
         return cls(
             outputs={OutputKey(*key): Noted(*noted) for key, noted in packed["outputs"]},
             gradients={GradientKey(*key): Noted(*noted) for key, noted in packed["gradients"]},
@@ -104,6 +108,8 @@ def places(num_elements: int) -> torch.Tensor:
     """The row-major elements that are kept of so many: all, or as many as can be kept, spread at random."""
     if num_elements <= SAMPLED_ELEMENTS:
         return torch.arange(num_elements)
+    # Seeded by the number of elements: ranks and the one process choose the same places without a word between them.
+    # At random, because regular places would hit the same columns of a matrix in each row.
     generator = torch.Generator().manual_seed(num_elements)
     drawn: torch.Tensor = torch.randint(num_elements, (SAMPLED_ELEMENTS,), generator=generator).unique()
     return drawn
@@ -120,7 +126,7 @@ def is_number(dtype: str) -> bool:
 
 
 class Recorder:
-    """Notes what goes through one model, from `begin` to `take`."""
+    """Notes the outputs and gradients of one model, from `begin` to `take`."""
 
     def __init__(
         self,
@@ -137,12 +143,14 @@ class Recorder:
         self._is_on = False
         self._microbatch = -1
         self._clear()
-        self._handles = [model.register_forward_pre_hook(_Beginning(self), prepend=True)]
+        # Closures, not `functools.partial`: the pipeline knows hooks of this package by `__module__` and runs them with
+        # their module, on its stage. Hooks of others it calls on all ranks, after the module, with values of stages.
+        self._handles = [model.register_forward_pre_hook(lambda *_: self.enter_model(), prepend=True)]
         self._handles += [
-            module.register_forward_hook(_RecordedOutput(self, name)) for name, module in model.named_modules()
+            module.register_forward_hook(self._output_hook(name)) for name, module in model.named_modules()
         ]
         self._handles += [
-            parameter.register_hook(_Gradient(self, name))
+            parameter.register_hook(self._gradient_hook(name))
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
@@ -154,7 +162,7 @@ class Recorder:
         self._is_on = True
 
     def take(self) -> Notes:
-        """What was noted in the update, which has ended."""
+        """The notes of the update, which has ended."""
         self._is_on = False
         notes = Notes(outputs=self._outputs, gradients=self._gradients)
         self._clear()
@@ -175,6 +183,7 @@ class Recorder:
         if not self._is_on or in_backward():  # what is computed again in backward was noted
             return
         found = list(_tensors(output))
+        # A pipeline tries a call on fake tensors on every rank, and runs hooks of this package in the trial too.
         if any(isinstance(each, FakeTensor) for _, each in found):  # only its shape is asked for
             return
         number = self._number()
@@ -182,10 +191,13 @@ class Recorder:
         self._calls[number, name] = call + 1
         held = [] if module is None else [each for each in module._parameters.values() if each is not None]
         sizes = [size for each in (*held, *(tensor for _, tensor in found)) for size in each.shape]
+        # Calls in a row are taken for a chain: a bound that is too wide for a branch, never too narrow.
         before = self._paths.get(number, Path.beginning())
         path = before.after(length=max(sizes, default=1), dtypes=[dtype_name(tensor.dtype) for _, tensor in found])
         self._paths[number] = path
         for place, tensor in found:
+            # The path goes on for outputs of other ranks too: their descriptions are known here, and calls count
+            # alike.
             if (local := local_of(tensor)) is not None:
                 key = OutputKey(number, name, call, place)
                 self._outputs[key] = noted_of(local, path)
@@ -198,15 +210,26 @@ class Recorder:
         dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
         path = self._paths.get(key.microbatch, Path.beginning())
         noted = noted_of(dense, path)
+        # The one process has the whole gradient: it is noted part by part as well, to be compared with what each
+        # rank has.
         for rank, portions in enumerate(self._portions):
             if name in portions:
                 part = portion_of(dense.detach(), portions[name])
                 self._gradients[key._replace(part=rank)] = noted_of(part, path)
         if (before := self._gradients.get(key)) is not None:  # of another stage on this rank
+            # No digest of the sum exists: the two parts have been seen at different times.
             noted = noted._replace(sample=before.sample + noted.sample, digest="")
         self._gradients[key] = noted
 
+    def _output_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, _, output: self.note_output(name, module, output)
+
+    def _gradient_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: self.note_gradient(name, gradient)
+
     def _number(self) -> int:
+        # A pipeline works on microbatches in the order of its schedule, several at a time: the model's calls cannot
+        # be counted.
         if self._runner is not None and (flow := self._runner.flow) is not None:
             return flow.number
         return self._microbatch
@@ -224,7 +247,7 @@ class NotedLoss:
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
         self.recorder: Recorder | None = None
-        """Who notes, once it is there."""
+        """Set once the model has its hooks."""
 
     def __call__(self, output: Any, batch: Batch) -> torch.Tensor:
         """The loss of a microbatch."""
@@ -234,34 +257,6 @@ class NotedLoss:
         return value
 
 
-class _Beginning:
-    """A hook. Objects of this room's classes run with their module and are told to no other rank."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def __call__(self, *_: Any) -> None:
-        self._recorder.enter_model()
-
-
-class _RecordedOutput:
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder = recorder
-        self._name = name
-
-    def __call__(self, module: nn.Module, _: Any, output: Any) -> None:
-        self._recorder.note_output(self._name, module, output)
-
-
-class _Gradient:
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder = recorder
-        self._name = name
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._recorder.note_gradient(self._name, gradient)
-
-
 def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of an output; None where another rank has them."""
     local = tensor.value.local if isinstance(tensor, StageTensor) else tensor
@@ -269,8 +264,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def noted_of(tensor: torch.Tensor, path: Path) -> Noted:
-    """What is kept of a tensor."""
+    """A tensor as it is kept: a digest and a sample."""
     dense = tensor.detach()
+    # On the device of the tensor: only the sample is copied to the CPU.
     kept = dense.reshape(-1)[places(dense.numel()).to(dense.device)]
     return Noted(
         shape=tuple(dense.shape),

@@ -1,4 +1,12 @@
-"""Verification of a program under a plan: run it, repeat every update in one process, compare."""
+"""Verification of a program under a plan: run it, repeat every update in one process, compare.
+
+    ranks          state 0 -> update 0 -> state 1 -> update 1 -> state 2        each state is saved, gradients too
+                      |                      |
+    one process    load 0, update 0       load 1, update 1                      compare with what the ranks left
+
+One process starts each update from the layout's state, not from its own: rounding of one update then does not grow over
+the next ones, and a wrong update is found where it happened.
+"""
 
 import math
 import tempfile
@@ -14,8 +22,7 @@ from shardwise.comm import Channel, simulate
 from shardwise.engine.batches import Batch, LossFunction, LossWeight
 from shardwise.plan import Plan
 from shardwise.train.verification.error_model import ErrorModel
-from shardwise.train.verification.layout_notes import LayoutNotes
-from shardwise.train.verification.layout_run import gradients_folder, run_layout, state_folder
+from shardwise.train.verification.layout_run import LayoutNotes, gradients_folder, run_layout, state_folder
 from shardwise.train.verification.one_process import OneProcess
 from shardwise.train.verification.program import Optimizers, Program, Scheduler
 from shardwise.train.verification.report import Divergence, StepComparison, Verdict, VerificationReport
@@ -45,7 +52,7 @@ def verify(
     batches: the rows of all data ranks together; each is cut into `plan.merge.microbatches` per data rank.
     optimizer: a function of the list of the model's parameters; also `loss`, `loss_weight`: as for `parallelize`.
     scheduler: a function from an optimizer to its learning-rate scheduler.
-    channel: the ranks that train, all of which make this call and get the report; None: simulated ranks. Rank 0
+    channel: the ranks that train; all of them make this call and get the report; None: simulated ranks. Rank 0
         compares, while others wait for it as long as the channel lets them for each update.
     folder: where ranks leave what they compute until it is compared, in a new folder inside, which is removed; all of
         them see it. None: among temporary files, for ranks of one host.
@@ -78,12 +85,16 @@ def verify_simulated(program: Program, *, title: str = "", timeout_seconds: floa
         def run(channel: Channel) -> None:
             run_layout(program, channel, folder)
 
+        # The ranks finish before the comparison begins: both would use the random generators and threads of this
+        # process.
         simulate(program.plan.mesh.size, run, timeout_seconds=timeout_seconds)
         return compare_with_one_process(program, folder, torch.device("cpu"), title=title)
 
 
 def _verify_on(channel: Channel, program: Program, folder: Path | str | None) -> VerificationReport:
     with ExitStack() as stack:
+        # Rank 0 makes the folder and removes it. All ranks then open it by the same path, so they have to see one
+        # storage.
         name = ""
         if channel.rank == 0:
             name = stack.enter_context(_fresh_folder(channel, folder))
@@ -91,6 +102,8 @@ def _verify_on(channel: Channel, program: Program, folder: Path | str | None) ->
         place.mkdir(parents=True, exist_ok=True)
         run_layout(program, channel, place)
         if channel.rank > 0:
+            # Ranks take part in an exchange per update: a wait for the whole comparison would exceed the channel's
+            # time limit.
             while not (packed := channel.exchange(b"", purpose=_PROGRESS)[0]):
                 pass  # rank 0 has compared one more update
             return VerificationReport.unpacked(packed)
@@ -99,6 +112,7 @@ def _verify_on(channel: Channel, program: Program, folder: Path | str | None) ->
                 program, place, channel.device, after_step=lambda: channel.exchange(b"", purpose=_PROGRESS)
             )
         except BaseException as error:
+            # The others wait in an exchange: without this they would learn of the error at their time limit only.
             channel.abort(f"{type(error).__name__} in a comparison with one process: {error}")
             raise
         channel.exchange(report.packed(), purpose=_PROGRESS)
@@ -107,12 +121,13 @@ def _verify_on(channel: Channel, program: Program, folder: Path | str | None) ->
 
 @contextmanager
 def _fresh_folder(channel: Channel, inside: Path | str | None) -> Iterator[str]:
-    """A folder that nothing is in, so that what an earlier verification left is never read; removed at the end."""
+    """An empty folder, so that notes of an earlier verification are never read; removed at the end."""
     try:
         if inside is not None:
             Path(inside).mkdir(parents=True, exist_ok=True)
         made = tempfile.TemporaryDirectory(
             prefix="shardwise-",
+            # Absolute, because ranks may run in other working folders.
             dir=None if inside is None else Path(inside).absolute(),
             ignore_cleanup_errors=True,  # after an error, other ranks may still write
         )
@@ -131,8 +146,9 @@ def compare_with_one_process(
     title: str = "",
     after_step: Callable[[], object] = lambda: None,
 ) -> VerificationReport:
-    """Repeat in one process what the ranks left in `folder`, up to the first update that diverges."""
+    """Repeat in one process the updates that ranks left in `folder`, up to the first that diverges."""
     own = OneProcess(program, device)
+    # A model that is built differently on the ranks would make every later comparison fail in a less clear place.
     divergence = initial_divergence(own.state(), open_checkpoint(str(state_folder(folder, 0))))
     steps: list[StepComparison] = []
     remarks = dict.fromkeys(_about_dropout(program, own.model))
@@ -155,14 +171,16 @@ def compare_with_one_process(
         )
         divergence = comparer.first_divergence()
         steps.append(comparer.summary())
+        # A dict keeps the order and has each remark once, though each update makes it again.
         remarks |= dict.fromkeys(comparer.remarks())
+        # Not a number equals everything or nothing: such an update proves nothing about the layout.
         if repeated.report.skipped or not math.isfinite(repeated.report.loss):
             unknown.append(step)
         after_step()
     if unknown:
         steps_in_words = f"update{'s' if len(unknown) > 1 else ''} {', '.join(map(str, unknown))}"
         remarks[
-            f"not compared: {steps_in_words}, whose loss or gradient is not finite, in one process too; mend the data, "
+            f"not compared: {steps_in_words}, whose loss or gradient is not finite, in one process too; fix the data, "
             "the model or the loss to verify"
         ] = None
     are_equal = all(each.num_compared == each.num_equal for step in steps for each in step.tallies)
@@ -214,4 +232,5 @@ def _about_dropout(program: Program, model: nn.Module) -> list[str]:
 def _drops(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
+    # Attention keeps its rate in an attribute ("dropout", "attn_pdrop") and calls the function.
     return any("drop" in key and isinstance(value, float) and 0 < value < 1 for key, value in vars(module).items())

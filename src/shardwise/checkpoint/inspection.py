@@ -1,0 +1,318 @@
+"""Inspection: look into a checkpoint of any format and read any part of it, and verify every byte of a save.
+
+Both work in one process. A save may be removed while it is read, by a saver that keeps the newest only: then the files
+that are missing are no damage, and the error says what happened (`was_removed`), or the newer save is taken.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.blocks import num_blocks
+from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.foreign import recognise
+from shardwise.checkpoint.manifest import MANIFEST, unpacked
+from shardwise.checkpoint.read_plan import BlockSpan, Wanted, missing, plan_reads
+from shardwise.checkpoint.reading import BatchReader, batches_of, check_file
+from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
+from shardwise.checkpoint.saves import folder_of, list_saves, load_contents, metadata_files, select, strays
+from shardwise.checkpoint.sources import read_contents, was_removed, with_contents
+from shardwise.checkpoint.stores import Address, Store, store_of
+from shardwise.comm import Channel, alone
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.errors import CheckpointError, PlanError, few_of
+from shardwise.space import Box, Piece, check_cover
+
+__all__ = ["Catalogue", "Index", "VerifyReport", "open", "verify", "verify_all"]
+
+Index = Box | slice | Sequence[slice]
+"""A box of indices: a Box, or slices with step 1; missing ones take whole dims."""
+
+
+class Catalogue:
+    """What a checkpoint holds. Made by `shardwise.checkpoint.open`; nothing but metadata has been read.
+
+    >>> catalogue = open("runs/demo/checkpoints")               # doctest: +SKIP
+    >>> catalogue.tensors["embed.weight"].shape                  # doctest: +SKIP
+    (32000, 4096)
+    >>> catalogue.read("embed.weight", slice(0, 10)).shape       # doctest: +SKIP
+    torch.Size([10, 4096])
+    """
+
+    def __init__(self, store: Store, contents: Contents) -> None:
+        self.contents = contents
+        """Everything that the metadata says."""
+        self._store = store
+        # Reads are those of a load on one rank; they meet no other.
+        self._channel: Channel = alone("cpu")
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Every tensor by name: dtype, shape, pieces."""
+        return self.contents.tensors
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the user saved besides the tensors."""
+        extra: dict[str, Any] = unpacked(self.contents.extra)
+        return extra
+
+    @property
+    def step(self) -> int | None:
+        """The step at which it was saved."""
+        return self.contents.step
+
+    @property
+    def location(self) -> str:
+        """Path or address of the save."""
+        return self.contents.location
+
+    def read(self, name: str, index: Index | None = None, *, verify: bool = True) -> torch.Tensor:
+        """A tensor, or the part of it at `index`, on the CPU in the dtype in which it is stored.
+
+        name: as stored, or one that it is tied to. verify: compare the blocks that are touched with their checksums;
+        without it exactly the bytes of the part are read.
+        Raises CheckpointError for an unknown name, an index outside the tensor, and damage.
+        """
+        stored = self._stored(name)
+        piece = _piece_at(stored, index)
+        if lacking := missing(stored.pieces, piece) if piece.num_elements else 0:
+            raise CheckpointError(
+                f"{self.location}: {lacking} of {piece.num_elements} elements of {piece} are in no file"
+            )
+        result = torch.empty(piece.shape, dtype=torch_dtype(piece.dtype))
+        if not piece.num_elements:
+            return result
+        try:
+            self._fill(result, stored, piece, verify=verify)
+        except CheckpointError as error:
+            if not was_removed(self._store, self.contents):
+                raise
+            raise CheckpointError(
+                f"{self.location} was removed since it was opened, by prune or by a saver that keeps the newest only; "
+                "open it again"
+            ) from error
+        return result
+
+    def _fill(self, result: torch.Tensor, stored: StoredTensor, piece: Piece, *, verify: bool) -> None:
+        wanted = [Wanted(piece, stored.name)]
+        # A block is read as a whole to be verified; without that exactly the bytes of the part are.
+        if not (verify and self.contents.verifiable):
+            read_exactly(self._channel, self._store, stored.pieces, wanted, [result])
+            return
+        plan = plan_reads(stored.pieces, [wanted], 0, block_bytes=self.contents.block_bytes, readers={0})
+        read_in_rounds(
+            self._channel, self._store, self.contents, stored.pieces, plan, [result], verify=True, twice=False
+        )
+
+    def _stored(self, name: str) -> StoredTensor:
+        found = self.tensors.get(name) or self.tensors.get(self.contents.aliases.get(name, name))
+        if found is None:
+            # Most unknown names lack a prefix such as "model.", or have one too many.
+            near = [each for each in self.tensors if name in each or each in name][:5]
+            hint = f"; names like it: {', '.join(near)}" if near else ""
+            raise CheckpointError(f"{self.location} has no tensor {name!r}{hint}")
+        return found
+
+
+def open(path: Address, *, step: int | None = None) -> Catalogue:  # noqa: A001 - the promised name
+    """Look into the checkpoint at `path`: the newest save of a folder, or the newest of `step`; see `load` for paths.
+
+    Raises CheckpointError when there is none or its metadata is damaged.
+    """
+    store = store_of(path)
+    return Catalogue(store, read_contents(store, step=step))
+
+
+def _piece_at(stored: StoredTensor, index: Index | None) -> Piece:
+    """The part of a tensor at an index."""
+    whole = stored.whole
+    if index is None:
+        return whole
+    if not isinstance(index, Box):
+        slices = (index,) if isinstance(index, slice) else tuple(index)
+        if len(slices) > len(stored.shape) or any(not isinstance(each, slice) for each in slices):
+            raise CheckpointError(f"{stored.name} has shape {stored.shape}; {index!r} is no index of slices for it")
+        # As in numpy and torch: what is left out at the end is everything.
+        slices += (slice(None),) * (len(stored.shape) - len(slices))
+        bounds = [each.indices(size) for each, size in zip(slices, stored.shape, strict=True)]
+        if any(step != 1 for _, _, step in bounds):
+            raise CheckpointError(f"{index!r} has a step; parts of tensors are read with step 1")
+        index = Box(tuple(start for start, _, _ in bounds), tuple(max(0, stop - start) for start, stop, _ in bounds))
+    try:
+        return Piece(
+            name=whole.name, dtype=whole.dtype, global_shape=whole.shape, offset=index.offset, shape=index.shape
+        )
+    except PlanError as error:
+        raise CheckpointError(str(error)) from error
+
+
+_BATCH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What a verification found."""
+
+    location: str
+    """Path or address of the save."""
+    num_files: int
+    num_tensors: int
+    verified_bytes: int
+    """Bytes that were compared with checksums."""
+    findings: tuple[str, ...]
+    """Everything that is wrong with the save; empty when it is whole."""
+    notes: tuple[str, ...]
+    """What is in the folder and no part of a save: torn saves, files of attempts that were interrupted."""
+
+    @property
+    def good(self) -> bool:
+        """Whether the save is as it was written."""
+        return not self.findings
+
+
+def verify(
+    path: Address, *, step: int | None = None, progress: Callable[[int], None] = lambda num_bytes: None
+) -> VerifyReport:
+    """Read every byte of the newest save at `path` (or the newest of `step`) and compare it with what was written.
+
+    progress: called with the number of bytes after each batch. Memory stays bounded.
+    Raises CheckpointError when there is no save, its manifest is damaged, or it is of a format without checksums.
+    """
+    store = store_of(path)
+    report = with_contents(store, step, lambda contents: _verified(store, contents, progress))
+    return replace(report, notes=tuple(_notes(store)))
+
+
+def verify_all(path: Address, *, progress: Callable[[int], None] = lambda num_bytes: None) -> list[VerifyReport]:
+    """Verify every committed save at `path`, oldest first; see `verify`. What cannot be read of one is a finding.
+
+    The notes are in the last report. Saves that are removed meanwhile are left out.
+    Raises CheckpointError when there is no save, or `path` holds a checkpoint of a format without checksums.
+    """
+    store = store_of(path)
+    # `list_saves` below would say that there is no save; this says that there is a checkpoint without checksums.
+    if recognise(store) not in (None, "shardwise"):
+        _check_verifiable(read_contents(store))
+    # For its errors: a folder without a save has words of its own.
+    select(store)
+    reports = []
+    for number in list_saves(store).committed:
+        name = folder_of(number) + MANIFEST
+        try:
+            contents = load_contents(metadata_files(store, number), number, location=store.location)
+            reports.append(_verified(store, contents, progress))
+        except CheckpointError as error:
+            # Else it was removed since it was listed, and is no finding.
+            if name in store.names(folder_of(number).rstrip("/")):
+                reports.append(_unreadable(f"{store.location}/{folder_of(number)}".rstrip("/"), error))
+    if not reports:  # all were removed meanwhile: a saver that keeps the newest only
+        return [verify(path, progress=progress)]
+    return [*reports[:-1], replace(reports[-1], notes=tuple(_notes(store)))]
+
+
+def _unreadable(location: str, error: CheckpointError) -> VerifyReport:
+    return VerifyReport(
+        location=location, num_files=0, num_tensors=0, verified_bytes=0, findings=error.problems, notes=()
+    )
+
+
+def _check_verifiable(contents: Contents) -> None:
+    if not contents.verifiable:
+        raise CheckpointError(
+            f"{contents.location} is a {contents.format} checkpoint, which carries no checksums; convert it "
+            "(shardwise ckpt convert) to have them from then on"
+        )
+
+
+def _verified(store: Store, contents: Contents, progress: Callable[[int], None]) -> VerifyReport:
+    """The report on one save, without notes. Raises CheckpointError when it was removed meanwhile."""
+    _check_verifiable(contents)
+    stored = [piece for tensor in contents.tensors.values() for piece in tensor.pieces]
+    # Files that are missing or truncated are one finding each, not one for every block in them.
+    sound, findings = _sound_files(store, contents)
+    # The table may be whole and wrong: pieces that overlap, or leave elements out, are found here.
+    findings += check_cover(piece.piece for piece in stored)
+    # check_cover sees pieces only, and so no tensor that has none.
+    held = {tensor.name for tensor in contents.tensors.values() if tensor.pieces}
+    findings += [
+        f"{tensor.name}: its {tensor.num_bytes} bytes are in no file"
+        for tensor in contents.tensors.values()
+        if tensor.name not in held and tensor.num_bytes
+    ]
+    verified_bytes = 0
+    for more, num_bytes in _damage(store, contents, [piece for piece in stored if piece.file in sound]):
+        findings += more
+        verified_bytes += num_bytes
+        progress(num_bytes)
+    # Only with findings: a save that was removed after its last byte was read has been verified.
+    if findings and was_removed(store, contents):
+        raise CheckpointError(f"{contents.location} was removed while it was verified")
+    return VerifyReport(
+        location=contents.location,
+        num_files=len(contents.file_sizes),
+        num_tensors=len(contents.tensors),
+        verified_bytes=verified_bytes,
+        findings=tuple(findings),
+        notes=(),
+    )
+
+
+def _sound_files(store: Store, contents: Contents) -> tuple[set[str], list[str]]:
+    """Files that are there with the size that they should have; and what is wrong with the others, or with headers."""
+    sound: set[str] = set()
+    findings = []
+    for name in contents.file_sizes:
+        has_its_size, more = check_file(store, contents, name, head=True)
+        if has_its_size:
+            sound.add(name)
+            findings += more
+        else:
+            findings += [f"{each}; it holds {_tensors_in(contents, name)}" for each in more]
+    return sound, findings
+
+
+def _tensors_in(contents: Contents, file: str) -> str:
+    """Which tensors have pieces in a file, in few words."""
+    names = [name for name, tensor in contents.tensors.items() if any(piece.file == file for piece in tensor.pieces)]
+    return f"pieces of {few_of(names, quotes=False)}"
+
+
+def _damage(store: Store, contents: Contents, stored: list[StoredPiece]) -> Iterator[tuple[list[str], int]]:
+    """Batch by batch: damage that was found, and the bytes that were read."""
+    size = contents.block_bytes
+    # In the order of the bytes: a disk, and the kernel that reads ahead, are fastest so.
+    stored = sorted(stored, key=lambda piece: (piece.file, piece.start))
+    spans = [BlockSpan(ordinal, 0, num_blocks(piece.num_bytes, size)) for ordinal, piece in enumerate(stored)]
+    reader = BatchReader(store, contents, stored, verify=True)
+    try:
+        for batch in batches_of(spans, stored, block_bytes=size, max_bytes=_BATCH_BYTES):
+            before = reader.read_bytes
+            try:
+                reader.read(batch)
+            except CheckpointError as error:
+                # Goes on: a verification finds all damage, not the first.
+                yield list(error.problems), 0
+            else:
+                yield [], reader.read_bytes - before
+    finally:
+        reader.close()
+
+
+def _notes(store: Store) -> Iterator[str]:
+    listing = list_saves(store)
+    if listing.renamed:
+        yield listing.renamed_note().removeprefix("; ")
+    for number in listing.torn:
+        yield f"save-{number:08d} is torn: {len(listing.files[number])} files of a save that was never committed"
+    for number in listing.committed:
+        try:
+            others = strays(store, listing, number)
+        except CheckpointError as error:
+            if folder_of(number) + MANIFEST in store.names(folder_of(number).rstrip("/")):
+                yield str(error)
+            continue
+        if others:
+            yield f"{', '.join(others)}: left by an attempt that was interrupted; no part of a save"

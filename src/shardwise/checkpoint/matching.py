@@ -1,0 +1,307 @@
+"""Matching: which stored tensor gives each wanted one, and all that does not fit, before a byte of the target changes.
+
+A wanted tensor is looked up under several names. With w tied to v, in the target or in the checkpoint:
+
+    wanted w float32      w, v, optimizer/w/master, optimizer/v/master
+                          the first of these that is stored as float32; else a master; else the first
+
+`match` works on names alone. Where the target has one tensor and the checkpoint one for each of its names (a save of a
+tied model by a writer that does not look for ties), the two are twins: they fit if their bytes are equal, which
+`compare_twins` reads.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from types import MappingProxyType
+
+import torch
+
+from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.read_plan import missing
+from shardwise.checkpoint.rewrite_view import RewriteView
+from shardwise.checkpoint.sharing import gather_findings
+from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
+from shardwise.comm import Channel
+from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.names import MASTER, is_state_name, split_state_name, state_name
+from shardwise.space import Piece
+
+__all__ = ["Match", "WantedTensor", "apart", "compare_in_turns", "compare_twins", "match"]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTensor:
+    """A tensor that some rank wants, whichever piece of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, piece: Piece) -> "WantedTensor":
+        """The tensor of a piece."""
+        return cls(piece.name, piece.dtype, piece.global_shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Where everything that is wanted comes from, and all that does not fit, in words."""
+
+    source: dict[WantedTensor, str] = field(default_factory=dict)
+    """The stored tensor from which a wanted one is read. What is missing is not in it."""
+    missing: list[str] = field(default_factory=list)
+    """Wanted, and not stored."""
+    unexpected: list[str] = field(default_factory=list)
+    """Stored, and not wanted."""
+    casts: list[str] = field(default_factory=list)
+    """Stored in another dtype than wanted."""
+    misfits: list[str] = field(default_factory=list)
+    """Stored in another shape than wanted."""
+    twins: list[tuple[str, str]] = field(default_factory=list)
+    """Stored under a name that the target ties to another: (its name, the tensor that is read for the other). They fit
+    if their bytes are equal."""
+
+
+def match(
+    wanted: Iterable[WantedTensor],
+    contents: Contents,
+    *,
+    aliases: Mapping[str, str],
+    accounted: Collection[str],
+    rewritten: bool = False,
+) -> Match:
+    """Find a stored tensor for everything that is wanted by any rank.
+
+    aliases: other names of wanted tensors. accounted: stored names that the target makes by itself. rewritten: whether
+    `contents` are what a rewrite makes of a checkpoint.
+
+    A tensor is found under its name, or under one that it is tied to. A parameter and its master stand for each other:
+    the one with the wanted dtype is taken, and the other needs no place. What is tied in the target and stored under
+    each name is a twin. A target that wants no optimizer state at all may leave it.
+    """
+    names = _StoredNames(contents, aliases)
+    whose = "what the rewrite makes of the checkpoint" if rewritten else "the checkpoint"
+    result = Match()
+    # A parameter and its master settle each other: an engine that keeps no masters shall not find them unexpected.
+    settled = {each for name in accounted for each in (name, _other(name))}
+    has_state = False
+    for kind in wanted:
+        has_state = has_state or is_state_name(kind.name)
+        stored = names.find(kind.name, kind.dtype)
+        if stored is None:
+            result.missing.append(f"{kind.name}: missing; {whose} has no tensor for it")
+            continue
+        settled |= {stored.name, _other(stored.name)}
+        result.source[kind] = stored.name
+        if stored.shape != kind.shape:
+            result.misfits.append(
+                f"{kind.name}: shape {list(kind.shape)} in the target, {list(stored.shape)} in {whose}"
+            )
+        # Without elements there is nothing to cast.
+        elif 0 in kind.shape or stored.dtype == kind.dtype:
+            continue
+        elif not _can_be_cast(stored.dtype, kind.dtype):
+            result.misfits.append(
+                f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}; a cast would not "
+                "round its values, but make others of them"
+            )
+        else:
+            result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}")
+    for name, stored in contents.tensors.items():
+        # State of optimizers is not unexpected where the target has
+        # no optimizer: that is how weights are taken out of a save.
+        if name in settled or (not has_state and is_state_name(name)):
+            continue
+        parameter, key = _split(name)
+        if parameter not in aliases:
+            result.unexpected.append(f"{name}: unexpected; the target has no place for it")
+            continue
+        twin = names.find(_named(aliases[parameter], key), stored.dtype)
+        if twin is None or twin.name not in settled or (twin.dtype, twin.shape) != (stored.dtype, stored.shape):
+            result.unexpected.append(apart(name, aliases[parameter], "are of different shapes or dtypes"))
+        else:
+            result.twins.append((name, twin.name))
+    return result
+
+
+def apart(name: str, twin: str, how: str) -> str:
+    """The finding that what the target has as one tensor is stored as two."""
+    return (
+        f"{name}: unexpected; the target ties it to {twin}, but in the checkpoint the two {how}: leave it with "
+        f'strict=False, or drop it with a rewrite, sw.Rewrite("{name} -> _") (shardwise ckpt convert --rewrite FILE)'
+    )
+
+
+_NUMBERS = ("bool", "int", "float", "complex")
+"""Kinds of numbers; each has those of the kinds before it, rounded."""
+
+
+def _can_be_cast(stored: str, wanted: str) -> bool:
+    """Whether values keep their meaning, rounded at most. The two numbers in an element of float4 are never cast."""
+    one, other = _kind(stored), _kind(wanted)
+    return {one, other} <= {*_NUMBERS} and _NUMBERS.index(one) <= _NUMBERS.index(other)
+
+
+def _kind(dtype: str) -> str:
+    """The kind of numbers of a dtype; float4 is one of its own."""
+    kinds = {"bool": "bool", "uint": "int", "int": "int", "float4": "float4", "float": "float", "bfloat": "float"}
+    return next((kind for prefix, kind in kinds.items() if dtype.startswith(prefix)), "complex")
+
+
+_STANDS_FOR: Mapping[str | None, str | None] = MappingProxyType({None: MASTER, MASTER: None})
+"""A parameter, which has no key, and its master: the same values in two dtypes. Either is found for the other."""
+
+
+class _StoredNames:
+    """Stored tensors by every name under which they can be wanted."""
+
+    def __init__(self, contents: Contents, aliases: Mapping[str, str]) -> None:
+        self._tensors = contents.tensors
+        # Names in one group mean one tensor. Both tables count: a target without ties loads a checkpoint with them.
+        ties: dict[str, set[str]] = {}
+        for table in (contents.aliases, aliases):
+            for alias, name in table.items():
+                group = ties.get(alias, {alias}) | ties.get(name, {name})
+                for each in group:
+                    ties[each] = group
+        self._ties = ties
+
+    def find(self, name: str, dtype: str) -> StoredTensor | None:
+        """The stored tensor for a wanted one: the first of its dtype if there is one, else a master, else the first."""
+        found = [self._tensors[each] for each in self._candidates(name) if each in self._tensors]
+        # The wanted dtype first, since that is no cast. Then a master,
+        # which a cast rounds once; a working copy is rounded already.
+        alike = (each for each in found if each.dtype == dtype)
+        masters = (each for each in found if _split(each.name)[1] == MASTER)
+        return next(chain(alike, masters, found), None)
+
+    def _candidates(self, name: str) -> Iterator[str]:
+        """Names to look under: its own and those that it is tied to, then those that can stand for them."""
+        parameter, key = _split(name)
+        tied = [parameter, *sorted(self._ties.get(parameter, set()) - {parameter})]
+        for each in dict.fromkeys((key, _STANDS_FOR.get(key, key))):
+            yield from (_named(name, each) for name in tied)
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """The parameter and the key; the name itself and None, where it is the model's."""
+    return split_state_name(name) or (name, None)
+
+
+def _named(parameter: str, key: str | None) -> str:
+    """The reverse of `_split`."""
+    return parameter if key is None else state_name(parameter, key)
+
+
+def _other(name: str) -> str:
+    """The master of a parameter, and the parameter of a master."""
+    parameter, key = _split(name)
+    return _named(parameter, _STANDS_FOR.get(key, key))
+
+
+def compare_twins(
+    channel: Channel,
+    store: Store,
+    contents: Contents,
+    view: RewriteView | None,
+    twins: Sequence[tuple[str, str]],
+    readers: Collection[int],
+) -> int:
+    """Compare the bytes of twins, in windows that the ranks which read share; how many bytes this rank has read.
+
+    view: what a rewrite makes of the contents, whose names the twins then have; None without one.
+    Raises CheckpointError, the same on all ranks, with all that are not equal.
+    """
+    if not twins:
+        return 0
+    return compare_in_turns(
+        channel,
+        readers,
+        lambda turn, turns: _differences(store, contents, view, twins, turn, turns),
+        purpose="tensors that the target ties",
+        about=f"{contents.location} does not fit the target",
+    )
+
+
+def compare_in_turns(
+    channel: Channel,
+    readers: Collection[int],
+    compare: Callable[[int, int], tuple[list[str], int]],
+    *,
+    purpose: str,
+    about: str,
+) -> int:
+    """Let each rank that reads compare its part of what is stored; how many bytes this rank has read.
+
+    compare(i, n): findings about each n-th part from the i-th on, and the bytes that were read.
+    Raises CheckpointError, the same on all ranks, with the findings of all.
+    """
+    findings: list[str] = []
+    num_bytes = 0
+    if channel.rank in readers:
+        try:
+            # Ranks share the reading in turns. All meet below, whether
+            # they read or not: a finding of one is an error on all.
+            findings, num_bytes = compare(sorted(readers).index(channel.rank), len(readers))
+        except CheckpointError as error:
+            findings = list(error.problems)
+    if findings := gather_findings(channel, findings, purpose=purpose):
+        raise CheckpointError(*findings, about=about)
+    return num_bytes
+
+
+def _differences(
+    store: Store,
+    contents: Contents,
+    view: RewriteView | None,
+    twins: Sequence[tuple[str, str]],
+    turn: int,
+    turns: int,
+) -> tuple[list[str], int]:
+    """Findings about the windows whose turn it is, and the bytes that were read."""
+    named = contents if view is None else view.contents
+    pairs = [
+        (named.tensors[one].whole, named.tensors[other].whole)
+        for one, other in twins
+        # Equal checksums are equal bytes: saves of ours are settled without
+        # a read. A rewrite makes other bytes, of which none are known.
+        if not (contents.verifiable and view is None and _have_equal_checksums(contents, one, other))
+    ]
+    lacking = [
+        f"{each}: its elements are in no file; the checkpoint is incomplete"
+        for each in dict.fromkeys(_sources(view, pairs))
+        if missing(contents.tensors[each].pieces, contents.tensors[each].whole)
+    ]
+    if lacking:
+        return lacking, 0
+    reader = PieceReader(store, contents, None if view is None else view.read_targets)
+    different: dict[str, None] = {}
+    sizes = [(one.num_elements, itemsize_bytes(one.dtype)) for one, _ in pairs]
+    # Half of a window, for two tensors are read at a time.
+    for number, window in enumerate(windows(sizes, max_bytes=WINDOW_BYTES // 2)):
+        if number % turns != turn:
+            continue
+        parts = [part_of_piece(each, start, stop) for at, start, stop in window for each in pairs[at]]
+        elements = reader.read(parts)
+        for (at, _, _), mine, yours in zip(window, elements[::2], elements[1::2], strict=True):
+            # As bytes: NaN equals itself, and -0.0 is not 0.0.
+            if not torch.equal(mine.reshape(-1).view(torch.uint8), yours.reshape(-1).view(torch.uint8)):
+                one, other = pairs[at]
+                different[apart(one.name, other.name, "have different values")] = None
+    return list(different), reader.read_bytes
+
+
+def _have_equal_checksums(contents: Contents, one: str, other: str) -> bool:
+    return contents.tensors[one].checksums == contents.tensors[other].checksums
+
+
+def _sources(view: RewriteView | None, pairs: Sequence[tuple[Piece, Piece]]) -> Iterator[str]:
+    """The stored tensors that the pairs are made of."""
+    for piece in (each for pair in pairs for each in pair):
+        if view is None:
+            yield piece.name
+        else:
+            yield from view.checked.sources_of(piece.name)

@@ -1,0 +1,257 @@
+"""Tensors of this rank as torch has them, in the words of pieces: dtype names, extents in memory, shards of DTensors.
+
+A DTensor stores one local tensor per rank. FSDP2 over tensor parallel cuts a dim in strides, so that the local tensor
+may be several boxes of the global one. 8 rows over 2 ranks, with `_StridedShard(0, split_factor=2)`::
+
+    global rows     0 1 | 2 3 | 4 5 | 6 7
+    rank 0          0 1         2 3              local rows: one tensor of 4 rows, two pieces
+    rank 1                0 1         2 3        pieces w[2:4] and w[6:8]
+
+Works with torch 2.11 to 2.13; a program without DTensors does not pay for the import of `torch.distributed.tensor`.
+"""
+
+import sys
+from collections.abc import Sequence
+from itertools import accumulate, product
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from shardwise.errors import CheckpointError
+from shardwise.space import Piece
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that plans and pieces give a torch dtype: `torch.bfloat16` -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name in a plan or a piece."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def span_elements(tensor: torch.Tensor) -> int:
+    """Elements of memory from the first element of a tensor to its last; gaps count, and a tensor without has none."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first byte of a tensor that has elements, and the one after its last; gaps are within."""
+    start = tensor.data_ptr()
+    return start, start + span_elements(tensor) * tensor.element_size()
+
+
+def share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one device really share bytes (columns of one matrix interleave without sharing).
+
+    Where their extents overlap and one has gaps, every byte is looked at: it takes as many on the CPU.
+    """
+    (start, stop), (other_start, other_stop) = extent(first), extent(second)
+    if not (first.numel() and second.numel()) or max(start, other_start) >= min(stop, other_stop):
+        return False
+    # Without gaps the extents say all. With gaps they may interleave, as the columns of a matrix do.
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    return first_shared([first, second]) is not None
+
+
+def first_shared(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """The positions of two tensors of one device that share bytes, None where no two do.
+
+    Every byte of what they span together is looked at once, on the CPU: that takes as many.
+    """
+    spans = [extent(each) if each.numel() else None for each in tensors]
+    known = [each for each in spans if each is not None]
+    if len(known) < 2:
+        return None
+    # One mark per byte, and each tensor marks its own through a view with its own strides: torch does the arithmetic of
+    # shapes and strides, whatever they are.
+    begin = min(start for start, _ in known)
+    touched = torch.zeros(max(stop for _, stop in known) - begin, dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.element_size()
+        strides = (*(size * each for each in tensor.stride()), 1)
+        return touched.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - begin)
+
+    marked: list[int] = []
+    for at, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        view = bytes_of(tensor)
+        # Another tensor has these bytes. Marking one at a time finds which: only the message needs to know.
+        if bool(view.any()):
+            for other in marked:
+                touched.fill_(False)
+                bytes_of(tensors[other]).fill_(True)
+                if bool(bytes_of(tensor).any()):
+                    return other, at
+        view.fill_(True)
+        marked.append(at)
+    return None
+
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_Stretch = tuple[int, int]
+"""Consecutive indices of one dim: the first, and the one after the last."""
+
+
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
+    """Whether a value is a DTensor."""
+    # Nobody can have made one before the module was imported.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def local_tensor(tensor: "DTensor") -> torch.Tensor:
+    """Return what this rank stores of a DTensor, outside of autograd; no elements outside of its mesh."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return tensor.to_local().detach()
+    return tensor.to_local().detach()  # the context above costs more than the call
+
+
+def with_local_tensor(tensor: "DTensor", local: torch.Tensor) -> "DTensor":
+    """Return a DTensor like `tensor` with `local` as the part of this rank, a tensor of the same shape as before."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor]]:
+    """Return the pieces of a DTensor that this rank holds, each with the part of the local tensor that holds it.
+
+    The parts are views in the shape of the piece's box, with any strides. Replicas have equal pieces. A rank outside
+    the mesh, or whose shard is empty, has none; one whose shard is strided (FSDP2 over tensor parallel) may have many.
+    A tensor without elements is one whole piece on every rank of the mesh.
+    Raises `CheckpointError` for summands (`Partial`), and for local tensors that are not what the placements say.
+    """
+    _check_readable(name, tensor)
+    if tensor.device_mesh.get_coordinate() is None:
+        return []
+    held = local_stretches(name, tensor)
+    local = local_tensor(tensor)
+    lengths = tuple(_length(stretches) for stretches in held)
+    if tuple(local.shape) != lengths:
+        raise CheckpointError(
+            f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements}, which give this "
+            f"rank a local tensor of shape {lengths}, but it has {tuple(local.shape)}: make it with distribute_tensor"
+        )
+    if 0 in tensor.shape:  # its name must not be lost
+        return [(_piece(name, tensor, None, None), local.new_empty(tensor.shape))]
+    return _boxed(name, tensor, local, held)
+
+
+def local_stretches(name: str, tensor: "DTensor") -> list[list[_Stretch]]:
+    """Which indices of each dim of a DTensor the local tensor of this rank has, in its order, as stretches.
+
+    Raises `CheckpointError` for summands (`Partial`), and for a rank outside of the mesh.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    _check_readable(name, tensor)
+    if coordinate is None:
+        raise CheckpointError(f"{name} is a DTensor on {tensor.device_mesh}, in which this rank is not")
+    # In the order of the mesh dims: each placement cuts what those before it have left of the dim.
+    held: list[list[_Stretch]] = [[(0, size)] for size in tensor.shape]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined]
+            share = _share(placement, _length(held[dim]), tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim])
+            held[dim] = _selected(held[dim], share)
+    return held
+
+
+def _check_readable(name: str, tensor: "DTensor") -> None:
+    unknown = [placement for placement in tensor.placements if not (placement.is_replicate() or _is_cut(placement))]
+    if unknown:
+        raise CheckpointError(
+            f"{name} is a DTensor with placement {unknown[0]}, which holds no elements of the tensor: call "
+            "redistribute() with Shard and Replicate placements first"
+        )
+    # Reading the order of cuts is the one use of a private attribute: torch has no public word for it, and cuts in
+    # another order than the placements' would put elements elsewhere without a trace.
+    for _, mesh_dims in getattr(tensor._spec, "shard_order", None) or ():
+        if list(mesh_dims) != sorted(mesh_dims):
+            raise CheckpointError(
+                f"{name} is a DTensor whose mesh dims cut it in the order {mesh_dims}: call redistribute() with "
+                "placements that cut in the order of the mesh first"
+            )
+
+
+def _is_cut(placement: Any) -> bool:
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def _share(placement: Any, size: int, num_parts: int, part: int) -> list[_Stretch]:
+    """The positions among `size` that a placement gives to `part` of `num_parts`, split by torch itself."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    shape = (1,) * placement.dim + (size,)
+    if not isinstance(placement, _StridedShard):
+        # Only lengths count, so that a tensor of one repeated element will do, however long the dim.
+        parts, _ = placement._split_tensor(
+            torch.empty(1).expand(shape), num_parts, with_padding=False, contiguous=False
+        )
+        stops = list(accumulate(each.size(placement.dim) for each in parts))
+        return [(stops[part - 1] if part else 0, stops[part])]
+    # A strided shard says which indices it has only by giving them: split the indices themselves, and look for steps.
+    parts, _ = placement._split_tensor(torch.arange(size).view(shape), num_parts, with_padding=False, contiguous=False)
+    indices = parts[part].flatten()
+    breaks = (indices.diff() != 1).nonzero().flatten()
+    firsts = [*indices[:1].tolist(), *indices[breaks + 1].tolist()]
+    lasts = [*indices[breaks].tolist(), *indices[-1:].tolist()]
+    return [(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
+
+
+def _selected(held: Sequence[_Stretch], positions: Sequence[_Stretch]) -> list[_Stretch]:
+    """The indices at these positions of `held`; stretches that meet become one."""
+    selected: list[_Stretch] = []
+    for start, stop in positions:
+        passed = 0
+        for first, end in held:
+            low, high = max(start - passed, 0), min(stop - passed, end - first)
+            passed += end - first
+            if low >= high:
+                continue
+            if selected and selected[-1][1] == first + low:
+                selected[-1] = (selected[-1][0], first + high)
+            else:
+                selected.append((first + low, first + high))
+    return selected
+
+
+def _length(stretches: Sequence[_Stretch]) -> int:
+    return sum(stop - start for start, stop in stretches)
+
+
+def _boxed(
+    name: str, tensor: "DTensor", local: torch.Tensor, held: Sequence[Sequence[_Stretch]]
+) -> list[tuple[Piece, torch.Tensor]]:
+    """Every choice of one stretch per dim is a box; its place in the local tensor is that of its stretches."""
+    places = [accumulate((stop - start for start, stop in stretches), initial=0) for stretches in held]
+    choices = [list(zip(stretches, where, strict=False)) for stretches, where in zip(held, places, strict=True)]
+    pieces = []
+    for choice in product(*choices):
+        offset = tuple(start for (start, _), _ in choice)
+        shape = tuple(stop - start for (start, stop), _ in choice)
+        # A view: a load writes through it into the DTensor.
+        part = local[tuple(slice(at, at + size) for (_, at), size in zip(choice, shape, strict=True))]
+        pieces.append((_piece(name, tensor, offset, shape), part))
+    return pieces
+
+
+def _piece(name: str, tensor: "DTensor", offset: tuple[int, ...] | None, shape: tuple[int, ...] | None) -> Piece:
+    return Piece(
+        name=name, dtype=dtype_name(tensor.dtype), global_shape=tuple(tensor.shape), offset=offset, shape=shape
+    )

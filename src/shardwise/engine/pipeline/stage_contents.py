@@ -1,0 +1,231 @@
+"""The modules, parameters and buffers of each stage, and how a rank drops those of other stages.
+
+`StageParameters` says of every parameter of the whole model which ranks compute with it and which one owns it; it is
+known before anything is dropped, alike on all ranks. `Stages` is a rank's view of the placed model, for its forwards.
+
+    head.weight is embed.weight; embed on stage 0, head on stage 3, two ranks with stages 0 2 and 1 3
+    stages       (0, 3)        the stages whose modules hold it
+    first_stage  0             by its first name: the rank of stage 0 owns it
+    users        {0: 0, 1: 3}  rank along pp -> the last of its stages that computes with it
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from shardwise.comm import Channel
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.engine.inventory import Inventory, named_places
+from shardwise.engine.meta_init import with_values
+from shardwise.engine.pipeline.staged_calls import PlacedModule
+from shardwise.plan import Parameter, Placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """A placed model, and the rank of its pipeline that looks at it."""
+
+    model: nn.Module
+    placement: Placement
+    rank: int
+    device: torch.device
+    units: Sequence[PlacedModule]
+    """The placed modules."""
+    modules: Mapping[nn.Module, int]
+    """The stage of every module that is placed, or inside a placed one."""
+    parameters: Mapping[int, tuple[int, str]]
+    """Stage and name of every parameter object by id, its first place first."""
+    buffers: Sequence[tuple[nn.Module, str, int, str]]
+    """Module, key, stage and name of the buffers of placed modules; forwards put other tensors there."""
+    buffers_of_all: Sequence[tuple[str, nn.Module, str]]
+    """Name of the module, module and key of the buffers of modules that every rank runs."""
+
+    @classmethod
+    def of(cls, model: nn.Module, placement: Placement, channel: Channel) -> Self:
+        """Look at a model before its modules get the forwards of their stages."""
+        structures: dict[Any, int] = {}
+        units = [
+            PlacedModule(name, model.get_submodule(name), stage, structures)
+            for name, stage in placement.modules.items()
+        ]
+        modules = {each: unit.stage for unit in units for each in unit.module.modules()}
+        parameters: dict[int, tuple[int, str]] = {}
+        for prefix, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    stage = modules.get(module, placement.parameters.get(name))
+                    if stage is not None:
+                        # By id: operations between modules are given the object. Its first name is the owner's.
+                        parameters.setdefault(id(parameter), (stage, name))
+        return cls(
+            model=model,
+            placement=placement,
+            rank=channel.rank,
+            device=channel.device,
+            units=units,
+            modules=modules,
+            parameters=parameters,
+            buffers=[
+                (each, key, unit.stage, f"{unit.name}.{key}")
+                for unit in units
+                for each in unit.module.modules()
+                for key, buffer in each._buffers.items()
+                if buffer is not None
+            ],
+            buffers_of_all=[
+                (repr(name) if name else "the model", each, key)
+                for name, each in model.named_modules()
+                for key in each._buffers
+                if each not in modules
+            ],
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return self.placement.num_ranks
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of each rank."""
+        return self.placement.num_stages // self.placement.num_ranks
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of the pipeline that has a stage."""
+        return self.placement.rank_of(stage)
+
+    def is_local(self, stage: int) -> bool:
+        """Whether this rank has a stage."""
+        return self.placement.rank_of(stage) == self.rank
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[int, str] | None:
+        """Stage and name of a parameter; None for one that is not the model's."""
+        return self.parameters.get(id(parameter))
+
+    def placed_buffers(self) -> list[tuple[torch.Tensor, int, str]]:
+        """The buffers of placed modules, as they are now."""
+        found = ((each._buffers.get(key), stage, name) for each, key, stage, name in self.buffers)
+        return [(buffer, stage, name) for buffer, stage, name in found if buffer is not None]
+
+    def is_buffer_of_all(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a buffer of a module that every rank runs."""
+        return any(module._buffers.get(key) is tensor for _, module, key in self.buffers_of_all)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageParameters:
+    """Every parameter of a model, and the stages that compute with it; ties are one parameter."""
+
+    placement: Placement
+    stages: Mapping[str, tuple[int, ...]]
+    """Name -> the stages whose modules hold it, from the first to the last."""
+    first_stage: Mapping[str, int]
+    """Name -> the stage that holds it by that name; the rank of that stage owns it."""
+
+    def owner(self, name: str) -> int:
+        """The coordinate along `pp` of the rank that updates a parameter."""
+        return self.placement.rank_of(self.first_stage[name])
+
+    def users(self, name: str) -> dict[int, int]:
+        """The coordinates along `pp` of the ranks that compute with it -> the last of their stages that does."""
+        return {self.placement.rank_of(stage): stage for stage in self.stages[name]}
+
+    def owned_by(self, coordinate: int) -> list[str]:
+        """The parameters that the rank at `coordinate` updates, in the order of the model."""
+        return [name for name in self.stages if self.owner(name) == coordinate]
+
+    def held_by(self, coordinate: int) -> set[str]:
+        """The parameters that the rank at `coordinate` computes with."""
+        return {name for name in self.stages if coordinate in self.users(name)}
+
+    def of_several_stages(self) -> set[str]:
+        """The parameters that get gradients from the backwards of several stages."""
+        return {name for name, stages in self.stages.items() if len(stages) > 1}
+
+
+def assign_parameters(model: nn.Module, inventory: Inventory, placement: Placement) -> StageParameters:
+    """Find the stages of every parameter, by the modules that hold it."""
+    stages_of = stages_of_modules(model, placement)
+    found: dict[str, list[int]] = {spec.name: [] for spec in inventory.specs}
+    for module, _, place, parameter in named_places(model):
+        name = inventory.name_of[parameter]
+        if module in stages_of:
+            found[name] += stages_of[module]
+        elif place in placement.parameters:
+            found[name].append(placement.parameters[place])
+    assert all(found.values()), "a placement has a stage for every parameter"
+    return StageParameters(
+        placement=placement,
+        stages={name: tuple(sorted(set(stages))) for name, stages in found.items()},
+        first_stage={name: stages[0] for name, stages in found.items()},
+    )
+
+
+def stages_of_modules(model: nn.Module, placement: Placement) -> dict[nn.Module, list[int]]:
+    """Every module that is placed or inside a placed one, and its stages: several where stages share it."""
+    stages_of: dict[nn.Module, list[int]] = {}
+    for name, stage in placement.modules.items():
+        for module in model.get_submodule(name).modules():
+            stages = stages_of.setdefault(module, [])
+            if stage not in stages:
+                stages.append(stage)
+    return stages_of
+
+
+@torch.no_grad()
+def drop_foreign(
+    model: nn.Module, inventory: Inventory, parameters: StageParameters, coordinate: int
+) -> list[tuple[nn.Module, str]]:
+    """Put tensors without memory in the place of parameters and buffers that the rank at `coordinate` has no use for.
+
+    Ties stay ties. Buffers outside of placed modules stay, for the code between modules runs on every rank.
+    Returns every place of a buffer that stays: (module, attribute).
+    """
+    held = parameters.held_by(coordinate)
+    spec_of = {spec.name: spec for spec in inventory.specs}
+    empty: dict[str, nn.Parameter] = {}
+    for module, attribute, name in inventory.places:
+        if name not in held:
+            if name not in empty:
+                empty[name] = _without_memory(inventory.parameters[name], spec_of[name])
+            setattr(module, attribute, empty[name])  # not register_parameter: recurrent modules keep lists of theirs
+    placement = parameters.placement
+    foreign: list[tuple[nn.Module, str, torch.Tensor]] = []
+    local: dict[tuple[nn.Module, str], torch.Tensor] = {}
+    stages_of = stages_of_modules(model, placement)
+    for module in model.modules():
+        stages = stages_of.get(module)
+        is_local = stages is None or any(placement.rank_of(stage) == coordinate for stage in stages)
+        for attribute, buffer in module.named_buffers(recurse=False):
+            if is_local:
+                local[module, attribute] = buffer
+            else:
+                foreign.append((module, attribute, buffer))
+    without_memory: dict[torch.Tensor, torch.Tensor] = {}
+    # A buffer that a local module shares with a module of another stage stays in both, as the one tensor that it is.
+    kept = set(local.values())
+    for module, attribute, buffer in foreign:
+        if buffer in kept:
+            local[module, attribute] = buffer
+        else:
+            module._buffers[attribute] = without_memory.setdefault(buffer, torch.empty_like(buffer, device="meta"))
+    return list(local)
+
+
+def move_to(model: nn.Module, device: torch.device) -> None:
+    """`model.to(device)`, without the tensors that have no memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def _without_memory(parameter: nn.Parameter, spec: Parameter) -> nn.Parameter:
+    """A parameter as the ranks that compute with it have it, with the attributes that the user set on it."""
+    dtype = torch_dtype(spec.working)
+    if spec.fused or spec.portion is not None:
+        return with_values(parameter, torch.empty(spec.shape, device="meta", dtype=dtype))
+    return with_values(parameter, torch.empty_like(parameter, device="meta", dtype=dtype))  # with its own strides

@@ -1,0 +1,390 @@
+"""A module run in isolation from the training, and how far two such runs differ.
+
+`run_apart` runs a module on copies of its inputs, with other parameters, and leaves nothing behind: no gradients, no
+write to buffers, attributes, lists or dicts, no random number drawn from the program's streams. The training that goes
+on around a proof has the same bits with and without it.
+
+`differ` measures two runs against each other, `rounded` what rounding alone makes of one. A change of one last digit in
+every input and parameter shows how a module amplifies an error; right plans differ by a few such roundings:
+
+    float32    one last digit 1.2e-7    its effect on an output 1.7e-7    allowed 64 x 1.7e-7 = 1.1e-5    wrong: > 1e-3
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import xxhash
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.engine.pipeline.nested import is_plain, tensors_in, transform
+from shardwise.engine.precision import stop_following
+from shardwise.engine.randomness import StreamSplit
+from shardwise.engine.tensor.styles import forget_heads
+from shardwise.engine.tensor.tp_collectives import widened
+from shardwise.engine.wrapping import Forward, eager, strip
+
+Parameters = Mapping[nn.Parameter, torch.Tensor]
+"""What a module runs with in the place of its parameters."""
+
+_TF32 = 2.0**-10
+"""The precision of float32 products of 10 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedInputs:
+    """Copies of the arguments of a call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    has_state: bool
+    """Whether tensors are inside of objects (a cache of keys and values): how they are cut is unknown."""
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "CopiedInputs":
+        """Raises what an object raises that cannot be copied."""
+        known: dict[int, Any] = {}
+        hidden: list[torch.Tensor] = []
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                # Subclasses and sparse tensors may not be what `clone` and arithmetic take them for.
+                if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout != torch.strided:
+                    raise TypeError(f"a {type(leaf).__name__} of layout {leaf.layout}")
+                return leaf.detach().clone()
+            if is_plain(leaf) or callable(leaf) or isinstance(leaf, nn.Module):
+                return leaf
+            found = _tensors_of(leaf)
+            hidden.extend(found)
+            # deepcopy refuses tensors with a graph. It finds these copies in its memo and takes them.
+            known.update({id(each): each.detach().clone() for each in found})
+            return copy.deepcopy(leaf, known)
+
+        args, kwargs = transform((args, kwargs), copied, fresh=True)
+        return cls(args, kwargs, bool(hidden))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """In the order of the walk."""
+        return tensors_in((self.args, self.kwargs))
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "CopiedInputs":
+        """The same call with other tensors."""
+        following = iter(tensors)
+        args, kwargs = transform(
+            (self.args, self.kwargs), lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf
+        )
+        return CopiedInputs(args, kwargs, self.has_state)
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "CopiedInputs":
+        """A copy whose tensors, hidden ones too, are what `change` gives."""
+        fresh = CopiedInputs.of(self.args, self.kwargs)
+
+        def put(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return change(leaf)
+            for each in _tensors_of(leaf):
+                # The tensors of an object are changed where the object holds them: `fresh` is a copy.
+                each.data = change(each)
+            return leaf
+
+        args, kwargs = transform((fresh.args, fresh.kwargs), put)
+        return CopiedInputs(args, kwargs, self.has_state)
+
+
+class Way(NamedTuple):
+    """How a module runs."""
+
+    is_cut: bool
+    """As the plan has it; else the module, and all inside, runs with its own forward."""
+    is_wide: bool
+    """Half precision is replaced by float32."""
+    trains: bool
+    """In training mode, where dropout gives what it takes; else in evaluation mode."""
+
+
+class ModuleRun(NamedTuple):
+    """What a module gave."""
+
+    tensors: list[torch.Tensor]
+    eps: float
+    """The coarsest precision of all that it computed."""
+    drew: bool
+    """Whether it drew random numbers."""
+
+
+def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun:
+    """What the module gives; raises what it raises. Each run begins with the random state of now."""
+    device = next((each.device for each in parameters.values()), torch.device("cpu"))
+    devices = [device] if device.type == "cuda" else []
+    precision = _PrecisionWatch()
+    given = inputs.changed(widened if way.is_wide else _same)
+    with (
+        _left_alone(module),
+        torch.no_grad(),
+        # The streams go on after a proof as before it. And since all ranks along tp draw from one stream, whole and cut
+        # runs begin with the same numbers on every rank: what is drawn for a whole value is alike in both.
+        torch.random.fork_rng(devices=devices),
+        # Under autocast a wide run would be rounded to half precision again.
+        torch.autocast(device.type, enabled=False),
+        NoDropout(),
+        precision,
+    ):
+        _prepare(module, parameters, way)
+        if way.is_cut:
+            # Not what module.compile() made of it: it would be compiled anew for these parameters.
+            forward = eager(forward)
+        else:
+            # A model that computes its loss inside would take whole logits for a part of a cut head.
+            forget_heads(module)
+            forward = strip(module, forward)
+        before = random_states(device)
+        output = forward(*given.args, **given.kwargs)
+        tensors = [each.detach() for each in tensors_in(output)]
+        return ModuleRun(tensors, precision.eps, drew=not all(map(torch.equal, before, random_states(device))))
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """Equal before and after what draws no random numbers."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout gives what it takes, so that what a module computes in training mode can be compared."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Whole and cut would drop other places of the same value: each rank draws for its part.
+        if func in _dropouts():
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        if func is F.multi_head_attention_forward and "training" in kwargs:
+            kwargs = {**kwargs, "training": False}  # which is about dropout alone
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _dropouts() -> frozenset[Any]:
+    names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    more = ("feature_dropout", *(f"{name}_" for name in ("dropout", "alpha_dropout", "feature_dropout")))
+    return frozenset(getattr(each, name) for each in (F, torch) for name in (*names, *more) if hasattr(each, name))
+
+
+def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
+    buffers: dict[torch.Tensor, torch.Tensor] = {}
+    modules = list(module.modules())
+    # In training mode each module keeps its own mode (frozen norms are in evaluation mode). A model that is called in
+    # evaluation mode as a whole says nothing of modes, so all train.
+    is_in_training = any(each.training for each in modules)
+    for each in modules:
+        each.training = way.trains and (each.training or not is_in_training)
+        vars(each)["_compiled_call_impl"] = None
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+            for number in [number for number, hook in hooks.items() if not _is_kept(hook, way)]:
+                del hooks[number]
+        for name, held in each._parameters.items():
+            if held is not None:
+                each._parameters[name] = nn.Parameter(parameters[held], requires_grad=False)
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                fresh = widened(buffer).clone() if way.is_wide else buffer.clone()
+                # A buffer that two modules share stays one: what one writes the other reads.
+                each._buffers[name] = buffers.setdefault(buffer, fresh)
+    if way.is_wide:
+        # The casts of inputs to the dtype of parameters would undo the widening.
+        stop_following(module)
+
+
+@contextmanager
+def _left_alone(module: nn.Module) -> Iterator[None]:
+    """Put back what a forward writes into the modules, their lists and dicts."""
+    saved = []
+    for each in module.modules():
+        attributes = dict(vars(each))
+        # Lists and dicts are emptied and filled again, not replaced: others may hold the same object.
+        contents = [(held, copy.copy(held)) for held in attributes.values() if isinstance(held, list | dict | set)]
+        saved.append((each, attributes, contents))
+    try:
+        yield
+    finally:
+        for each, attributes, contents in saved:
+            vars(each).clear()
+            vars(each).update(attributes)
+            for held, content in contents:
+                held.clear()
+                held.extend(content) if isinstance(held, list) else held.update(content)
+
+
+class _PrecisionWatch(TorchDispatchMode):
+    """Notes the coarsest precision of all that is computed inside: what a forward casts itself, too."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        # Every operation counts, not only the output: a forward may cast to bfloat16 inside and back again.
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
+                self.eps = max(self.eps, torch.finfo(each.dtype).eps, _eps_inside(str(func), each))
+        return made
+
+
+def _eps_inside(operation: str, made: torch.Tensor) -> float:
+    """The precision of products that torch may take in fewer digits than those of their dtype (TF32)."""
+    if made.dtype != torch.float32:
+        return 0.0
+    if "convolution" in operation:
+        return _TF32 if made.is_cuda and torch.backends.cudnn.allow_tf32 else 0.0
+    if any(word in operation for word in ("mm", "matmul", "linear", "addmv", "dot", "attention")):
+        return {"highest": 0.0, "high": _TF32}.get(
+            torch.get_float32_matmul_precision(), torch.finfo(torch.bfloat16).eps
+        )
+    return 0.0
+
+
+def _is_kept(hook: Any, way: Way) -> bool:
+    """Hooks of torch (normed weights) and ours belong to the module; those of others look at the calls of a program.
+
+    In training mode nothing is drawn to split streams: it would look as if the module had drawn.
+    """
+    # A split draws one number from the stream around (see `engine.randomness`).
+    if way.trains and isinstance(getattr(hook, "__self__", hook), StreamSplit):
+        return False
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return origin.partition(".")[0] in ("torch", "shardwise")
+
+
+def _tensors_of(thing: Any) -> list[torch.Tensor]:
+    """The tensors in an object: in its attributes, and in what these hold."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    pending = [thing]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, torch.Tensor):
+            found[id(each)] = each
+        elif id(each) not in seen and not is_plain(each) and not isinstance(each, nn.Module):
+            seen.add(id(each))
+            if isinstance(each, MutableMapping):
+                pending += each.values()
+            if isinstance(each, list | tuple | MutableSet):
+                pending += each
+            pending += getattr(each, "__dict__", {}).values() if not callable(each) else []
+    return list(found.values())
+
+
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+_FACTOR, _COARSE_FACTOR = 64.0, 8.0
+"""A plan is refused where outputs differ more than this times what rounding makes of them.
+
+Rounding is measured: every input and parameter is changed by up to one last digit. A sum over ranks takes another order
+of the same additions, and changes no result by more than a few such roundings; wrong plans change a thousandth or more.
+So the factor is generous where digits are fine (float32, as which half precision is computed, and float64), and small
+where a forward insists on coarse ones.
+"""
+
+PERTURBATION = 0.1
+"""How much parameters are changed before outputs are compared: zeros and ones would hide faults."""
+
+_CHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes in which torch calculates; values of others are taken as they are."""
+
+Leaf = Literal["alike", "part", "unlike"]
+"""A tensor of the cut module: of the whole one's shape, the part of this rank, or something else."""
+
+
+def differ(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """The largest relative difference (2-norms) between floating tensors and those of the same place; inf where one of
+    them is not finite and the other is."""
+    return max((_difference(*pair) for pair in zip(tensors, others, strict=True)), default=0.0)
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    if not (one.is_floating_point() or one.is_complex()) or one.numel() == 0:
+        return 0.0
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    # In float64, so that the difference of two close tensors is not itself a rounding.
+    one, other = one.to(wide), other.to(wide)
+    finite = one.isfinite()
+    # Masks of -inf in both are alike; an inf in one only is a difference that no norm would show (inf - x is inf).
+    if not torch.equal(finite, other.isfinite()):
+        return torch.inf
+    one, other = one[finite], other[finite]
+    apart, size = float((one - other).abs().norm()), float(other.abs().norm())
+    return apart / size if size else apart
+
+
+def factor_of(eps: float) -> float:
+    """How many times the rounding is allowed, where the coarsest value has this precision."""
+    return _FACTOR if eps <= torch.finfo(torch.float32).eps else _COARSE_FACTOR
+
+
+def finest_eps(tensors: Sequence[torch.Tensor]) -> float:
+    """The precision of the finest dtype among what a module gives."""
+    floats = [each.dtype for each in tensors if each.is_floating_point() or each.is_complex()]
+    return min((torch.finfo(dtype).eps for dtype in floats), default=torch.finfo(torch.float32).eps)
+
+
+def leaf_of(
+    cut: torch.Tensor, whole: torch.Tensor, sizes: Sequence[tuple[int, ...]], rank: int
+) -> tuple[Leaf, torch.Tensor]:
+    """What a tensor of the cut module is, and what it is compared with; `sizes`: its shapes on all ranks."""
+    if len({*sizes, tuple(whole.shape)}) == 1:
+        return "alike", whole
+    dims = [dim for dim, size in enumerate(whole.shape) if cut.dim() == whole.dim() and cut.shape[dim] != size]
+    if len(dims) == 1 and all(len(each) == whole.dim() for each in sizes):
+        (dim,) = dims
+        along = [each[dim] for each in sizes]
+        if sum(along) == whole.shape[dim]:
+            return "part", whole.narrow(dim, sum(along[:rank]), along[rank])
+    return "unlike", cut
+
+
+def perturbed(value: torch.Tensor, name: str, attempt: int) -> torch.Tensor:
+    """Other values of the same kind: signs stay, and what is zero everywhere is not any more."""
+    if value.dtype not in _CHANGED or value.numel() == 0:
+        return value
+    noise = _uniform(value, f"{name} {attempt}")
+    # In proportion: a scale stays a scale, and a small weight is not drowned. Zeros need something to be seen at all.
+    if bool(value.any()):
+        return value * (1 + PERTURBATION * noise)
+    return PERTURBATION * noise
+
+
+def rounded(
+    inputs: CopiedInputs, parameters: Parameters, eps: float
+) -> tuple[CopiedInputs, dict[nn.Parameter, torch.Tensor]]:
+    """Inputs and parameters, each changed by up to one last digit of this precision."""
+    numbers = iter(range(1 << 30))
+
+    def change(value: torch.Tensor) -> torch.Tensor:
+        if value.dtype not in _CHANGED:
+            return value
+        return value * (1 + eps * _uniform(value, f"rounding {next(numbers)}"))
+
+    return inputs.changed(change), {each: change(value) for each, value in parameters.items()}
+
+
+def _uniform(like: torch.Tensor, key: str) -> torch.Tensor:
+    """Numbers between -1 and 1, the same on every rank: the key decides, and no state of a generator."""
+    generator = torch.Generator(like.device).manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
+    noise = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    return noise.uniform_(-1, 1, generator=generator).to(like.dtype)

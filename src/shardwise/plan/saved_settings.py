@@ -1,0 +1,407 @@
+"""What a save keeps of a training besides its tensors: JSON settings, and how live optimizers take theirs over.
+
+Settings of the model are its configuration files, and the record of a rewrite by which its tensors were made. Settings
+of optimizers name parameters and never count them: a parameter that was added, frozen or moved to another group is
+found and reported, and shifts nothing. For each optimizer:
+
+    {"kind": "AdamW",
+     "groups": [{"parameters": ["w", "b"], "settings": {"lr": 0.001, "betas": [0.9, 0.999]}}],
+     "plain": {"step": "int"},       state keys that are Python values, saved as 0-d tensors
+     "none": {"buffer": true}}       state keys that may be None, which is saved by leaving it out
+
+Taken over by name, here with one parameter that moved to another group since the save:
+
+    saved   group 0 (lr 0.1): w, b     group 1 (lr 0.2): scale
+    live    group 0: w, scale          group 1: b
+    ->      refused: group 0 "was several groups": lr is 0.1 for 'w' and 0.2 for 'scale'; group 1 takes lr 0.1
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from shardwise.errors import CheckpointError, MismatchError, few_of, in_words
+
+CONFIG = "config.json"
+"""The file from which `from_pretrained` makes a model."""
+
+MODEL_FILES = "model_files"
+"""Under this key the settings of a save have the files that describe the model: file name -> JSON."""
+
+REWRITE = "rewrite"
+"""Under this key the settings of a save have the record of the rewrite by which its tensors were made."""
+
+LOADED_BY = "loaded_by"
+"""Under this key they have the record of the rewrite by which the values were made that training went on from."""
+
+_GENERATION = "generation_config.json"
+
+_MOST_BYTES = 1 << 20
+"""Of one file: the manifest has it, and every rank reads that."""
+
+
+def settings_of_model(model: object) -> dict[str, Any]:
+    """The files that `save_pretrained` would write next to the tensors of a model, as settings; {} for other models.
+
+    A configuration is known by its method `to_json_string`, as those of transformers have it.
+    """
+    # A model that torch.compile wrapped has another class, and the name of the class goes into the configuration.
+    model = getattr(model, "_orig_mod", model)
+    # By what the object can do, not by its class: this room imports no torch and the library needs no transformers.
+    config = _written(getattr(model, "config", None))
+    if config is None:
+        return {}
+    if hasattr(type(model), "config_class"):  # a class that `from_pretrained` can make
+        config["architectures"] = [type(model).__name__]
+    files = {CONFIG: config}
+    can_generate = getattr(model, "can_generate", None)
+    if callable(can_generate) and can_generate():
+        generation = _written(getattr(model, "generation_config", None))
+        files |= {} if generation is None else {_GENERATION: generation}
+    return {MODEL_FILES: files}
+
+
+def origin_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the settings of a save, what says by which rewrite its values came into the form that they have."""
+    # Its own rewrite, or that of the save it went on from: an origin is handed on from save to save.
+    record = settings.get(REWRITE, settings.get(LOADED_BY))
+    return {} if record is None else {LOADED_BY: record}
+
+
+def _written(config: Any) -> dict[str, Any] | None:
+    """A configuration as JSON; None where there is none, or none that a save could keep."""
+    write = getattr(config, "to_json_string", None)
+    if not callable(write):
+        return None
+    try:
+        text = write()
+        found = json.loads(text) if len(text) <= _MOST_BYTES else None
+    # A configuration may be of the user's own and raise anything. It only describes the model: a save goes on without.
+    except Exception:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def merge_settings(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings that ranks know together. Raises MismatchError where two say different things under one key."""
+    merged: dict[str, Any] = {}
+    for rank, settings in enumerate(by_rank):
+        merged = _merge(merged, settings, rank, "settings")
+    return merged
+
+
+def _merge(one: Any, other: Any, rank: int, place: str) -> Any:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return {
+            **one,
+            **{key: _merge(one.get(key, value), value, rank, f"{place}.{key}") for key, value in other.items()},
+        }
+    # Lists of one length are merged by position (the groups of an optimizer are lists with settings inside), others
+    # must be equal: nothing says how entries of lists of several lengths belong together.
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [
+            _merge(mine, yours, rank, f"{place}[{at}]") for at, (mine, yours) in enumerate(zip(one, other, strict=True))
+        ]
+    if one != other:
+        raise MismatchError(
+            f"{place} is {one!r} on the ranks before rank {rank}, and {other!r} there; settings (learning rates, "
+            "groups) are to be equal on all ranks when they are saved"
+        )
+    return one
+
+
+PYTHON_DTYPES: Mapping[str, str] = MappingProxyType({"bool": "bool", "int": "int64", "float": "float64"})
+"""The dtype of the 0-d tensor that keeps a Python value of an optimizer's state, by the type's name."""
+
+_HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings that choose between implementations of one update: each run keeps its own."""
+
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""What torch's schedulers note in groups: optimizers never read it, and a scheduler may come after the load."""
+
+ADDED = "added"
+"""Under this key settings name parameters for which there is nothing in the checkpoint, and which keep what they have.
+
+No save has it: a rewrite says so of the load that it is given to.
+"""
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerGroup:
+    """A group of an optimizer."""
+
+    parameters: tuple[str, ...]
+    """Names of all that it trains, on whichever rank they are; frozen parameters are left out."""
+    settings: Mapping[str, Any]
+    """By torch's keys; values of a live optimizer, or of JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedOptimizer:
+    """An optimizer as a checkpoint sees it."""
+
+    kind: str
+    """The name of its class."""
+    groups: tuple[OptimizerGroup, ...]
+    plain: Mapping[str, str] = field(default_factory=dict)
+    """Keys of its state that hold Python values, and the name of their type."""
+    none: frozenset[str] = frozenset()
+    """Keys of its state under which a parameter may have None."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form; settings that JSON cannot hold (functions) and choices of implementation are left out."""
+        groups = [
+            {"parameters": list(group.parameters), "settings": settings_to_json(group.settings)}
+            for group in self.groups
+        ]
+        return {
+            "kind": self.kind,
+            "groups": groups,
+            "plain": dict(self.plain),
+            "none": dict.fromkeys(sorted(self.none), True),
+        }
+
+
+def stored_optimizers(settings: Mapping[str, Any]) -> tuple[NamedOptimizer, ...]:
+    """The optimizers in the settings of a checkpoint; none where nothing is said. Raises CheckpointError."""
+    try:
+        return tuple(
+            NamedOptimizer(
+                kind=_text(each["kind"]),
+                groups=tuple(
+                    OptimizerGroup(
+                        parameters=tuple(map(_text, group["parameters"])), settings=_legible(group["settings"])
+                    )
+                    for group in each["groups"]
+                ),
+                plain={key: _text(kind) for key, kind in each.get("plain", {}).items()},
+                none=frozenset(each.get("none", {})),
+            )
+            for each in settings.get("optimizers", [])
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's settings of optimizers are not understood ({in_words(error)}); each is to "
+            "have a kind and groups, and each group parameters and settings"
+        ) from None
+
+
+def stored_ties(settings: Mapping[str, Any]) -> Mapping[str, str]:
+    """Other names of parameters in the settings of a checkpoint, alias -> name. Raises CheckpointError."""
+    ties = settings.get("ties", {})
+    if not isinstance(ties, Mapping) or not all(isinstance(name, str) for name in ties.values()):
+        raise CheckpointError(f"the checkpoint's ties are not understood: {ties!r:.100}; they map names to names")
+    return ties
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.100} is no text")
+    return value
+
+
+def _legible(settings: Any) -> dict[str, Any]:
+    """The settings of a group, whose values `_from_json` understands."""
+    legible = dict(settings)
+    # Only tried: values stay JSON, to be compared with a live group as JSON. What cannot be read raises here, on every
+    # rank alike, and not later in the middle of a load.
+    for value in legible.values():
+        _from_json(value)
+    return legible
+
+
+def settings_to_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group that a checkpoint keeps, as JSON values."""
+    kept = {
+        key: _to_json(value)
+        for key, value in settings.items()
+        if key not in _HOW_NOT_WHAT and key not in ("params", "param_names")
+    }
+    return {key: value for key, value in kept.items() if value is not _MISSING}
+
+
+def _to_json(value: Any) -> Any:
+    """`_MISSING` for what JSON cannot hold. Numbers that are not finite become {"float": "inf"}: JSON has none."""
+    # A tensor (a learning rate may be one, so that a compiled step need not be compiled anew), or a number of numpy.
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        values = [_to_json(each) for each in value]
+        return _MISSING if any(each is _MISSING for each in values) else values
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    # Exact types: a subclass (an enum, say) would come back as something else.
+    return value if value is None or type(value) in (bool, int, float, str) else _MISSING
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_from_json(each) for each in value]
+    return float(value["float"]) if isinstance(value, Mapping) else value
+
+
+def take_over(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Put stored settings (JSON) into a live group: the same dict, tensors in place, tuples as tuples.
+
+    Schedulers hold the dict, and compiled steps the tensors.
+    """
+    for key, value in settings.items():
+        group[key] = _in_the_form_of(group.get(key), _from_json(value))
+
+
+def _in_the_form_of(live: Any, value: Any) -> Any:
+    # In place: a compiled step has this very tensor among its inputs.
+    if hasattr(live, "new_tensor"):
+        return live.copy_(live.new_tensor(value))
+    if not isinstance(value, list):
+        return value
+    # JSON has no tuples, and optimizers expect theirs (betas): a list becomes a tuple unless the live value is a list.
+    old = live if isinstance(live, list | tuple) and len(live) == len(value) else [None] * len(value)
+    values = [_in_the_form_of(*pair) for pair in zip(old, value, strict=True)]
+    return values if isinstance(live, list) else tuple(values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakeOver:
+    """What a live model and its optimizers take over from the settings of a checkpoint."""
+
+    has_groups: bool
+    """Whether the checkpoint says which optimizer trained what; one of plain weights does not."""
+    settings: tuple[tuple[Mapping[str, Any], ...], ...]
+    """For each live optimizer and each of its groups."""
+    source: Mapping[str, tuple[str, NamedOptimizer]]
+    """For each live parameter that an optimizer of the same kind trained: its name then, and that optimizer."""
+    added: frozenset[str]
+    """Live parameters that keep what they have."""
+    findings: tuple[str, ...]
+    """What does not fit."""
+
+
+def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], settings: Mapping[str, Any]) -> TakeOver:
+    """Find for each live group what the checkpoint says of its parameters.
+
+    ties: other names of live parameters, alias -> name. Raises CheckpointError for settings that are not understood.
+    """
+    stored = stored_optimizers(settings)
+    then_tied = stored_ties(settings)
+    places = {
+        name: (optimizer, group) for optimizer in stored for group in optimizer.groups for name in group.parameters
+    }
+    names = [name for optimizer in live for group in optimizer.groups for name in group.parameters]
+    then = stored_names(names, ties, places, then_tied)
+    added = frozenset(ties.get(name, name) for name in settings.get(ADDED, ()))
+    expected = [name for name in names if name not in added]
+    # A checkpoint of plain weights says nothing of optimizers, and a model without one asks nothing: no findings then.
+    findings = _findings_of_parameters(expected, ties, places, then) if places and live else []
+    taken = []
+    source: dict[str, tuple[str, NamedOptimizer]] = {}
+    for optimizer in live:
+        mine = [name for group in optimizer.groups for name in group.parameters if name in then]
+        others = [name for name in mine if places[then[name]][0].kind != optimizer.kind]
+        if others:
+            kinds = " and ".join(dict.fromkeys(places[then[name]][0].kind for name in others))
+            findings.append(
+                f"{optimizer.kind} trains {few_of(others)} here, which {kinds} trained when the checkpoint was saved; "
+                "build the same optimizer, or load without its state"
+            )
+        source |= {name: (then[name], places[then[name]][0]) for name in mine if name not in others}
+        for group in optimizer.groups:
+            sources = {name: places[then[name]][1].settings for name in group.parameters if name in source}
+            findings += _findings_of_group(optimizer.kind, group, sources)
+        taken.append(tuple(_settings_for(group, source, places) for group in optimizer.groups))
+    return TakeOver(
+        has_groups=bool(places), settings=tuple(taken), source=source, added=added, findings=tuple(findings)
+    )
+
+
+def stored_names(
+    names: Sequence[str], ties: Mapping[str, str], stored: Mapping[str, Any], then_tied: Mapping[str, str]
+) -> dict[str, str]:
+    """What the parameters `names` are called in `stored`, through the ties of both sides; without those not there."""
+    aliases: dict[str, list[str]] = {}
+    for alias, name in ties.items():
+        aliases.setdefault(name, []).append(alias)
+    found = {}
+    for name in names:
+        # A tied parameter has one state, under the name that came first when it was saved. The live model may register
+        # its modules in another order, or the tie may be of another name by now: every name of both sides is tried.
+        called = (name, *aliases.get(name, ()))
+        candidates = [*called, *(then_tied[each] for each in called if each in then_tied)]
+        if (first := next((each for each in candidates if each in stored), None)) is not None:
+            found[name] = first
+    return found
+
+
+def _findings_of_parameters(
+    names: Sequence[str], ties: Mapping[str, str], places: Mapping[str, Any], then: Mapping[str, str]
+) -> list[str]:
+    findings = []
+    if added := [name for name in names if name not in then]:
+        findings.append(
+            f"{len(added)} parameters are trained here that were not when the checkpoint was saved: {few_of(added)}; "
+            "freeze them, or let them start without optimizer state"
+        )
+    known = {*then.values(), *(alias for alias, name in ties.items() if name in then)}
+    if gone := [name for name in places if name not in known]:
+        findings.append(
+            f"{len(gone)} parameters were trained when the checkpoint was saved that are not here: {few_of(gone)}; "
+            "train them here too, or let their optimizer state go"
+        )
+    return findings
+
+
+def _findings_of_group(kind: str, group: OptimizerGroup, sources: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    if not sources:
+        return
+    what = f"the group of {kind} with {few_of(group.parameters)}"
+    # Compared as JSON on both sides, so that tuples and lists, tensors and numbers do not differ by their form.
+    here = settings_to_json(group.settings)
+    for key in dict.fromkeys(key for settings in sources.values() for key in settings):
+        first, *others = ((name, settings.get(key, _MISSING)) for name, settings in sources.items())
+        if other := next((each for each in others if each[1] != first[1]), None):
+            yield (
+                f"{what} was several groups when the checkpoint was saved: {key} is {_shown(first[1])} for "
+                f"{first[0]!r} and {_shown(other[1])} for {other[0]!r}; make the same groups"
+            )
+        elif key not in group.settings and key not in _OF_SCHEDULERS and key not in _HOW_NOT_WHAT:
+            yield f"{what} has no setting {key!r}, which the checkpoint has ({_shown(first[1])})"
+        elif hasattr(group.settings.get(key), "new_tensor") and not _alike(here.get(key), first[1]):
+            yield f"{what} has a tensor as {key!r}, and the checkpoint {_shown(first[1])}"
+    if unknown := [
+        key for key in here if key not in _OF_SCHEDULERS and not any(key in settings for settings in sources.values())
+    ]:
+        yield f"{what} has settings that the checkpoint does not have: {few_of(unknown)}"
+
+
+def _settings_for(group: OptimizerGroup, source: Mapping[str, Any], places: Mapping[str, Any]) -> dict[str, Any]:
+    """What the groups that the checkpoint has for these parameters say with one voice, and this group can take."""
+    sources = [places[source[name][0]][1].settings for name in group.parameters if name in source]
+    taken = {}
+    for key in dict.fromkeys(key for settings in sources for key in settings):
+        # Where saved groups disagree the live value stays. `_findings_of_group` reports that, and a user may load so.
+        values = [settings.get(key, _MISSING) for settings in sources]
+        fits = not hasattr(live := group.settings.get(key), "new_tensor") or _alike(_to_json(live), values[0])
+        known = key in group.settings or key in _OF_SCHEDULERS
+        if known and fits and key not in _HOW_NOT_WHAT and all(value == values[0] for value in values):
+            taken[key] = values[0]
+    return taken
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether both are one number, or lists of so many."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_alike(*pair) for pair in zip(one, other, strict=True))
+    return _is_number(one) and _is_number(other)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Mapping) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is _MISSING else repr(_from_json(value))
