@@ -1,4 +1,4 @@
-"""Rewrites: what users make, check, invert and compose; and those that come with the library as files.
+"""Rewrites: what users make, check, invert and compose; and those that come with the library as files."""
 
 import json
 import os
