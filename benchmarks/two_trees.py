@@ -49,9 +49,11 @@ def state(rank, size, rows=True):
 """
 
 CELLS = {
-    "import shardwise": "import time\nstart = time.perf_counter()\nimport shardwise\nprint(time.perf_counter() - start)",
+    "import shardwise": "import time\nstart = time.perf_counter()\nimport shardwise\n"
+    + "print(time.perf_counter() - start)",
     "shardwise --help": (
-        "import contextlib, io, time\nstart = time.perf_counter()\nfrom shardwise.cli import main\n"
+        "import contextlib, io, time\nstart = time.perf_counter()\n"
+        "from shardwise.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n    main(['--help'])\n"
         "print(time.perf_counter() - start)"
     ),
@@ -182,7 +184,8 @@ def main() -> None:
     for name, program in CELLS.items():
         if arguments.only not in name:
             continue
-        before, now = [], []
+        before: list[float] = []
+        now: list[float] = []
         for turn in range(arguments.rounds):
             sides = [(before, arguments.before), (now, SOURCE)]
             for times, tree in sides if turn % 2 else reversed(sides):

@@ -42,7 +42,7 @@ OF_PROGRAMS = {
     "engine/pipeline/glue.py": "a loop of a program's own around the model, such as generate",
     "engine/plain_calls.py": "calls of the model and the optimizer past their engine",
     "engine/relayout.py": "sw.relayout",
-    "engine/weights.py": "writes to parameters past their engine",
+    "engine/step_exchange.py": "writes to parameters past their engine",
     "plan/reshard.py": "sw.reshard",
     "train/verification/program.py": "sw.verify",
     "rewrite/sections.py": "statements",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.restore import EngineRestoration
+from shardwise.engine.state import EngineRestoration
 from shardwise.space import check_cover
 from tests.engine.expected import adamw, points, sgd, square_loss
 from tests.engine.oracle import Optimizers, share_of

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from shardwise.engine.meta_init import Initialisation, initialise
+from shardwise.engine.meta_init import Initialisation
 
 Build = Callable[[], nn.Module]
 
@@ -17,6 +17,13 @@ def built(build: Build) -> nn.Module:
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
+
+
+def initialise(model: nn.Module, seed: int) -> None:
+    """Give a model that was built on the meta device the values of `Initialisation`, in place."""
+    initialisation = Initialisation(model, seed)
+    for name, values in initialisation.values(initialisation.names):
+        initialisation.put(name, values)
 
 
 def initialised(build: Build, seed: int = 0) -> dict[str, torch.Tensor]:

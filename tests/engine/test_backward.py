@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm import Work
-from shardwise.engine.counters import Counters
+from shardwise.engine.reports import Counters
 from shardwise.errors import ModelError
 from tests.engine.expected import adamw, points, seeded, square_loss
 from tests.engine.models import word_batch, word_loss, words

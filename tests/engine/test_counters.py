@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import RecordedCall
-from shardwise.engine.counters import Counters
+from shardwise.engine.reports import Counters
 from tests.covering import covering
 from tests.engine.expected import adamw, points, seeded, square_loss
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.zero.grad_per_update import GradPerUpdate
+from shardwise.engine.zero.grad_reduce import GradPerUpdate
 from tests.engine.expected import adamw, points, seeded, square_loss
 from tests.engine.test_counters import PRECISIONS, SHARDINGS, Tower
 

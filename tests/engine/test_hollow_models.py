@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.comm import Channel, Work, alone
-from shardwise.engine.meta_init import initialise
 from shardwise.errors import ModelError
 from tests.checkpoint.layouts import Whole, assembled
 from tests.checkpoint.test_matrix import same_bits, state_of
 from tests.engine.hybrid_models import CASE, Decoder, assert_close, num_data_ranks, plan_of, train
+from tests.engine.initialised import initialise
 from tests.engine.models import word_loss
 from tests.engine.pipeline.oracle import adamw
 from tests.engine.pipeline.transformers_models import DECODER

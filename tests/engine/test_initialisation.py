@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.comm import Channel
-from shardwise.engine.meta_init import Initialisation, initialise
-from tests.engine.initialised import Build, assert_equal, built, initialised, one_by_one, tensors
+from shardwise.engine.meta_init import Initialisation
+from tests.engine.initialised import Build, assert_equal, built, initialise, initialised, one_by_one, tensors
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engine.meta_init import Initialisation, forget_initialised, initialise
+from shardwise.engine.meta_init import Initialisation, forget_initialised
 from shardwise.errors import ModelError
-from tests.engine.initialised import Build, assert_equal, built, initialised, one_by_one, tensors
+from tests.engine.initialised import Build, assert_equal, built, initialise, initialised, one_by_one, tensors
 
 
 class Scaled(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.trials import check_elementwise
+from shardwise.engine.optimizers import check_elementwise
 from tests.engine.models import (
     Batch,
     curve,

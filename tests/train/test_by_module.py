@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.engine.meta_init import initialise
 from shardwise.errors import ModelError
 from shardwise.train.run_build import build_model
+from tests.engine.initialised import initialise
 from tests.train.runs import finished, laid_out, small_run
 from tests.train.test_references import llama_words
 

@@ -1,4 +1,8 @@
-"""From a batch to losses: rows, microbatches, and the call of an unmodified model."""
+"""From a batch to losses: rows, microbatches, and the call of an unmodified model.
+
+7 rows, k = 3         rows 0 1 2 | 3 4 | 5 6       views of the batch, not copies
+"scale", 0-d or no tensor   given to each microbatch as it is
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,6 +26,8 @@ def count_rows(batch: Batch) -> int:
         raise BatchError(
             f"a batch is a dict of tensors, not a {type(batch).__name__}; wrap it: {{'input_ids': tensor, ...}}"
         )
+    # A dict of tensors and nothing deeper: a list that holds tensors would go whole to every microbatch, and each of
+    # its rows would count k times.
     if nested := [
         name for name, value in batch.items() if not isinstance(value, torch.Tensor) and _holds_tensor(value)
     ]:
@@ -69,6 +75,8 @@ def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> li
         }
         for rows in split_rows(num_rows, num_microbatches)
     ]
+    # Only where no write can reach another microbatch is a separate count true: interleaved rows (a transposed batch)
+    # keep the shared one, and autograd's error with it.
     for names in _sharing(moved):
         if _are_apart([[part[name] for name in names] for part in parts]):
             for part in parts:
@@ -81,6 +89,8 @@ def _sharing(batch: Batch) -> list[list[str]]:
     found: dict[int, list[str]] = {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim and value.layout is torch.strided:
+            # By storage: two entries may view one memory (inputs and targets shifted by one). They keep one count
+            # together.
             found.setdefault(value.untyped_storage()._cdata, []).append(name)
     return [
         names
@@ -108,6 +118,7 @@ def _counted_apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     one saved for its backward. Where forwards and backwards alternate, as in one process, it never sees that.
     """
     first, *others = tensors
+    # `.data` starts a new count; views made from it share that one.
     first = first.data
     return [first, *(first.as_strided(each.shape, each.stride(), each.storage_offset()) for each in others)]
 
@@ -143,6 +154,7 @@ class LossOfModel:
         return _scalar(self._loss(output, microbatch), "the loss function's result")
 
     def _output(self, microbatch: Batch) -> Any:
+        # By name, as far as names fit. A position is taken only where it cannot be the wrong one.
         if self._takes_any_keyword:
             return self._model(**microbatch)
         if named := {name: microbatch[name] for name in self._named if name in microbatch}:

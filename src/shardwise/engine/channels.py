@@ -1,10 +1,21 @@
-"""The channels of an engine: along which axes of the mesh its ranks talk."""
+"""The channels of an engine: along which axes of the mesh its ranks talk, and how one that fails stops the others.
 
-from collections.abc import Sequence
+mesh pp=2, dp_shard=2, tp=2            seen from rank 2
+                                       world     0 .. 7
+  stage 0: dp 0:  0 1    dp 1:  2 3    pipeline  2 6      same rows, other stage
+  stage 1: dp 0:  4 5    dp 1:  6 7    everyone  0 2      same parameters, other rows
+                                       tensor    2 3      same rows, other part of cut parameters
+owners and replicas divide `everyone`: under sharding stage 0 each rank owns all, and the others are its replicas;
+under stage 1 each of the two owns a half
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
 from shardwise.comm import Channel
+from shardwise.errors import CallMismatchError, PeerError
 from shardwise.plan import Plan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -29,8 +40,9 @@ class EngineChannels:
 
     @classmethod
     def of(cls, plan: Plan, world: Channel) -> Self:
-        """Those that a plan asks for; all ranks of `world` call this together."""
+        """The channels of a plan; all ranks of `world` call this together."""
 
+        # Every rank asks for every channel, in this order: a group is made by all its members together.
         def along(axes: Sequence[str]) -> Channel:
             return world.over(plan.mesh.peers(world.rank, axes))
 
@@ -72,3 +84,23 @@ class RankGroups:
 def data_rank_of(plan: Plan, rank: int) -> int:
     """The place of a rank among those that have the same stage and see other samples."""
     return plan.mesh.peers(rank, DATA_AXES).index(rank)
+
+
+@contextmanager
+def stopping_peers(world: Channel, doing: str, *, advice: str = "") -> Iterator[None]:
+    """Tell the other ranks when this one stops. advice: what to do where ranks make calls that do not fit."""
+    try:
+        yield
+    # Another rank failed first, and has told all: its error is the one to show.
+    except PeerError:
+        raise
+    except BaseException as error:
+        if world.size > 1:
+            # Also for KeyboardInterrupt and the like: a rank that leaves without a word lets the others wait until
+            # their timeout.
+            world.abort(f"{type(error).__name__} in {doing}: {error}")
+        # The same class, so that callers and tests still find it; the channel knows that calls differ, the engine
+        # knows why.
+        if advice and isinstance(error, CallMismatchError):
+            raise CallMismatchError(f"{error}\n{advice}") from error
+        raise

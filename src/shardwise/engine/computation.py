@@ -1,4 +1,14 @@
-"""Forward and backward of a rank's microbatches: of the whole model in turn, or of its stages by a schedule."""
+"""Forward and backward of a rank's microbatches: of the whole model in turn, or of its stages by a schedule.
+
+Streams of random numbers, 2 data ranks with k = 3, step 5: microbatches are numbered over all data ranks, so that masks
+belong to the rows and not to the rank.
+
+    data rank 0    microbatches 0 1 2      streams (seed, 5, 0) (seed, 5, 1) (seed, 5, 2)
+    data rank 1    microbatches 0 1 2      streams (seed, 5, 3) (seed, 5, 4) (seed, 5, 5)
+
+A microbatch of weight 0 is not computed. `UnevenMicrobatches` lets this rank join what the others reduce or gather
+meanwhile.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +20,9 @@ from shardwise.engine.batches import Batch, LossOfModel
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
+from shardwise.engine.step_exchange import Weighting
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.styles import module_noted
-from shardwise.engine.weights import Weighting
 from shardwise.engine.zero.uneven_microbatches import Joint, Passes, UnevenMicrobatches
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import Precision
@@ -85,7 +95,10 @@ class Computation:
         is zero here. `joint`: which data ranks compute each. Raises ModelError
         where nothing can be learnt from a loss.
         """
+        # Streams are numbered by all microbatches, not by the counted ones: a weight of 0 shifts no other
+        # microbatch's masks.
         streams = self._streams(self.step, len(parts), len(parts))
+        # Counts skipped updates too: the batch after one that overflowed draws masks of its own.
         self.step += 1
         counted = [at for at, factor in enumerate(factors) if factor]
         losses = [torch.zeros((), device=self._device) for _ in parts]
@@ -127,12 +140,14 @@ class Computation:
                         parts[at], factors[at], before_last_backward if at == counted[-1] else None
                     )
             except Exception as error:
+                # A note, not another error: ranks and tests go by its class.
                 error.add_note(f"shardwise: on rank {self._rank}, in microbatch {at} of {len(parts)}")
                 raise
             rounds.done()
 
     def evaluate(self, parts: Sequence[Batch], weights: Sequence[float], joint: Sequence[Joint]) -> list[torch.Tensor]:
         """The losses of every microbatch whose weight is not 0, in evaluation mode; `joint`: see `train`."""
+        # Ranks may have different numbers of microbatches here: numbers start at a multiple of the largest of them.
         streams = self._streams(EVALUATION, len(parts), len(joint))
         counted = [at for at, weight in enumerate(weights) if weight]
         losses = [torch.zeros((), device=self._device) for _ in parts]
@@ -176,13 +191,18 @@ class Computation:
         loss = self.loss(part)
         if not loss.requires_grad:
             raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
+        # They read the autograd graph of this loss, which backward frees.
         for watch in self._on_loss:
             watch(loss)
         if before_last_backward is not None:
             before_last_backward()
+        # A multiplication by 1.0 would be exact, but adds a node to the graph of every microbatch.
         root = loss if factor == 1.0 else loss * factor
+        # Activation checkpoints run forwards again in backward, on an accelerator in a thread of autograd's own. They
+        # must draw from this microbatch's stream.
         with self.random.in_backward_of([root]):
             root.backward()
+        # With its graph, each loss would keep the activations of its microbatch to the end of the step.
         return loss.detach()
 
     @contextmanager
@@ -199,6 +219,7 @@ class Computation:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and afterwards each module's own mode again."""
+    # Each module's own mode: `model.train()` afterwards would wake modules that the user froze in evaluation mode.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

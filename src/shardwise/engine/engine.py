@@ -1,18 +1,26 @@
-"""The engine: a model under a plan, trained one update at a time.
+"""The engine: a model under a plan, trained one update at a time. What it costs a rank is in `PlanSizes`.
 
-One update on one rank (numbers as in docs/life-of-a-parameter.md):
+One update on two data ranks (numbers as in docs/life-of-a-parameter.md):
 
-    [1] agree       split the batch, weigh the microbatches, exchange the weights; here all ranks refuse a bad batch
-    [2] compute     forward and backward of k microbatches; gradients go into the arena as they appear
-    [3] reduce      gradients of parameters of several stages to their owners; one reduce-scatter per bucket
-    [4] agree       exchange losses, sums of squares, which parameters have a gradient, which buffers changed
-    [5] update      divide, clip, optimizer on the owned masters; or skip on all ranks
-    [6] publish     cast owned elements once into the working copy, one all-gather per bucket; then to other stages
+    rank 0, 8 rows, k = 2            rank 1, 6 rows, k = 2
+    [1] open      4 4                    3 3            one exchange: here all ranks refuse a bad batch of one rank
+    [2] compute   loss * 4/3.5           loss * 3/3.5   k forwards and backwards; gradients go into the arena
+    [3] reduce    owned sum              owned sum      ties to their owners, then one reduce-scatter per bucket
+    [4] close     sum / 4, |g|^2         sum / 4, |g|^2 one exchange: loss, norm, what was touched or written, stop
+    [5] update    clip, optimizer        the same       or skip, on all ranks, where the norm is not finite
+    [6] publish   cast the master once, one all-gather per bucket, replicas of ties, buffers that forwards changed
+
+    ready --[1]--> open --[2]--> computed --[3]--> reduced --[4]--> closed --[5]--> updated --[6]--> ready
+      ^  refused     |                                                 |                               ^
+      +--------------+  nothing was computed                           +------------ skipped ----------+
+
+An error in [2] to [6] on one rank stops the others (`stopping_peers`): they would wait in a collective forever.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +28,10 @@ from torch import nn
 
 from shardwise.comm.agreement import agreed
 from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
-from shardwise.engine.channels import EngineChannels, RankGroups
+from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
-from shardwise.engine.counters import Counters
-from shardwise.engine.forward_writes import ForwardWrites
-from shardwise.engine.hand_over import HandOver, ModelNames
+from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
 from shardwise.engine.inventory import Inventory, places_in, refuse_added, refuse_moved, refuse_replaced
-from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.norm import (
     clip,
     divide_and_square,
@@ -36,26 +41,101 @@ from shardwise.engine.norm import (
     norm_of_norms,
     norms_of,
 )
-from shardwise.engine.optimizer_state import KnownOptimizer
-from shardwise.engine.peer_stopping import stopping_peers
+from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
-from shardwise.engine.reports import EvaluationReport, StepReport
-from shardwise.engine.restore import EngineRestoration
-from shardwise.engine.sizes import PlanSizes
-from shardwise.engine.state import placed, state_of
-from shardwise.engine.step_exchange import StepExchange, exchange_loss, exchange_step
+from shardwise.engine.reports import Counters, EvaluationReport, StepReport
+from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, placed, state_of
+from shardwise.engine.step_exchange import (
+    StepExchange,
+    Weighting,
+    check_writes,
+    describe_batch,
+    exchange_loss,
+    exchange_step,
+    merge_weights,
+    pack_weights,
+    weigh,
+)
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
 from shardwise.engine.tensor.tensor_decision import TensorDecision
-from shardwise.engine.weights import Weighting, check_writes, describe_batch, merge_weights, pack_weights, weigh
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.engine.zero.grad_reduce import GradReduce
+from shardwise.engine.zero.install import OwnedLayout
+from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError, OptimizerError
-from shardwise.plan import Footprint, Plan, Traffic
+from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
+from shardwise.plan.memory import sharded_footprint, sharded_traffic
 from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
+
+
+class PlanSizes:
+    """The formulas of `plan.memory` for what this rank has."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: OwnedLayout,
+        *,
+        owner: int,
+        ties: StageTies,
+        passes: Passes,
+        runner: PipelineRunner | None,
+    ) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._owner = owner
+        self._ties = ties
+        self._passes = passes
+        self._runner = runner
+
+    def footprint(self, num_microbatches: int) -> Footprint:
+        """Bytes that the buffers take."""
+        layout, precision, k = self._layout, self._plan.precision, num_microbatches
+        if layout.stage < 2:
+            owned = footprint(layout.ownership, self._owner, precision, num_microbatches=k)
+        else:
+            units = [unit.name for unit in layout.units.units]
+            owned = sharded_footprint(
+                layout.ownership,
+                self._owner,
+                precision,
+                num_microbatches=k,
+                units=units,
+                keeps=self._plan.sharding.keep_gathered,
+                late=layout.late,
+            )
+        return replace(
+            owned,
+            working_bytes=owned.working_bytes + self._ties.replica_bytes(),
+            gradient_bytes=owned.gradient_bytes + self._ties.gradient_bytes(k),
+        )
+
+    def traffic(self, num_microbatches: int) -> Traffic:
+        """Bytes of gradients and parameters that are sent per update.
+
+        How often units are gathered follows from the order in which the last step used them; before there was one,
+        from their order in the model.
+        """
+        layout, precision, k = self._layout, self._plan.precision, num_microbatches
+        if layout.stage < 2:
+            owned = traffic(layout.ownership, self._owner, precision, num_microbatches=k)
+        else:
+            schedule = None if self._runner is None else self._runner.schedule
+            actions = None
+            if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
+                actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.stages.rank]]
+            gathers = self._passes.gathers_in(k, actions)
+            owned = sharded_traffic(
+                layout.ownership, self._owner, precision, num_microbatches=k, gathers=gathers, late=layout.late
+            )
+        return Traffic(
+            reduce_bytes=owned.reduce_bytes + self._ties.sent_gradient_bytes(k),
+            gather_bytes=owned.gather_bytes + self._ties.sent_value_bytes(),
+        )
 
 
 class Engine:
@@ -106,8 +186,12 @@ class Engine:
         self.tensor_decision = tensor_decision
         """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
+        # Where parameters were when the optimizers were built: a module that is put in later has some that nobody
+        # trains.
         self._places = places_in(model)
         self._has_gradients = False
+        # The rewrite by which a load made the values. `EngineRestoration` fills this very dict, so that a later save
+        # repeats it.
         self._origin: dict[str, Any] = {}
         self._is_used_up = False
         self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
@@ -138,19 +222,29 @@ class Engine:
         """
         num_microbatches = self._count(microbatches)
         parts, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
+        # Every rank has the same weights, so all raise this or none does: it needs no exchange, and stands before the
+        # block that stops peers.
         self._computation.check_even(weighting)
         with self._stopping_peers("a step"):
             self._has_gradients = False
+            # May lay out the arena anew, under the views that `gradients()` gave: so it gives none from here on.
             self._gradients.begin(num_microbatches)
             self._ties.begin(num_microbatches)
             self._writes.begin()
             factors = weighting.factors(self._channels.everyone.rank)
             losses = self._computation.train(
-                parts, factors, joint=weighting.joint, before_last_backward=self._gradients.expect_last
+                # The last backward differs from those before: what it finishes gets no further terms, so a bucket
+                # that is full may be reduced while backward still runs. Before it, every bucket still waits for the
+                # next microbatch.
+                parts,
+                factors,
+                joint=weighting.joint,
+                before_last_backward=self._gradients.expect_last,
             )
             gradients = self._reduce()
             self._has_gradients = True
             closing, grad_norm = self._close(losses, weighting, gradients, stop=stop is not None and stop())
+            # The norm is the same float on all ranks, so all skip or none does.
             skipped = not math.isfinite(grad_norm)
             if not grad_norm and self.channel.rank == 0 and computes_in_float16(self._names.specs):
                 warn_of_underflow("all gradients of a step are zero")
@@ -159,7 +253,10 @@ class Engine:
             else:
                 self._update(closing, grad_norm, gradients)
             changed = {
-                at: min(self._ranks.stages[rank] for rank in ranks) for at, ranks in closing.changed_buffers.items()
+                # A module that two stages use (a tied block) may have changed on both. The first stage decides, so
+                # that all ranks choose alike.
+                at: min(self._ranks.stages[rank] for rank in ranks)
+                for at, ranks in closing.changed_buffers.items()
             }
             self._model_buffers.synchronise(self._channels.everyone, self._channels.pipeline, changed, self.counters)
         return StepReport(
@@ -176,6 +273,8 @@ class Engine:
 
         Ranks may have different numbers of rows, and some of them none.
         """
+        # None: ranks need not have equally many microbatches. The last batch of an evaluation has rows on some ranks
+        # only.
         parts, weighting = self._open(batch, None, purpose="weights of an evaluation")
         own = weighting.by_rank[self._channels.everyone.rank]
         with self._stopping_peers("an evaluation"), self._writes.refused():
@@ -205,6 +304,8 @@ class Engine:
         """
         self._check_turn()
         self._buffers.adopt_writes()
+        # After `adopt_writes`: a `load_state_dict` between steps wrote to working copies, and masters would be saved
+        # without it.
         return state_of(self._inventory, self.model, self._buffers, self._known_optimizers)
 
     def gradients(self) -> dict[Piece, torch.Tensor]:
@@ -215,6 +316,7 @@ class Engine:
         """
         spec_of = {spec.name: spec for spec in self._inventory.specs}
         pieces: dict[Piece, torch.Tensor] = {}
+        # Views of the arena, not copies: a copy would double the memory of the gradients for a figure in a log.
         for owned in self._buffers.owned if self._has_gradients else ():
             name = owned.segment.name
             pieces |= placed(name, self._gradient_of(owned), spec_of[name], owned.segment)
@@ -314,14 +416,21 @@ class Engine:
             wanted = num_microbatches
             if wanted is None:
                 wanted = min(self.plan.merge.microbatches, count_rows(batch))
+            # Without rows there is nothing to split: legal in an evaluation, and an error of `split_batch` in a step.
             if wanted or num_microbatches is not None:
                 parts = split_batch(batch, wanted, self._channels.everyone.device)
             weights = weigh(parts, self._loss_weight)
+            # Ranks along pp and tp compute one batch together. Given two different batches they would train on a
+            # mixture, without any error; digests cost one pass over the batch and are compared in the message that is
+            # sent anyway.
             lines = describe_batch(batch) if self.plan.mesh.pp * self.plan.mesh.tp > 1 else []
             agreement.value = pack_weights(weights, batch_lines=lines, written=self._buffers.written)
         weighting, written = merge_weights(
             agreement.values, same_count=num_microbatches is not None, data_ranks=self._ranks.data_ranks
         )
+        # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
+        # other values would go its own way with every loss still looking right. All ranks
+        # know that they take part, because `written` is the union over all of them.
         if written:
             check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
             self._buffers.written.clear()
@@ -343,11 +452,17 @@ class Engine:
 
     def _reduce(self) -> dict[str, torch.Tensor]:
         """Sum over all stages and data ranks; the owned gradients by name, in the order of the model's parameters."""
+        # Before the reduction: a tied parameter has one owner, who adds the sums of the other stages to its own. The
+        # reduction over data ranks must find the whole sum in the bucket.
         self._ties.collect(self._gradients)
         self._gradients.reduce()
+        # After it, on owned parts: each rank along tp owns the same part of a parameter that is whole, so that a sum
+        # over tp of the parts is enough and sends 1/d of the elements.
         summed = [self._gradient_of(each) for each in self._buffers.owned if each.segment.name in self._summed.names]
         sum_over_ranks(summed, self._channels.tensor)
         owned = {each.segment.name: self._gradient_of(each) for each in self._buffers.owned}
+        # Buckets run from the last parameter to the first. Norms are added in the order of the model, as one process
+        # adds them.
         return {name: owned[name] for name in self._names.trainable if name in owned}
 
     # [4] ------------------------------------------------------------------------------------------------------------
@@ -362,13 +477,19 @@ class Engine:
         """
         everyone, world = self._channels.everyone, self._channels.world
         touched = self._gradients.touched
+        # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
+        # their rows.
         divisor = weighting.num_microbatches if self.plan.merge.average else everyone.size
         # What several ranks hold counts once: masters on replicas, parameters that are not cut on all ranks along tp.
         counts = self._channels.replicas.rank == 0
         first = self._channels.tensor.rank == 0
         weighed = [(gradient, counts and (first or name in self._cut)) for name, gradient in gradients.items()]
+        # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
         squares = divide_and_square(weighed, divisor, everyone.device)
         mine = touched & gradients.keys()
+        # One process has no gradient for a parameter that no microbatch used, and its norm then has one term fewer.
+        # The zeros that stand here in its place would not change the sum, but may change the order in which torch
+        # groups it.
         used = {at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine}
         # Where gradients are whole, the norm can be that of one process to the last bit.
         are_whole = everyone.size * self._channels.tensor.size == 1
@@ -385,6 +506,7 @@ class Engine:
             written=self._writes.found(),
             stop=stop,
         )
+        # Before the update, and on all ranks: what a forward wrote to a cast of a master would be gone after [6].
         self._writes.check(closing.written)
         if not are_whole:
             return closing, norm_of(closing.squares, self._norm_dtype)
@@ -407,17 +529,22 @@ class Engine:
             # decay the weights and the moments.
             name = owned.segment.name
             owned.parameter.grad = gradients[name] if name in touched else None
+        # Every rank clips its own part by the one norm of the whole gradient.
         if self.plan.clip_grad_norm is not None:
             masters = [owned.parameter for owned in self._buffers.owned if owned.parameter.grad is not None]
             clip(masters, norm=grad_norm, max_norm=self.plan.clip_grad_norm, dtype=self._norm_dtype)
+        # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         with self._plain_calls.engine_step():
             for optimizer in self.optimizers:
                 optimizer.step()
         for owned in self._buffers.owned:
             owned.parameter.grad = None  # a view of the arena, which the next update may lay out anew
         self.counters.updates += 1
+        # `touched` is the union over all ranks, so that stages 2 and 3 learn on all ranks alike which gradients to
+        # wait for.
         self._gradients.expect(touched)
         self._buffers.publish(self.counters)
+        # After the owner's working copy has the new values: replicas on other stages are copies of it.
         self._ties.publish()
 
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:

@@ -1,14 +1,27 @@
-"""Parameters that forwards write to: an embedding with `max_norm`, weights that are clamped, a momentum encoder."""
+"""What forwards write to: parameters (`max_norm` of an embedding, clamped weights), buffers (running statistics).
+
+    a forward wrote to                             then
+    a parameter with a master held apart           refused: the next cast of the master would undo it
+    a parameter gathered for that forward          refused: the memory is freed, and the values with it (stage 3)
+    a parameter, other values on other ranks       refused: copies would go apart
+    a parameter, alike on all ranks                kept
+    a buffer                                       data rank 0's values hold for all, as in DistributedDataParallel;
+                                                   in a pipeline those of the first stage that changed it
+
+Both are found by the count of writes that torch keeps for each tensor (`_version`), which costs no read.
+"""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
+from shardwise.engine.reports import Counters
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter
 from shardwise.space import Mesh
@@ -27,6 +40,7 @@ class ForwardWrites:
         self._tensor_ranks = [mesh.coordinates(rank)["tp"] for rank in range(world.size)]
         self._has_copies = mesh.size > mesh.pp
         here = dict(model.named_parameters())
+        # By the parameter's number in the whole model: flags of all ranks are united by it.
         self._here = {at: here[spec.name] for at, spec in enumerate(specs) if spec.name in here}
         self._versions: dict[int, int] = {}
 
@@ -45,6 +59,7 @@ class ForwardWrites:
             return
         for at in written:
             spec = self._specs[at]
+            # Decided by the plan alone, so that all ranks raise before any of them waits in the exchange below.
             if spec.trainable and spec.master != spec.working:
                 raise ModelError(
                     _refusal(
@@ -52,6 +67,8 @@ class ForwardWrites:
                         "it is a cast of a master from which the update goes on, so that what was written is lost",
                     )
                 )
+        # An exchange of its own, only in steps where something was written: digests of all parameters in each step
+        # would cost a read of the model.
         digests = {at: self._digest(at) for at in written if at in self._here and not self._here[at].is_meta}
         answers = self._world.exchange(json.dumps(digests).encode(), purpose="parameters that forwards wrote to")
         seen: dict[tuple[str, int], str] = {}
@@ -62,6 +79,7 @@ class ForwardWrites:
                     raise ModelError(
                         _refusal(name, "it is gathered for that forward only (stage 3), so that the values are lost")
                     )
+                # Compared among ranks of one place along tp: the others hold other parts of a cut parameter.
                 if seen.setdefault((at, self._tensor_ranks[rank]), digest) != digest:
                     raise ModelError(_refusal(name, "it has other values on other ranks now"))
 
@@ -71,6 +89,8 @@ class ForwardWrites:
         self.begin()
         yield
         written = [spec.name for spec, flag in zip(self._specs, self.found(), strict=True) if flag]
+        # Raised on this rank alone, which stops the others: evaluations have no exchange in which ranks could
+        # compare.
         if written and self._has_copies:
             raise ModelError(_refusal(written[0], "every rank has a copy, and they are to stay alike"))
 
@@ -89,3 +109,105 @@ def _refusal(name: str, reason: str) -> str:
         f"parameter {name!r} was written to in a forward: {reason}; keep what forwards write in buffers, and leave out "
         "options that write to parameters (max_norm)"
     )
+
+
+class ModelBuffers:
+    """The buffers of a model and the values that all ranks had last in common."""
+
+    def __init__(self, model: nn.Module) -> None:
+        at: dict[int, int] = {}
+        self._places: list[list[tuple[nn.Module, str]]] = []
+        """For each buffer every place that holds it."""
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                # A buffer in several modules (shared positions) has one number, and is sent once.
+                if at.setdefault(id(buffer), len(self._places)) == len(self._places):
+                    self._places.append([])
+                self._places[at[id(buffer)]].append((module, name))
+        self._known: list[_Known] = []
+        self._is_held: list[bool] = []
+        self._is_shared: list[bool] = []
+
+    def settle(self, pipeline: Channel) -> None:
+        """Take the present values for those of all ranks, and find out which buffers several stages have."""
+        self._known = [_Known.of(self._buffer(at)) for at in range(len(self._places))]
+        self._is_held = [known.buffer is not None and not known.buffer.is_meta for known in self._known]
+        answers = [bytes(self._is_held)]
+        if pipeline.size > 1:
+            answers = pipeline.exchange(answers[0], purpose="buffers of stages")
+        self._is_shared = [sum(held) > 1 for held in zip(*answers, strict=True)]
+
+    def changed(self) -> list[bool]:
+        """For each buffer: whether it was written to, or replaced, since the ranks last agreed."""
+        return [not known.holds_for(self._buffer(at)) for at, known in enumerate(self._known)]
+
+    def agreed_unless(self, pending: Sequence[bool]) -> None:
+        """Take the present values for those of all ranks, but for buffers that were `pending` (changed) before."""
+        for at, was_pending in enumerate(pending):
+            if not was_pending:
+                self._known[at] = _Known.of(self._buffer(at))
+
+    def synchronise(self, everyone: Channel, pipeline: Channel, changed: Mapping[int, int], counters: Counters) -> None:
+        """Give every rank the values that hold for all.
+
+        changed: buffers that forwards wrote to -> the first rank along the pipeline where one did.
+        """
+        self._spread(everyone, {at: 0 for at in changed if self._is_held[at]}, counters)
+        self._spread(pipeline, {at: rank for at, rank in changed.items() if self._is_shared[at]}, counters)
+
+    @torch.no_grad()
+    def _spread(self, channel: Channel, sources: Mapping[int, int], counters: Counters) -> None:
+        """Give every rank of `channel` the values that one of them has: {buffer: the rank that has them}."""
+        if channel.size > 1 and sources:
+            # Grouped by the rank that sends: one all-gather takes what each rank gives as one stretch.
+            order = sorted(sources, key=lambda at: (sources[at], at))
+            buffers = [(sources[at], buffer) for at in order if (buffer := self._buffer(at)) is not None]
+            counts = [0] * channel.size
+            for source, buffer in buffers:
+                counts[source] += buffer.numel() * buffer.element_size()
+            mine = [
+                buffer.detach().reshape(-1).view(torch.uint8) for source, buffer in buffers if source == channel.rank
+            ]
+            nothing = torch.empty(0, dtype=torch.uint8, device=channel.device)  # for cat, where no buffer is left
+            flat = torch.empty(sum(counts), dtype=torch.uint8, device=channel.device)
+            counters.all_gathers += 1
+            channel.all_gather(flat, torch.cat([nothing, *mine]), counts=counts, purpose="buffers of the model").wait()
+            parts = flat.split([buffer.numel() * buffer.element_size() for _, buffer in buffers])
+            for (source, buffer), part in zip(buffers, parts, strict=True):
+                # In place, because other objects may hold the tensor. A clone, because a view in a wider dtype needs
+                # an offset that its size divides, and bytes of several buffers stand one behind the other.
+                if source != channel.rank and not buffer.is_meta:
+                    buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+        # Also on the rank that sent them: what it wrote is agreed on now, and is not sent again.
+        for at in sources:
+            self._known[at] = _Known.of(self._buffer(at))
+
+    def _buffer(self, at: int) -> torch.Tensor | None:
+        """None where forward has taken a buffer away (caches come and go)."""
+        # Where a stage dropped a module, its buffer is on the meta device: another place may have the values.
+        held = [module._buffers.get(name) for module, name in self._places[at]]
+        return next((buffer for buffer in held if buffer is not None and not buffer.is_meta), held[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    """A buffer as it was when the ranks last agreed."""
+
+    buffer: torch.Tensor | None
+    """The tensor itself: the id of one that is gone may be another's."""
+    version: int
+    values: torch.Tensor | None
+    """A copy, where the version does not tell: torch's batch norm writes its running statistics, which are vectors,
+    without counting it as a write."""
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor | None) -> "_Known":
+        if buffer is None:
+            return cls(buffer=None, version=0, values=None)
+        is_vector = buffer.ndim == 1 and buffer.is_floating_point() and not buffer.is_meta
+        return cls(buffer=buffer, version=buffer._version, values=buffer.detach().clone() if is_vector else None)
+
+    def holds_for(self, buffer: torch.Tensor | None) -> bool:
+        if buffer is not self.buffer or buffer is None:
+            return buffer is self.buffer
+        return buffer._version == self.version and (self.values is None or torch.equal(buffer, self.values))

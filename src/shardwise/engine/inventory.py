@@ -1,17 +1,37 @@
-"""What a model holds: its parameters by storage, its ties, its buffers."""
+"""What a model holds: its parameters by storage, its ties, its buffers; and parameters that are DTensors already.
+
+    embedding.weight  --+
+    head.weight       --+--> one storage, one object or several --> one `Parameter`, alias head.weight
+    a.weight, b.weight = w[:4], w[2:]  --> share a part of a storage: refused, no plan could update both
+    cache = weight.view(-1), a buffer  --> a view of a parameter: refused, its values move to a flat buffer
+
+DTensors (of `parallelize_module`) stay what they are, because their modules expect them. Flat buffers and owners have
+the local tensors: a DTensor is a shell around a view of a buffer, and its gradient is taken out of such a shell.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.comm.local_tensors import dtype_name, extent, is_dtensor, share_elements
-from shardwise.errors import ModelError
-from shardwise.plan import Parameter, Precision
+from shardwise.comm.local_tensors import (
+    dtype_name,
+    extent,
+    is_dtensor,
+    local_stretches,
+    local_tensor,
+    share_elements,
+    with_local_tensor,
+)
+from shardwise.errors import CheckpointError, ModelError
+from shardwise.plan import Parameter, Plan, Precision
 from shardwise.plan.outlines import check_keep, describe
 from shardwise.space import Portion
+
+_T = TypeVar("_T", bound=torch.Tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +49,13 @@ class Inventory:
     def tie(self) -> None:
         """Make every tie one parameter object, though the model was built with several that share a storage."""
         for module, attribute, name in self.places:
+            # One object, so that autograd adds the gradients of all uses and the object can be moved to a buffer
+            # once.
             if module._parameters[attribute] is not self.parameters[name]:
                 module.register_parameter(attribute, self.parameters[name])
 
     def restricted(self, names: Collection[str]) -> "Inventory":
-        """Of these parameters alone: it keeps no other tensor alive."""
+        """The inventory of these parameters alone: it keeps no other tensor alive."""
         return Inventory(
             parameters={name: each for name, each in self.parameters.items() if name in names},
             specs=tuple(spec for spec in self.specs if spec.name in names),
@@ -87,12 +109,15 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     held_by: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner, attribute, name, parameter in named_places(model):
         _refuse_unfit(f"parameter {name!r}", parameter)
+        # An expanded parameter: in a flat buffer each element would get a place of its own, and a gradient of its
+        # own.
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise ModelError(
                 f"parameter {name!r} holds several of its elements in one place (it was expanded); make it a parameter "
                 f"of the shape that it has memory for, and expand it in forward"
             )
         first = places.setdefault(place_of(parameter), parameter)
+        # One parameter is trained or frozen. Through two objects one process would train half of its uses.
         if first.requires_grad != parameter.requires_grad:
             raise ModelError(
                 f"{names[first][0]!r} and {name!r} share one storage, and only one of them requires a gradient; "
@@ -107,6 +132,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     for name, buffer in buffers.items():
         _refuse_unfit(f"buffer {name!r}", buffer)
     check_keep(precision, [name for each in names.values() for name in each])
+    # Batch norms keep float32 parameters under any plan: torch refuses narrower ones beside float32 statistics.
     beside_statistics = {first for owner, _, first in held_by if _has_statistics(owner)}
     specs = tuple(
         describe(
@@ -141,6 +167,24 @@ def named_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Par
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield module, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter
+
+
+def with_values(original: _T, values: torch.Tensor) -> _T:
+    """A tensor that views `values`, with the class, the `requires_grad` and the attributes of `original`.
+
+    A parameter that is not gathered (stage 3) gives one of the class that it has when it is.
+    """
+    made: torch.Tensor
+    if isinstance(original, nn.Parameter):
+        kind = type(original)
+        # The class of a parameter at rest (stage 3) is made on the fly, and refuses operations.
+        kind = kind.__bases__[0] if hasattr(kind, "_is_resting") else kind
+        # Not kind(values): constructors of subclasses take other arguments.
+        made = torch.Tensor._make_subclass(kind, values.detach(), original.requires_grad)
+    else:
+        made = values.detach().requires_grad_(original.requires_grad)
+    vars(made).update(vars(original))
+    return cast("_T", made)
 
 
 def places_in(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
@@ -197,15 +241,17 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
 def place_of(parameter: nn.Parameter) -> tuple[object, ...]:
     """Equal for parameters that are one: the same object, or another that shares the whole of its storage."""
     if parameter.numel() == 0 or is_dtensor(parameter):
-        return (
-            id(parameter),
-        )  # holds no memory, or in a shell of its own: shares nothing unless it is the same object
+        # Without memory, or in a shell of its own: it shares nothing unless it is the same object.
+        return (id(parameter),)
     storage = parameter.untyped_storage()
-    place = storage._cdata if parameter.is_meta else storage.data_ptr()  # on the meta device no storage has an address
+    # On the meta device no storage has an address: all of them would be one tie.
+    place = storage._cdata if parameter.is_meta else storage.data_ptr()
     return (place, parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype)
 
 
 def _refuse_partial_sharing(names: dict[nn.Parameter, list[str]]) -> None:
+    # A sweep over addresses: only spans that overlap are compared element by element, which pairs of all parameters
+    # would make too slow.
     spans = sorted((*extent(parameter), index) for index, parameter in enumerate(names) if holds_values(parameter))
     listed = list(names)
     reaching: list[tuple[int, int]] = []  # spans that may still overlap a later one
@@ -248,3 +294,78 @@ def describe_model(inventory: Inventory) -> Sequence[str]:
         f"buffer {name!r} {list(buffer.shape)} {dtype_name(buffer.dtype)}{' without values' if buffer.is_meta else ''}"
         for name, buffer in inventory.buffers.items()
     ]
+
+
+def values_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter, outside of autograd."""
+    return local_tensor(parameter) if is_dtensor(parameter) else parameter.detach()
+
+
+def put_on(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Let a parameter have its local values in the memory of `values`, which has their shape."""
+    if not is_dtensor(parameter):
+        parameter.data = values
+        return
+    # A DTensor's memory cannot be set through `.data`. The objects are swapped, so that modules and optimizers that
+    # hold the parameter see the new one.
+    shell = nn.Parameter(with_local_tensor(parameter, values), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, shell)
+
+
+def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of what this rank has of a parameter, dense; the parameter does not keep it."""
+    with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+        gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return None
+    if is_dtensor(gradient):
+        # Backward may leave terms of a sum where the parameter is whole; here they are added.
+        if is_dtensor(parameter) and gradient.placements != parameter.placements:  # summands, say
+            gradient = gradient.redistribute(placements=parameter.placements)
+        return local_tensor(gradient)
+    # An embedding with `sparse=True` gives sparse gradients, which have no place in a flat buffer.
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient
+
+
+def portions_of_dtensors(inventory: Inventory, plan: Plan, rank: int) -> Mapping[str, Portion]:
+    """The portions of parameters that are cut DTensors. Raises ModelError for DTensors that the plan cannot hold.
+
+    rank: of the world, whose ranks the meshes of the DTensors name.
+    """
+    given = {name: each for name, each in inventory.parameters.items() if is_dtensor(each)}
+    if not given:
+        return {}
+    problems = []
+    if plan.sharding.stage == 3:
+        problems.append("stage 3 frees parameters between uses, which their modules do not bear; use stage 2")
+    if plan.mesh.pp > 1:
+        problems.append(f"pp={plan.mesh.pp} infers the outputs of foreign modules, which is not known of DTensors")
+    peers = list(plan.mesh.peers(rank, ("tp",)))
+    portions = {}
+    for name, tensor in given.items():
+        ranks = tensor.device_mesh.mesh.flatten().tolist()
+        if ranks != peers:
+            problems.append(f"{name!r} lies on the ranks {ranks}, but those of this rank along tp are {peers}")
+            continue
+        try:
+            held = local_stretches(name, tensor)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        cut = [dim for dim, stretches in enumerate(held) if stretches != [(0, tensor.shape[dim])]]
+        if len(cut) > 1:
+            problems.append(f"{name!r} is cut along the dims {cut}; one is known")
+        elif cut:
+            portions[name] = Portion(tuple(tensor.shape), cut[0], tuple(held[cut[0]]))
+    if problems:
+        raise ModelError(_refusal(list(given), problems))
+    return portions
+
+
+def _refusal(names: Sequence[str], problems: Sequence[str]) -> str:
+    return (
+        f"{len(names)} parameters are DTensors, among them {names[0]!r}, and the plan cannot take them: "
+        + "; ".join(problems)
+        + ". Give a mesh whose tp ranks are theirs, or the model as it was built, with "
+        "sw.Tensor(rules=...) (tensor.rules)"
+    )

@@ -17,7 +17,11 @@ The calls are made on a twin of the model: copies of its modules, with tensors o
                  these are made again; the values are handed out, and the memory is given back
 
 Every operation that draws starts from a seed made of the seed, the module's name, the method, and the number of the
-draw in the call. So a tensor gets the same values, whichever other tensors have memory and whichever calls are made.
+draw in the call. So a tensor gets the same values, whichever other tensors have memory and whichever calls are made:
+
+    linear.weight wanted    calls 1 and 4 of a linear whose 4 is weight.normal_(); bias.zero_()
+    weight has memory       "7 linear _init_weights of its model 0"  seeds normal_; bias stays without memory, and
+                            zero_ of it does nothing; call 1 is left out, because 4 overwrites what it writes
 """
 
 import inspect
@@ -26,7 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -36,9 +40,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.engine.inventory import with_values
 from shardwise.errors import ModelError, in_words
-
-_T = TypeVar("_T", bound=torch.Tensor)
 
 _OWN = ("reset_parameters", "_reset_parameters", "_init_weights")
 """Names of the method, without arguments, that initialises its module; the first one that fits is called."""
@@ -93,7 +96,7 @@ class _TwinTensor:
     empty: torch.Tensor = field(init=False)
     """Without memory: the model's may have been cut by the time when values are made."""
     kept: torch.Tensor | None = field(init=False, default=None)
-    """The values that the model had, where others are computed from them."""
+    """The values that the model had, where initialisers compute others from them."""
     installed: torch.Tensor = field(init=False)
     storage: int = field(init=False, default=0)
 
@@ -108,6 +111,8 @@ class _TwinTensor:
 
     def install(self, device: str) -> None:
         """Let the twin hold a tensor there: on the meta device without memory, on the CPU with new memory."""
+        # By storage, because initialisers write through views (`weight[:8]`, `weight.data`), which are other objects.
+        # One that is freed must not stay known: its address may come back.
         self.held.pop(self.storage, None)
         values = torch.empty_like(self.empty, device=device)
         if device == "cpu" and self.kept is not None:
@@ -191,6 +196,8 @@ class _CallTrace(TorchDispatchMode):
 
     def begin_draw(self, *arguments: object) -> None:
         """Seed the next draw of the call."""
+        # Inside `one_draw` the first seed holds for all: `trunc_normal_` draws until it is content, and how often
+        # depends on values.
         if self._is_in_draw:
             return
         if any(isinstance(each, torch.Generator) for each in arguments):
@@ -212,6 +219,8 @@ class _CallTrace(TorchDispatchMode):
             self._is_in_draw = False
 
     def _seed_for(self, draw: int | str) -> None:
+        # A seed per draw, not one per call: a draw for a tensor without memory takes nothing from the generator, and
+        # the numbers of the next tensor would depend on it.
         key = f"{self._seed} {self._initialiser.key} {draw}"
         torch.default_generator.manual_seed(xxhash.xxh3_64_intdigest(key.encode()))
 
@@ -229,6 +238,8 @@ class _CallTrace(TorchDispatchMode):
         overwrites = func._opname in _OVERWRITING or "out" in func._overloadname
         for tensor in tensors:
             storage, is_written = _storage(tensor), any(tensor is each for each in written)
+            # A closure may hold the model's own tensors. Written to, the model would change before all ranks have
+            # agreed.
             if storage in self._foreign and (tensor.is_meta or is_written):
                 raise RuntimeError("it reaches tensors of the model by another way than through its modules")
             if (target := self._held.get(storage)) is None:
@@ -261,6 +272,8 @@ class _LikeCpu(TorchFunctionMode):
 @contextmanager
 def _truncated_at_once(trace: _CallTrace) -> Iterator[None]:
     """`trunc_normal_` is one draw: torch's goes by values, and draws again until all are within the bounds."""
+    # `nn.init.trunc_normal_` looks this name up when it is called, so the replacement reaches it however it was
+    # imported.
     original: Callable[..., torch.Tensor] = nn.init._no_grad_trunc_normal_
 
     def truncated(tensor: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -302,6 +315,7 @@ class Initialisation:
             self._inside.setdefault(target.twin, []).append(target)
             target.install("meta")
         self._foreign = {_storage(each.original) for each in self._targets if _is_plain(each.original)}
+        # Traced here, while the model is whole: by the time of `values` it may have been cut.
         names = {twins[module]: name for name, module in model.named_modules()}
         self._initialisers = [each for each in _initialisers(twins[model], names) if self._writes_any(each)]
         self._foreign.clear()  # cut parameters free their storages, and others get the addresses
@@ -333,6 +347,8 @@ class Initialisation:
         for target in self._targets:
             if target in firsts:
                 by_module.setdefault(target.twin, []).append(target)
+        # Small modules together: a model has very many norms and biases, and a call that writes to several of them is
+        # made once for all.
         pending = deque((targets, self._with_what_they_need(targets)) for targets in by_module.values())
         while pending:
             targets, real = pending.popleft()
@@ -349,6 +365,7 @@ class Initialisation:
 
         Parameters become new objects of their class, with their attributes and `requires_grad`.
         """
+        # One object per object that there was: a tie stays one parameter, and two that share a storage stay two.
         objects: dict[int, torch.Tensor] = {}
         for each in self._of_first[self._firsts[name]]:
             each.put(each.module, objects.setdefault(id(each.original), with_values(each.original, values)))
@@ -365,6 +382,7 @@ class Initialisation:
 
     def _writes_any(self, initialiser: _Initialiser) -> bool:
         """Trace a call, without values where it can do without, else with memory for all inside its module."""
+        # A method may write to any tensor inside its module: only the call shows which.
         inside = [target for module in initialiser.module.modules() for target in self._inside.get(module, ())]
         try:
             self._note(initialiser, inside)
@@ -372,6 +390,7 @@ class Initialisation:
             initialiser.needs_all = True
             for target in inside:
                 target.install("cpu")
+                # numpy writes past every mode of torch. Comparing bytes afterwards is all that is left.
                 _bytes(target.installed).fill_(_UNSET)
             try:
                 self._note(initialiser, inside)
@@ -408,6 +427,8 @@ class Initialisation:
             vars(initialiser.module).update(attributes)
         for target in targets:
             storage = _storage(target.current())
+            # The call put another tensor in the place: a write of all of it, and a read where that tensor is the
+            # twin's (`self.b = self.a`).
             if storage != target.storage:
                 trace.writes[target] = [_region(target.installed)]
                 trace.reads |= {self._held[storage]} if storage in self._held else set()
@@ -420,11 +441,13 @@ class Initialisation:
         while pending:
             if (target := pending.pop()) not in found:
                 found.add(target)
+                # To the end: where b = f(a), a is needed too, and what a is scaled from.
                 pending += [each for at in self._writers.get(target, ()) for each in self._initialisers[at].reads]
         return found
 
     def _made(self, wanted: Iterable[_TwinTensor], real: set[_TwinTensor]) -> list[tuple[str, torch.Tensor]]:
         """The names and values of `wanted`. real: they and all that they need."""
+        # In the order in which the model initialises itself: later calls overwrite or scale what earlier ones wrote.
         numbers = sorted({number for target in real for number in self._writers.get(target, ())})
         calls = [(each, real & each.writes.keys()) for each in map(self._initialisers.__getitem__, numbers)]
         # A call is left out if later ones overwrite all that it writes, and none reads it.
@@ -441,6 +464,8 @@ class Initialisation:
                 except Exception as error:
                     raise ModelError(f"{each.words} raised {in_words(error)}") from error
                 for target in written:
+                    # Traced without values, called with values: a method that goes by how often it was called would
+                    # leave memory as it was found.
                     if not (each.needs_all or target in found.writes):
                         raise ModelError(
                             f"{each.words} gives {target.name!r} no values when it is called a second time; let it do "
@@ -480,6 +505,7 @@ class Initialisation:
         regions = [
             each for number in self._writers.get(target, ()) for each in self._initialisers[number].writes[target]
         ]
+        # One write of all elements is the common case, and needs no mask of the tensor's size.
         if not regions or any(shape.numel() == target.empty.numel() for shape, _, _ in regions):
             return bool(regions) or not target.empty.numel()
         is_done = torch.zeros_like(target.empty, dtype=torch.bool, device="cpu")
@@ -494,36 +520,10 @@ def forget_initialised(model: nn.Module) -> None:
         Initialisation(model, 0).forget()
 
 
-def initialise(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Give a model that was built on the meta device the values of `Initialisation`, in place, on `device`.
-
-    Parameters and buffers that had values keep them, and move to `device`.
-    """
-    initialisation = Initialisation(model, seed)
-    for name, values in initialisation.values(initialisation.names):
-        initialisation.put(name, values.to(device))
-    model.to(device)
-
-
-def with_values(original: _T, values: torch.Tensor) -> _T:
-    """A tensor that views `values`, with the class, the `requires_grad` and the attributes of `original`.
-
-    A parameter that is not gathered (stage 3) gives one of the class that it has when it is.
-    """
-    made: torch.Tensor
-    if isinstance(original, nn.Parameter):
-        kind = type(original)
-        kind = kind.__bases__[0] if hasattr(kind, "_is_resting") else kind
-        made = torch.Tensor._make_subclass(kind, values.detach(), original.requires_grad)
-    else:
-        made = values.detach().requires_grad_(original.requires_grad)
-    vars(made).update(vars(original))
-    return cast("_T", made)
-
-
 def _twin_of(model: nn.Module, held: dict[int, _TwinTensor]) -> tuple[dict[nn.Module, nn.Module], list[_TwinTensor]]:
     """Copies of all modules, with the same attributes, by the module; and what they hold."""
     names = {module: name for name, module in model.named_modules()}
+    # Not `deepcopy`: it would copy the values that there are, and anything else that a module holds.
     twins = {module: object.__new__(type(module)) for module in names}
 
     def translated(value: Any) -> Any:
@@ -537,6 +537,7 @@ def _twin_of(model: nn.Module, held: dict[int, _TwinTensor]) -> tuple[dict[nn.Mo
                 f"{names[module] or 'the model'!r} is a script (torch.jit): give the module it was made from"
             )
         for attribute, value in vars(module).items():
+            # Exact types: a subclass may be more than its elements, and stays the model's own object.
             if type(value) in (list, tuple, set):
                 value = type(value)(map(translated, value))
             elif type(value) is dict:
@@ -583,6 +584,7 @@ def _ties(targets: Iterable[_TwinTensor]) -> dict[_TwinTensor, list[_TwinTensor]
     key_of: dict[int, tuple[object, ...]] = {}
     for target in targets:
         tensor = target.original
+        # With values the object alone counts: nothing is initialised there.
         key: tuple[object, ...] = (id(tensor),)
         if target.lacks_values and tensor.numel():
             storage = _storage(tensor)
@@ -601,12 +603,14 @@ def _initialisers(root: nn.Module, names: Mapping[nn.Module, str]) -> Iterator[_
     """The calls for a module and all inside it, in order."""
     done: set[nn.Module] = set()
     for module in _children_first(root, set()):
+        # By the number of arguments: `_init_weights()` is a module's own, `_init_weights(module)` is for all within.
         for name in _OWN:
             if (own := _method(module, name, num_arguments=0)) is not None:
                 words = f"{name}() of {names[module] or 'the model'!r}"
                 yield _Initialiser(module=module, key=f"{names[module]} {name}", words=words, call=own)
                 break
         if (of_all := _method(module, _OF_ALL_WITHIN, num_arguments=1)) is not None:
+            # One `done` for the whole model: what a module inside has initialised, the one around it leaves alone.
             for each in _children_first(module, done):
                 words = f"{_OF_ALL_WITHIN}(module) of a {type(module).__name__} for {names[each] or 'the model'!r}"
                 key = f"{names[each]} {_OF_ALL_WITHIN} of its model"

@@ -1,14 +1,23 @@
 """From a model and a plan to an engine, in three phases: inspect, agree, build.
 
-[1] inspect   each rank looks at what it was given, and changes nothing
-[2] agree     ranks compare, and decide together; where one refuses all do, and no tensor was changed
-[3] build     tensors first (portions, stages, flat buffers), then forwards and hooks around them
+    [1] inspect, alone      model      -> names, ties, shapes, buffers (`Inventory`); DTensors -> portions
+                            optimizer  -> covers every trainable parameter once? tried on small matrices
+        ~~~~ exchange: the verdict of each rank, its seed ~~~~
+    [2] agree, together     equal on all ranks: plan text; model and optimizer settings; digests of all values
+                            decided alike: stages, units of stage 3, cuts along tp, who initialises what
+        ~~~~ the last point where all ranks raise and no tensor has changed ~~~~
+    [3] build, in step      tensors   cut -> drop other stages -> room -> move -> flat buffers -> optimizers -> values
+                            forwards  casts, tensor parallelism, unshard, proof, pipeline: each around those before
+
+Tensors on the meta device wait for their values through all of that. Each rank takes room in [3] for what it computes
+with, and no more; then a `ValueSource` gives whole tensors one after the other, and the rank keeps its part of each.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,16 +28,22 @@ from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels, data_rank_of
 from shardwise.engine.computation import Computation
-from shardwise.engine.counters import Counters
-from shardwise.engine.engine import Engine
-from shardwise.engine.given_dtensors import portions_of_dtensors
-from shardwise.engine.hand_over import ModelNames
-from shardwise.engine.initial_values import ValueSource, fill, give_room
-from shardwise.engine.inventory import Inventory, describe_model, take_inventory
+from shardwise.engine.engine import Engine, PlanSizes
+from shardwise.engine.forward_writes import ModelBuffers
+from shardwise.engine.inventory import Inventory, describe_model, portions_of_dtensors, take_inventory, with_values
 from shardwise.engine.meta_init import Initialisation
-from shardwise.engine.model_buffers import ModelBuffers
-from shardwise.engine.optimizer_state import KnownOptimizer, know
-from shardwise.engine.optimizers import OptimizerSource, build, check_coverage, describe_settings, swap
+from shardwise.engine.optimizers import (
+    KnownOptimizer,
+    OptimizerSource,
+    build,
+    check_apart,
+    check_coverage,
+    check_elementwise,
+    describe_settings,
+    find_whole_keys,
+    know,
+    swap,
+)
 from shardwise.engine.pipeline.crossings import GradientKinds
 from shardwise.engine.pipeline.module_placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -37,12 +52,18 @@ from shardwise.engine.pipeline.stage_ties import StageTies, chains_of
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.sizes import PlanSizes
+from shardwise.engine.reports import Counters
+from shardwise.engine.state import ModelNames
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.styles import TensorParallel
 from shardwise.engine.tensor.summed_gradients import SummedGradients
-from shardwise.engine.tensor.tensor_decision import NO_CUTS, TensorDecision, agree_on_tensor_plan, keep_portions
-from shardwise.engine.trials import check_apart, check_elementwise, find_whole_keys
+from shardwise.engine.tensor.tensor_decision import (
+    NO_CUTS,
+    TensorDecision,
+    agree_on_tensor_plan,
+    keep_portions,
+    portion_of,
+)
 from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.install import OwnedLayout, install, make_params, plan_layout, units_of
@@ -50,6 +71,24 @@ from shardwise.errors import MismatchError, PlanError, ShardwiseError
 from shardwise.plan import Placement, Plan
 from shardwise.plan.units import Units
 from shardwise.space import Portion
+
+BufferPlace = tuple[nn.Module, str]
+"""A module and the name under which it holds a buffer."""
+
+
+class ValueSource(Protocol):
+    """Where the values of waiting tensors come from: the initialisers of the model, or a load."""
+
+    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and whole values of `wanted`, one after the other, in any order."""
+
+
+class Later:
+    """Values come by a load afterwards: nothing comes now."""
+
+    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `ValueSource`."""
+        return iter(())
 
 
 def parallelize(
@@ -86,10 +125,14 @@ def parallelize(
         channel = default_channel()
     try:
         engine = parallelize_with(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample)
+        # Not in `parallelize_with`: relayout may still go back to the old engine after that, which then must not find
+        # the new one's refusals on the model.
         engine.take_charge()
     except ShardwiseError:
         raise  # ranks agree on those
     except BaseException as error:
+        # A failure of one rank alone (no memory, a bug in a module): the others are in a collective or on the way to
+        # one.
         channel.abort(f"{type(error).__name__} in parallelize: {error}")
         raise
     return engine
@@ -109,6 +152,8 @@ def parallelize_with(
     """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device."""
     with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
         inspected = _inspect(model, plan, source, channel, seed)
+        # The seeds travel with the verdict: one message less. Torch's own is sent because ranks may have seeded it
+        # differently, and rank 0's holds then.
         agreement.value = json.dumps([seed, torch.initial_seed()]).encode()
     seed = _seed_of_all([json.loads(each) for each in agreement.values])
     terms = _agree(model, plan, inspected, loss, channel, seed, sample, values)
@@ -135,6 +180,8 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
     given = portions_of_dtensors(inventory, plan, channel.rank)
     optimizers = build(source, list(model.parameters()))
     check_coverage(optimizers, inventory)
+    # Tried, because nothing in an optimizer says whether its update of an element looks at others. A wrong guess
+    # would train, and badly.
     if plan.mesh.tp > 1:
         check_elementwise(optimizers, channel.device, instead="Leave mesh.tp at 1")
     elif _num_owners(plan) > 1 and plan.sharding.partition == "slice":
@@ -142,6 +189,10 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
     elif _num_owners(plan) > 1:
         check_apart(optimizers, channel.device)
     return _Inspected(inventory=inventory, optimizers=optimizers, given=given)
+
+
+def _num_owners(plan: Plan) -> int:
+    return len(plan.mesh.peers(0, plan.sharding.owner_axes))
 
 
 # [2] agree: all ranks were given the same, and decide the same -------------------------------------------------------
@@ -177,12 +228,16 @@ def _agree(
     )
     compare(
         channel,
+        # Names and shapes before values: digests of different models would say only that everything differs.
         [*describe_model(inventory), *describe_settings(inspected.optimizers, inventory)],
         subject="models or optimizers",
         hint="Build the same model and optimizer on every rank.",
     )
     compare(
         channel,
+        # Data ranks hold the same parameters, and nothing compares them later: an owner's values would silently
+        # replace those of the others at the first all-gather. A digest per tensor names the first that differs, at
+        # the cost of one read.
         _digests(inventory),
         subject="values",
         hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
@@ -206,7 +261,17 @@ def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:
     if len({own for own, _ in seeds}) > 1:
         raise MismatchError(f"ranks were given the seeds {[own for own, _ in seeds]}; give all of them the same")
     own, of_torch = seeds[0]
+    # Rank 0's, not each rank's own: masks of a microbatch must not depend on the rank that has it.
     return of_torch if own is None else own
+
+
+def _digests(inventory: Inventory) -> Sequence[str]:
+    tensors = {**inventory.parameters, **inventory.buffers}
+    return [
+        f"{name!r} with digest {digest_of_values(tensor)}"
+        for name, tensor in tensors.items()
+        if not tensor.is_meta and not is_dtensor(tensor)  # each rank has its own part of a DTensor
+    ]
 
 
 # [3] build: change the model, first its tensors, then its forwards -----------------------------------------------
@@ -217,11 +282,11 @@ class _KeptTensors:
     """What this rank keeps of the model, and where it is."""
 
     inventory: Inventory
-    """Of all parameters."""
+    """All parameters of the model."""
     held: Inventory
-    """Of those with which this rank computes."""
+    """The parameters with which this rank computes."""
     owned: Inventory
-    """Of those whose gradients end on its stage."""
+    """The parameters whose gradients end on its stage."""
     stages: StageParameters
     layout: OwnedLayout
     buffers: FlatParams
@@ -242,10 +307,11 @@ def _build(
     placement, decision = terms.placement, terms.decision
     channels = EngineChannels.of(plan, channel)
     counters = Counters()
+    # Before anything wraps forwards: a module whose instance has a forward of its own counts as one that may draw.
     random = KeyedRandom(model, channel.device, terms.seed)
     tensors = _keep_own(model, plan, inspected, terms, channels, counters)
     inventory, held, owned = tensors.inventory, tensors.held, tensors.owned
-    # Wrappers lie around each other in the order of these calls: tensor parallelism, then what gathers its portions,
+    # Wrappers stand around each other in the order of these calls: tensor parallelism, then what gathers its portions,
     # then the proof, which watches both. The runner comes last: all of that is the forward of a placed module to it.
     let_inputs_follow(model, plan.precision)
     TensorParallel(model, decision.plan, channels.tensor)
@@ -284,6 +350,8 @@ def _build(
             kinds=GradientKinds(summed, tied, channels.pipeline) if decision.plan.styles else None,
         )
         passes.number_by(partial(_microbatch_of, runner))
+    # Each loss's graph is looked at before its backward: whether a gradient is whole or a term of a sum is read
+    # there, not from the rules.
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
     if inspected.given:  # their modules may have hooks of their own, which sum gradients over ranks, say
         watchers.append(lambda _: gradients.collectors.stay_last())
@@ -291,6 +359,7 @@ def _build(
         model=model,
         plan=plan,
         inventory=owned,
+        # Of the whole model, on every rank: flags in the step's exchange are numbered by it.
         names=ModelNames(
             trainable={spec.name: torch_dtype(spec.master) for spec in inventory.specs if spec.trainable},
             ties=inventory.ties(),
@@ -332,6 +401,22 @@ def _build(
     )
 
 
+def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
+    """Trained parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
+    specs = [spec for spec in inventory.specs if spec.trainable and spec.portion is None]
+    return [spec.name for spec in specs if len(stages.users(spec.name)) > 1]
+
+
+def _microbatch_of(runner: PipelineRunner) -> int:
+    """The microbatch that calls of modules belong to now; -1 outside of all."""
+    return -1 if runner.flow is None else runner.flow.number
+
+
+def _is_within(name: str, other: str) -> bool:
+    """Whether `name` is `other`, or a module or parameter inside it."""
+    return name == other or name.startswith(f"{other}.")
+
+
 def _keep_own(
     model: nn.Module,
     plan: Plan,
@@ -349,10 +434,12 @@ def _keep_own(
     inventory.tie()
     sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
     is_partial = sliced or plan.mesh.tp > 1
+    # Only where masters are parts: a whole master tells by its shape which of its state is per element.
     whole_keys = [find_whole_keys(each, device) if is_partial else frozenset() for each in inspected.optimizers]
     # Parameters are cut and dropped before the rest moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
     kept_buffers = drop_foreign(model, inventory, stages, coordinate)
+    # What is held alone, and on the device at once: never the whole model, and nothing on the host first.
     inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device)
     move_to(model, device)
     held = inventory.restricted(stages.held_by(coordinate))
@@ -361,8 +448,11 @@ def _keep_own(
     optimizers = know(inspected.optimizers, inventory, whole_keys)  # while they still have all parameters
     buffers = make_params(layout, owned, channels.owners, keep_shapes=not sliced, waiting=waiting)
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
+    # State that an optimizer has already is cut along, so this comes after the masters are there and before the first
+    # step.
     swap(inspected.optimizers, inventory, buffers.owned)
     if terms.values is not None:
+        # Buffers of other stages stay without values here.
         here = {name for name, each in model.named_buffers() if not each.is_meta}
         mine = [name for name in waiting if name in held.parameters or name in here]
         fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
@@ -380,30 +470,60 @@ def _keep_own(
     )
 
 
-def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
-    """Trained parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
-    specs = [spec for spec in inventory.specs if spec.trainable and spec.portion is None]
-    return [spec.name for spec in specs if len(stages.users(spec.name)) > 1]
+@torch.no_grad()
+def give_room(
+    inventory: Inventory, held: Collection[str], buffers: Iterable[BufferPlace], device: torch.device
+) -> Inventory:
+    """Put parameters on `device` in the place of those of `held` that have no values, and buffers likewise.
+
+    What moves to a flat buffer takes no memory before. Returns the inventory with the parameters that are there now.
+    """
+    fresh: dict[str, nn.Parameter] = {}
+    for spec in inventory.specs:
+        old = inventory.parameters[spec.name]
+        if spec.name in held and old.is_meta:
+            # A fused parameter moves to a flat buffer next. One element, expanded to its shape, stands for it until
+            # then: memory for both at once would double the peak.
+            room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+            fresh[spec.name] = with_values(old, room.expand(spec.shape))
+    for module, attribute, name in inventory.places:
+        if name in fresh:
+            setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs
+    # By the old tensor: a buffer that several modules hold stays one.
+    rooms: dict[torch.Tensor, torch.Tensor] = {}
+    for module, attribute in buffers:
+        buffer = module._buffers[attribute]
+        if buffer is not None and buffer.is_meta:
+            module._buffers[attribute] = rooms.setdefault(buffer, torch.empty_like(buffer, device=device))
+    return replace(
+        inventory,
+        parameters={**inventory.parameters, **fresh},
+        name_of={**inventory.name_of, **{each: name for name, each in fresh.items()}},
+    )
 
 
-def _microbatch_of(runner: PipelineRunner) -> int:
-    """The microbatch that calls of modules belong to now; -1 outside of all."""
-    return -1 if runner.flow is None else runner.flow.number
+def fill(
+    source: ValueSource,
+    waiting: Collection[str],
+    *,
+    held: Inventory,
+    model: nn.Module,
+    buffers: FlatParams,
+    ties: StageTies,
+) -> None:
+    """Keep of each tensor that `source` gives what this rank has of it.
 
-
-def _is_within(name: str, other: str) -> bool:
-    """Whether a name is that of a module or of what is in it."""
-    return name == other or name.startswith(f"{other}.")
-
-
-def _num_owners(plan: Plan) -> int:
-    return len(plan.mesh.peers(0, plan.sharding.owner_axes))
-
-
-def _digests(inventory: Inventory) -> Sequence[str]:
-    tensors = {**inventory.parameters, **inventory.buffers}
-    return [
-        f"{name!r} with digest {digest_of_values(tensor)}"
-        for name, tensor in tensors.items()
-        if not tensor.is_meta and not is_dtensor(tensor)  # of which each rank has its own part
-    ]
+    waiting: names of parameters and buffers. held: the parameters with which this rank computes.
+    """
+    spec_of = {spec.name: spec for spec in held.specs}
+    buffer_of = dict(model.named_buffers())
+    with torch.no_grad():
+        for name, tensor in source.values(waiting):
+            if (spec := spec_of.get(name)) is None:
+                buffer_of[name].copy_(tensor)
+                continue
+            # The source gives whole tensors on every rank, so that values do not depend on the cut; each is dropped
+            # before the next.
+            local = tensor if spec.portion is None else portion_of(tensor, spec.portion)
+            if not buffers.write(name, local) and not ties.write(name, local):
+                held.parameters[name].copy_(local)

@@ -44,15 +44,18 @@ class PlainCalls:
         self._optimizers = optimizers
         self._cut = {id(parameter) for parameter in cut}
         self._owns_all = owns_all
-        self._is_engine_step = False
+        self.is_engine_step = False
+        """Whether the engine is stepping the optimizers."""
         self._sizes = [_sizes_of(optimizer) for optimizer in optimizers]
 
     def refuse(self) -> None:
         """Refuse from now on, in the place of the engine that had the model before."""
         everything: dict[str, str] = {}
         for path, module in self._model.named_modules():
+            # Of the engine before this one: the model may be whole now.
             _take_off(module._state_dict_pre_hooks)
             _take_off(module._load_state_dict_pre_hooks)
+            # On every module, not on the model alone: users save submodules, too.
             if found := self._parts(module):
                 everything |= {f"{path}.{key}".lstrip("."): why for key, why in found.items()}
                 module.register_state_dict_pre_hook(_Parts(found))
@@ -67,6 +70,8 @@ class PlainCalls:
             # GradScaler then calls `step`, which is refused, and does not look for gradients that are not there.
             vars(optimizer).setdefault("_step_supports_amp_scaling", True)
             for kind in ("state_dict", "load_state_dict"):
+                # The optimizer is the user's and outlives an engine: the one before may have owned parts, and this
+                # one all.
                 _take_off(getattr(optimizer, f"_optimizer_{kind}_pre_hooks"))
                 if not self._owns_all:
                     getattr(optimizer, f"register_{kind}_pre_hook")(_OptimizerParts(kind))
@@ -74,20 +79,17 @@ class PlainCalls:
     @contextmanager
     def engine_step(self) -> Iterator[None]:
         """Let the engine step the optimizers."""
-        self._is_engine_step = True
+        self.is_engine_step = True
         try:
             yield
         finally:
-            self._is_engine_step = False
-
-    @property
-    def is_engine_step(self) -> bool:
-        """Whether the engine is stepping them."""
-        return self._is_engine_step
+            self.is_engine_step = False
 
     def check_groups(self) -> None:
         """Raise OptimizerError where parameters came into a group, or left it: these would not be trained."""
         for optimizer, sizes in zip(self._optimizers, self._sizes, strict=True):
+            # Counts, not names: whatever came in is no master of this engine. Asked once per step, so it has to be
+            # cheap.
             if (now := _sizes_of(optimizer)) != sizes:
                 raise OptimizerError(
                     f"the groups of {type(optimizer).__name__} have {now} parameters here, and had {sizes} after "
@@ -173,10 +175,12 @@ class _Parts(_RefusalHook):
         key, why = next(iter(self.why.items()))
         raise ModelError(f"state_dict() of this model would hold parts of it: {prefix + key!r} {why}. {_SAVE}")
 
+    # Hooks are pickled and copied with their module: the refusal needs no hold on torch.save or deepcopy.
     def __reduce__(self) -> Any:
         key, why = next(iter(self.why.items()))
         raise ModelError(f"the model would be pickled (torch.save) in parts: {key!r} {why}. {_SAVE}")
 
+    # deepcopy would use `__reduce__`, whose message speaks of torch.save.
     def __deepcopy__(self, memo: object) -> "_Parts":
         key, why = next(iter(self.why.items()))
         raise ModelError(
@@ -203,17 +207,20 @@ class _WholeGiven(_RefusalHook):
             given, held = state_dict.get(prefix + key), {**module._parameters, **module._buffers}.get(key)
             if not isinstance(given, torch.Tensor) or held is None:
                 continue
+            # torch would report two shapes and leave the reader to guess why.
             if given.shape != held.shape:
                 error_messages.append(
                     f"{prefix + key!r} {why}; load the whole with sw.load(path, engine), from a save or from files of "
                     "Hugging Face"
                 )
             elif held.is_meta:
+                # The module's own tensor: torch copies nothing into a tensor without memory, and does not call the
+                # key missing.
                 state_dict[prefix + key] = held
 
 
 def _take_off(hooks: MutableMapping[int, Callable[..., Any]]) -> None:
-    """Remove what an engine has put there; torch wraps some hooks once more."""
+    """Remove the hooks of any engine; torch wraps some hooks once more."""
     for number in [each for each, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), _RefusalHook)]:
         del hooks[number]
 

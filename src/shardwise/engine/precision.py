@@ -1,4 +1,10 @@
-"""Inputs follow parameters: what lets modules of different precision stand beside each other.
+"""Inputs follow parameters: what lets modules of different precision stand next to each other.
+
+    compute = "bfloat16", keep = ["norm"]
+
+    x float32 -> linear (bfloat16) : x cast to bfloat16  -> bfloat16
+              -> norm   (float32)  : x cast to float32   -> float32, given back as bfloat16
+              -> linear (bfloat16) : nothing to cast
 
 A module whose own parameters have one dtype is given its floating-point inputs in that dtype, and a module that is kept
 in master precision gives its outputs back in the compute dtype. Activations are cast, parameters never.
@@ -35,12 +41,15 @@ def let_inputs_follow(model: nn.Module, precision: Precision) -> None:
         return
     compute = torch_dtype(precision.compute)
     floating = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+    # Then a batch in another dtype is the program's own matter, as without a plan.
     if compute == torch_dtype(precision.master) and floating <= {compute}:
         return
     for module in model.modules():
         own = _dtypes(module, recurse=False)
         if not own:
+            # Containers have no forward of their own: their module reads the parameters.
             own = {dtype for child in _containers(module) for dtype in _dtypes(child, recurse=True)}
+        # Of two dtypes neither is right for all inputs; `dtypes_explained` says so where torch refuses the mixture.
         if len(own) == 1:
             _InputsFollow(module, own.pop(), compute)
 
@@ -70,6 +79,7 @@ def dtypes_explained(model: nn.Module, precision: Precision) -> Iterator[None]:
     except RuntimeError as error:
         if precision.compute is None or not _DTYPES_DIFFER.search(str(error)):
             raise
+        # Torch's message names dtypes and no module; the traceback of the error still has its frame.
         found = innermost_module(model, error.__traceback__)
         name, kind = ("", type(model)) if found is None else (found[0], type(found[1]))
         where = repr(name) if name else "the model itself"
@@ -133,6 +143,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its real floating tensors in `dtype`, through containers; the same object where nothing changes."""
 
     def cast(leaf: Any) -> Any:
+        # Not integers (tokens, positions) and not complex numbers, which have no narrow dtype.
         is_other = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
         return leaf.to(dtype) if is_other else leaf
 

@@ -8,10 +8,12 @@ One microbatch, a model with two dropouts inside one block:
                                                 \\        \\
     children of the dropouts                     o-->      o-->
 
+A rank without `block` draws the one number n0 in its place, and goes on to n1 like the rank that runs it.
+
 A call draws one number from the stream around it, runs in a child stream seeded by that number, and leaves the stream
-around it as it was after that one draw. How much a module draws inside is therefore nobody else's matter: a rank that
-does not run it goes on with the same numbers. A recompute under `torch.utils.checkpoint` starts from the state that the
-stream had at the beginning of its region, and draws the same.
+around it as it was after that one draw. So how much a module draws inside changes nothing outside of it. A recompute
+under `torch.utils.checkpoint` starts from the state that the stream had at the beginning of its region, and draws the
+same.
 
 On the CPU torch seeds a generator with the lower 32 bits of a seed: streams may coincide, and no result depends on it.
 """
@@ -27,7 +29,7 @@ import torch
 import xxhash
 from torch import nn
 
-from shardwise.engine.autograd_state import in_backward
+from shardwise.engine.wrapping import in_backward
 from shardwise.errors import ModelError
 
 EVALUATION = -1
@@ -78,6 +80,7 @@ class KeyedRandom:
             torch.cuda.init()
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
+        # On the CPU under any default device: reading a number from an accelerator would wait for it.
         self._number = torch.empty((), dtype=torch.int64, device="cpu")
         self._active: Stream | None = None
         self._threads: set[int] = set()
@@ -88,6 +91,7 @@ class KeyedRandom:
         reference, root = weakref.ref(self), weakref.ref(model)
         draws: dict[nn.Module, bool] = {}
         for module in model.modules():
+            # A split reads and seeds the state of every generator: calls that cannot draw are spared it.
             if _may_draw(module, draws):
                 StreamSplit(module, reference, root)
 
@@ -140,10 +144,12 @@ class KeyedRandom:
         """A module is called."""
         stream = self._active
         if stream is not None and not self._is_suspended and self._is_called(module, refuses=True):
+            # With the module, because `leave` comes for every call, and `enter` not for those that draw nothing: a
+            # call must not end the frame of another.
             stream.frames.append((module, self._split()))
 
     def leave(self, module: nn.Module) -> None:
-        """The call of a module ends, by whatever way."""
+        """The call of a module ends, by a return or by an error."""
         stream = self._active
         if stream is None or self._is_suspended or not self._is_called(module):
             return
@@ -160,6 +166,7 @@ class KeyedRandom:
         thread = threading.get_ident()
         if thread in self._threads:
             return True
+        # A thread of the user's own, which calls a module that this engine shares.
         if not in_backward():
             return False
         engines = [hook.random() for hook in module._forward_pre_hooks.values() if isinstance(hook, StreamSplit)]
@@ -177,7 +184,9 @@ class KeyedRandom:
 
     def _split(self) -> _States:
         """Go over to a child stream; the states to come back to."""
-        with torch._C.DisableTorchFunction():  # whatever mode looks at the forward around
+        with torch._C.DisableTorchFunction():  # a mode around the forward (a recording, say) must not see the draw
+            # One number, whatever the call draws: the stream around goes on from the same place on a rank that runs
+            # the module and on one that does not.
             child = int(self._number.random_(generator=torch.default_generator))
             around = self._states()
             self._seed(child)
@@ -224,6 +233,7 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         random = self._random
+        # Kept, because a schedule leaves a microbatch in the middle and comes back to it for the backward.
         self._inner = random._states()
         random._install(self._outer)
         random._active, self._around = self._around, None
@@ -240,9 +250,12 @@ class StreamSplit:
         self.random: Callable[[], KeyedRandom | None] = reference
         self.root: Callable[[], nn.Module | None] = root
         """The model that it was put on for."""
+        # Dropout in evaluation mode draws nothing: no split, and no cost in evaluations.
         self._in_training_only = type(module) in _DRAW_IN_TRAINING and "forward" not in vars(module)
         self._handles = [
+            # First before and last after: what the user's hooks draw belongs to the call.
             module.register_forward_pre_hook(self, prepend=True),
+            # Also after an error: a caller that catches it goes on in the stream around.
             module.register_forward_hook(self._leave, always_call=True),
         ]
 

@@ -4,6 +4,11 @@
 [2] empty       every parameter and buffer of the model becomes one without values
 [3] plan        the model is put under the new plan, as any model without values is
 [4] move        pieces of the old layout to those of the new one, from rank to rank
+
+w 4 x 2 = [[0 1] [2 3] [4 5] [6 7]], from 2 owners of slices to tp = 2, cut by columns:
+
+    rank 0   0 1 2 3   --+--[4]--+-->   0 2 4 6      a rank holds its old part and its new one until [4] has ended,
+    rank 1   4 5 6 7   --+       +-->   1 3 5 7      never the whole model
 """
 
 import json
@@ -19,13 +24,9 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
-from shardwise.engine.hand_over import HandOver
-from shardwise.engine.initial_values import Later
-from shardwise.engine.inventory import named_places
-from shardwise.engine.meta_init import with_values
-from shardwise.engine.parallelize import parallelize_with
-from shardwise.engine.restore import EngineRestoration
-from shardwise.engine.state import whole
+from shardwise.engine.inventory import named_places, with_values
+from shardwise.engine.parallelize import Later, parallelize_with
+from shardwise.engine.state import EngineRestoration, HandOver, whole
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import reshard
 from shardwise.plan import Plan
@@ -65,11 +66,13 @@ def relayout(engine: Engine, plan: Plan) -> Engine:
                 channel,
                 seed=settings["random"]["seed"],
                 sample=None,
+                # Initialising the emptied model would be work for nothing: the move overwrites all.
                 values=Later(),
             )
             restoration = _restoration(channel, new, stored, settings)
             reshard(sources, _targets(restoration, handed.model), channel, cast=True)
             restoration.finish()
+            # Last: an error before leaves the old engine in charge.
             engine.use_up()
             new.take_charge()
     except ShardwiseError:
@@ -81,7 +84,9 @@ def relayout(engine: Engine, plan: Plan) -> Engine:
 
 
 def _sources(handed: HandOver) -> Pieces:
-    """What this rank has, each value once: a parameter with a master apart is told by that, under its own name."""
+    """This rank's state, each value once: a master held apart stands for its parameter, under the parameter's name."""
+    # The new plan may hold masters apart where the old one did not, or the other way round. Under one name the two
+    # meet, and the move casts.
     masters = {split[0] for piece in handed.state if (split := split_state_name(piece.name)) and split[1] == MASTER}
     told = {_told(piece): tensor for piece, tensor in handed.state.items() if piece.name not in masters}
     return told | _buffers(handed.model)
@@ -119,6 +124,7 @@ def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[s
                 "and sw.load under the other plan"
             )
         agreement.value = json.dumps(handed.settings).encode()
+    # Ranks name different state that is no tensor: each knows only what its optimizers hold.
     return merge_settings([json.loads(each) for each in agreement.values])
 
 
@@ -150,6 +156,8 @@ def _empty(handed: HandOver) -> None:
     spec_of = {spec.name: spec for spec in handed.names.specs}
     fresh: dict[str, nn.Parameter] = {}
     for module, attribute, place, parameter in list(named_places(handed.model)):
+        # Each tie gets one object, and specs have shapes without cuts: what the old plan made of them is undone here,
+        # and the new one plans the model as it was built.
         name = handed.names.ties.get(place, place)
         if name not in fresh:
             spec = spec_of[name]
@@ -161,6 +169,7 @@ def _empty(handed: HandOver) -> None:
         for attribute, buffer in module.named_buffers(recurse=False):
             module._buffers[attribute] = rooms.setdefault(buffer, torch.empty_like(buffer, device="meta"))
     for known in handed.optimizers:
+        # The moments are in `handed.state` now; kept here they would be cut like a whole parameter's.
         known.optimizer.state.clear()
         for group, names in zip(known.optimizer.param_groups, known.parameters, strict=True):
             group["params"] = [fresh[name] for name in names]
@@ -169,6 +178,8 @@ def _empty(handed: HandOver) -> None:
 @contextmanager
 def _going_back(handed: HandOver) -> Iterator[None]:
     """Where ranks agree that it cannot be, leave model and optimizers as they were."""
+    # Objects, not values: nothing is copied. Old parameters stay alive until the body ends, which is the memory that
+    # this snapshot costs.
     modules = [(module, dict(vars(module)), _contents(module)) for module in handed.model.modules()]
     optimizers = [
         (

@@ -1,4 +1,4 @@
-"""What a step and an evaluation tell."""
+"""What steps and evaluations report, and what an engine counts."""
 
 from dataclasses import dataclass
 
@@ -29,3 +29,21 @@ class EvaluationReport:
     """Weighted mean of the losses of all rows on all data ranks."""
     weight: float
     """What the losses were weighted by, summed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Counters:
+    """Counts since `parallelize` returned."""
+
+    updates: int = 0
+    """Optimizer steps taken."""
+    skipped: int = 0
+    """Updates left out because the gradient was not finite."""
+    cast_elements: int = 0
+    """Elements cast from a master to its working copy."""
+    reduce_scatters: int = 0
+    all_gathers: int = 0
+    exchanges: int = 0
+    """Small agreements between all data ranks."""
+    early_reductions: int = 0
+    """Reduce-scatters that were started while backward was still running."""

@@ -1,18 +1,77 @@
-"""The state of an engine as pieces: what a checkpoint saves, without any traffic."""
+"""The state of an engine as pieces: what a checkpoint saves, what a load wants, what another plan takes over.
+
+    a weight 4 x 2 in bfloat16, owner 0 of 2, AdamW:
+        w                      run [0, 4) of 8    bfloat16    the owner's part of the working copy
+        optimizer/w/master     run [0, 4) of 8    float32
+        optimizer/w/exp_avg    run [0, 4) of 8    float32     under torch's key
+        optimizer/w/step       whole              float32     every owner has it; it is saved once
+
+All are views of live memory: a save copies nothing, and a load writes where training goes on. A load:
+
+    [1] prepare   changes nothing: masters, buffers and unfused parameters are wanted in place; optimizer state in
+                  place where the live tensor fits, else in fresh ones
+    [2] (whoever loads gathers all verdicts, then writes what is wanted)
+    [3] finish    optimizer state and settings become the optimizers' own; masters are cast into the working copies,
+                  and every bucket is gathered
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.comm.local_tensors import dtype_name
+from shardwise.comm import Channel
+from shardwise.comm.local_tensors import dtype_name, torch_dtype
+from shardwise.engine.batches import LossOfModel, LossWeight
+from shardwise.engine.computation import Computation
+from shardwise.engine.forward_writes import ModelBuffers
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.optimizer_state import KnownOptimizer
-from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.optimizers import KnownOptimizer
+from shardwise.engine.pipeline.stage_ties import StageTies
+from shardwise.engine.reports import Counters
+from shardwise.engine.zero.flat_params import FlatParams, Owned
+from shardwise.errors import CheckpointError
 from shardwise.plan import Parameter, Segment
 from shardwise.plan.names import MASTER, state_name
+from shardwise.plan.optimizer_entries import (
+    LiveParameter,
+    OptimizerEntry,
+    has_updated,
+    names_without_elements,
+    plan_optimizers,
+)
+from shardwise.plan.saved_settings import origin_of, take_over
 from shardwise.space import Box, Piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelNames:
+    """What every rank knows of the whole model, including the parts that other ranks hold."""
+
+    trainable: dict[str, torch.dtype]
+    """The parameters that are trained, in the order of the model, and the dtype of their masters."""
+    ties: dict[str, str]
+    """Other names of parameters: alias -> name."""
+    specs: tuple[Parameter, ...]
+    """All parameters, none of them cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandOver:
+    """All that another engine needs to go on with the model."""
+
+    model: nn.Module
+    channel: Channel
+    names: ModelNames
+    state: dict[Piece, torch.Tensor]
+    settings: dict[str, Any]
+    loss: LossOfModel
+    loss_weight: LossWeight | None
+    optimizers: tuple[KnownOptimizer, ...]
 
 
 def state_of(
@@ -33,6 +92,7 @@ def state_of(
     for known in optimizers:
         for name, key, tensor in known.entries(buffers.name_of()):
             owned = owned_of[name]
+            # The shape alone is not enough: the `step` of a scalar parameter has the shape of the parameter.
             if tensor.shape == owned.parameter.shape and key not in known.whole_keys:
                 state |= placed(state_name(name, key), tensor, spec_of[name], owned.segment)
             else:
@@ -51,8 +111,10 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) 
             if bucket.has_master:
                 state |= placed(state_name(name, MASTER), bucket.master[span], spec_of[name], segment)
     for spec in inventory.specs:
+        # Not fused into a bucket: every data rank has it whole, and a save takes it from one of them.
         if not buffers.holds(spec.name) or not spec.num_elements:  # what has no elements is in nobody's part
             state |= placed(spec.name, inventory.parameters[spec.name].detach(), spec)
+    # `keep_vars` also passes the hook that refuses `state_dict` of a model in parts.
     persistent = set(model.state_dict(keep_vars=True))
     for name, buffer in model.named_buffers():
         if name in persistent and not buffer.is_meta:  # another stage has it
@@ -61,19 +123,20 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) 
 
 
 def whole(name: str, tensor: torch.Tensor) -> dict[Piece, torch.Tensor]:
-    """A tensor of which all elements are here."""
+    """A tensor as one piece that holds all its elements."""
     return {Piece(name=name, dtype=dtype_name(tensor.dtype), global_shape=tuple(tensor.shape)): tensor}
 
 
 def placed(
     name: str, tensor: torch.Tensor, spec: Parameter, segment: Segment | None = None
 ) -> dict[Piece, torch.Tensor]:
-    """What a tensor holds that has an element for each of a parameter, or of a segment of it, as pieces with views.
+    """The pieces, with views, of a tensor that has one element for each of a parameter, or of a segment of it.
 
     A parameter that is cut along tp has the pieces of its portion: several where that is made of several boxes.
     """
     dtype = dtype_name(tensor.dtype)
     run = None if segment is None else (segment.run.start, segment.run.stop)
+    # A whole parameter is a piece without a run, whichever partition made it: the same checkpoint bytes.
     if run == (0, spec.num_elements):
         run = None
     local = tensor if run is not None else tensor.view(spec.shape)
@@ -81,6 +144,8 @@ def placed(
         return {Piece(name=name, dtype=dtype, global_shape=spec.shape, run=run): local}
     flat = tensor.view(-1)
     pieces = {}
+    # The portion's own elements are a dense block here; in the global tensor they may be several boxes (q, k and v of
+    # one fused matrix).
     for piece, part in spec.portion.pieces(name, dtype, run):
         held = local
         if part is not None:
@@ -88,3 +153,154 @@ def placed(
             held = block[Box(part.offset, piece.shape).slices()]
         pieces[piece] = held
     return pieces
+
+
+class EngineRestoration:
+    """A load into an engine that is about to happen. Nothing has changed yet."""
+
+    def __init__(
+        self,
+        *,
+        inventory: Inventory,
+        aliases: Mapping[str, str],
+        model: nn.Module,
+        buffers: FlatParams,
+        ties: StageTies,
+        computation: Computation,
+        model_buffers: ModelBuffers,
+        optimizers: Sequence[KnownOptimizer],
+        counters: Counters,
+        stopping_peers: Callable[[], AbstractContextManager[None]],
+        stored: Mapping[str, Piece],
+        settings: Mapping[str, Any],
+        origin: dict[str, Any],
+    ) -> None:
+        """`origin`: takes what the settings say of the rewrite by which the values were made."""
+        self._origin = origin
+        self._found_origin = origin_of(settings)
+        self._spec_of = {spec.name: spec for spec in inventory.specs}
+        self._buffers = buffers
+        self._ties = ties
+        self._computation = computation
+        self._random = _random_of(settings)
+        self._model_buffers = model_buffers
+        self._optimizers = optimizers
+        self._counters = counters
+        self._stopping_peers = stopping_peers
+        # Before anything is written: a buffer that a forward changed and the ranks have not agreed on yet stays
+        # pending over the load.
+        self._pending_buffers = model_buffers.changed()
+        self.aliases: Mapping[str, str] = aliases
+        """Other names of wanted tensors (ties): alias -> name."""
+        self._trained = list(_trained(buffers, optimizers))
+        self._plan = plan_optimizers(
+            [known.named() for known in optimizers],
+            [self._live(known, owned) for known, _, owned in self._trained],
+            self.aliases,
+            stored=stored,
+            settings=settings,
+        )
+        self.findings: Sequence[str] = self._plan.findings
+        """What of the stored settings does not fit."""
+        # Working copies that have a master are not read: [3] casts them, and the two cannot disagree.
+        cast = buffers.cast_from_masters()
+        shapes = {spec.name: spec.global_shape for spec in inventory.specs}
+        empty = names_without_elements(shapes, self.aliases, stored=stored, settings=settings)
+        self.accounted: Collection[str] = empty | {name for name in cast if 0 not in shapes[name]}
+        """Names that are not read: working copies, made from masters, and parameters without elements."""
+        self.wanted: dict[Piece, torch.Tensor] = {
+            piece: tensor
+            for piece, tensor in state_of_model(inventory, model, buffers).items()
+            if piece.name not in self.accounted
+        }
+        """What to read, and the tensors that take it."""
+        self._taken: dict[str, dict[str, torch.Tensor]] = {}
+        for known, group, owned in self._trained:
+            self._want_state(known, group, owned)
+
+    def finish(self) -> None:
+        """Make the values that were read the engine's own; one all-gather per bucket, which all ranks call together."""
+        with self._stopping_peers(), torch.no_grad():
+            for known, taken in zip(self._optimizers, self._plan.over.settings, strict=True):
+                for group, settings in zip(known.optimizer.param_groups, taken, strict=True):
+                    take_over(group, settings)
+            for known, _, owned in self._trained:
+                if not self._plan.replaces_state_of(owned.segment.name):
+                    continue
+                # Replaced as a whole: a key that the checkpoint does not have must not survive from the run before.
+                known.optimizer.state.pop(owned.parameter, None)
+                if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
+                    known.optimizer.state[owned.parameter] = state
+            # After the masters: the working copies of all ranks follow from them, and replicas of ties from these.
+            self._buffers.publish_restored(self._counters)
+            self._ties.publish_restored()
+            if self._random is not None:
+                self._computation.random.seed, self._computation.step = self._random
+            # In place: the engine holds this dict.
+            self._origin.clear()
+            self._origin.update(self._found_origin)
+            self._model_buffers.agreed_unless(self._pending_buffers)
+
+    def _live(self, known: KnownOptimizer, owned: Owned) -> LiveParameter:
+        state = known.optimizer.state.get(owned.parameter, {})
+        return LiveParameter(
+            name=owned.segment.name,
+            shape=self._spec_of[owned.segment.name].global_shape,
+            dtype=dtype_name(owned.parameter.dtype),
+            has_state=has_updated(state),
+            whole_keys=known.whole_keys,
+        )
+
+    def _want_state(self, known: KnownOptimizer, group: Mapping[str, Any], owned: Owned) -> None:
+        """Make room for the state of a parameter."""
+        name = owned.segment.name
+        live = known.optimizer.state.get(owned.parameter, {})
+        self._taken[name] = {}
+        for entry in self._plan.entries.get(name, ()):
+            tensor = _room_for(entry, live.get(entry.key), group, owned.parameter)
+            if entry.along:
+                self.wanted |= placed(entry.whole.name, tensor, self._spec_of[name], owned.segment)
+            else:
+                self.wanted |= whole(entry.whole.name, tensor)
+            self._taken[name][entry.key] = tensor
+
+
+def _random_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Seed and step of the checkpoint's random numbers; None where it has none."""
+    if "random" not in settings:
+        return None
+    random = settings["random"]
+    found = [random.get(key) for key in ("seed", "step")] if isinstance(random, dict) else []
+    match found:
+        case [int(seed), int(step)]:
+            return seed, step
+    raise CheckpointError(
+        f"the checkpoint's settings have random={random!r}, which is not a seed and a step; it was not written by an "
+        "engine, or was changed since"
+    )
+
+
+def _trained(
+    buffers: FlatParams, optimizers: Sequence[KnownOptimizer]
+) -> Iterator[tuple[KnownOptimizer, Mapping[str, Any], Owned]]:
+    """Everything that is trained here, with its optimizer and group."""
+    # By the master object: groups of an optimizer hold masters, since `swap`.
+    owned_of = {owned.parameter: owned for owned in buffers.owned}
+    for known in optimizers:
+        for group in known.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield known, group, owned_of[parameter]
+
+
+def _room_for(entry: OptimizerEntry, live: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
+    """The live tensor where it can take the entry, else a fresh one."""
+    dtype = torch_dtype(entry.whole.dtype)
+    shape = parameter.shape if entry.along else torch.Size(entry.whole.global_shape)
+    if isinstance(live, torch.Tensor) and live.dtype == dtype and live.shape == shape and live.is_contiguous():
+        return live
+    if isinstance(live, torch.Tensor):
+        # Where the optimizer has it now, which it chose itself.
+        device = live.device
+    else:
+        device = torch.device("cpu") if entry.on_host(group) else parameter.device
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,13 +1,19 @@
 """Forwards around forwards: what a plan does before and after a module runs, put on the module itself.
 
 A wrapper takes the place of `module.forward` on the instance, so that hooks, `__call__` and the class stay as they are.
-Wrappers lie around each other in the order in which they were put on; they come off from the outside in.
+Wrappers stand around each other in the order in which they were put on; they come off from the outside in.
+
+    module(x) -> hooks -> module.forward:  proof( unshard( tensor parallelism( the class's own forward ) ) )
+                                           put on third    second    first
+
+Under `module.compile()` the compiled call replaces the innermost forward, and is given the module without hooks.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 Forward = Callable[..., Any]
@@ -18,7 +24,7 @@ class Wrapper(Protocol):
 
     @property
     def structure(self) -> Hashable:
-        """What decides the shapes of its outputs, beside the module."""
+        """What decides the shapes of its outputs, apart from the module."""
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `forward`, which is the module's own or that of the wrapper inside, and give its output."""
@@ -37,6 +43,8 @@ class _Wrapped:
         self.compiled: Forward | None = module._compiled_call_impl
         """What `module.compile()` made of the whole call. It stays inside of the wrapper, and hooks outside of both."""
         if self.compiled is not None:
+            # torch would call the compiled forward and never this one. What was compiled has the class's own forward
+            # in it.
             vars(module)["_compiled_call_impl"] = None
             self.inner = self._run_compiled
 
@@ -47,6 +55,8 @@ class _Wrapped:
         """The call as it was compiled: of the module with its own forward, whose hooks have been called already."""
         assert self.compiled is not None
         attributes = vars(self.module)
+        # What was compiled is `_call_impl`, which runs hooks and `self.forward`: with both in place hooks would run
+        # twice, and this wrapper would call itself.
         saved = {key: attributes[key] for key in ("forward", "_forward_hooks", "_forward_pre_hooks")}
         attributes |= {"forward": self.original, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
         try:
@@ -76,7 +86,7 @@ def eager(forward: Forward) -> Forward:
 
 
 def strip(module: nn.Module, forward: Forward) -> Forward:
-    """The module's own forward, inside of all that lies in `forward`; the modules in it have their own ones, too.
+    """The module's own forward, without the wrappers in `forward`; the modules inside get their own forwards back, too.
 
     For a while: nothing is taken off, so `vars` of the modules have to be restored.
     """
@@ -93,7 +103,7 @@ def _innermost(forward: Forward) -> Forward:
 
 
 def take_off(module: nn.Module, wrapper: Wrapper) -> None:
-    """Take a wrapper off that lies around all others; one that something else lies around stays."""
+    """Take off the outermost wrapper; one that is wrapped in another stays."""
     forward = vars(module).get("forward")
     if isinstance(forward, _Wrapped) and forward.wrapper is wrapper:
         _give_back(module, forward)
@@ -102,6 +112,7 @@ def take_off(module: nn.Module, wrapper: Wrapper) -> None:
 def unwrap(model: nn.Module) -> None:
     """Take all wrappers off the modules of `model`: they have the forwards with which they came."""
     for module in model.modules():
+        # From the outside in, because each one knows only what it found.
         while isinstance(forward := vars(module).get("forward"), _Wrapped):
             _give_back(module, forward)
 
@@ -110,6 +121,18 @@ def _give_back(module: nn.Module, forward: _Wrapped) -> None:
     if forward.compiled is not None:
         vars(module)["_compiled_call_impl"] = forward.compiled
     if forward.was_own:
+        # Not assigned: a bound method on the instance would go into copies and pickles of the module, bound to the
+        # first one.
         del module.forward
     else:
         module.forward = forward.original
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work in this thread: then a forward is the recomputation of an activation checkpoint."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(do: Callable[[], None]) -> None:
+    """Call `do` at the end of the backward in this thread; a backward inside of another has an end of its own."""
+    torch.autograd.Variable._execution_engine.queue_callback(do)

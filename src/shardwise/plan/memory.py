@@ -207,7 +207,7 @@ def sharded_footprint(
         bucket.counts[owner] * itemsize_bytes(run_dtype(bucket, precision, num_microbatches=num_microbatches))
         for bucket in trainable
     )
-    # One buffer fills in backward while the other is reduced. Peaks above that are given back (`grad_buffers`).
+    # One buffer fills in backward while the other is reduced. Peaks above that are given back (`GradBuffers.trim`).
     places = places_in_buffers(cut, precision, by_unit=bool(units))
     num_buffers = min(2, len({place.group for place in places}))
     scratch = max((bucket.counts[owner] * itemsize_bytes(bucket.master) for bucket in trainable), default=0)

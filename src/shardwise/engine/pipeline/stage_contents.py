@@ -18,8 +18,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.inventory import Inventory, named_places
-from shardwise.engine.meta_init import with_values
+from shardwise.engine.inventory import Inventory, named_places, with_values
 from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.plan import Parameter, Placement
 

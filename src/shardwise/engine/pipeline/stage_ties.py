@@ -26,11 +26,10 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.stage_contents import StageParameters
-from shardwise.engine.zero.grad_per_update import GradPerUpdate
-from shardwise.engine.zero.grad_reduce import GradReduce
+from shardwise.engine.reports import Counters
+from shardwise.engine.zero.grad_reduce import GradPerUpdate, GradReduce
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.memory import gradient_dtype, plan_arena

@@ -29,7 +29,6 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.pipeline.nested import tensors_in
 from shardwise.engine.tensor.isolated_runs import (
     CopiedInputs,
@@ -46,7 +45,7 @@ from shardwise.engine.tensor.isolated_runs import (
 )
 from shardwise.engine.tensor.styles import note_on
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, is_half, taken, uncompiled, widened
-from shardwise.engine.wrapping import Forward, take_off, wrap
+from shardwise.engine.wrapping import Forward, in_backward, take_off, wrap
 from shardwise.errors import ModelError, ShardwiseError, in_words
 from shardwise.plan.tensor_cuts import GROUPS, HEADS
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, TensorPlan, regions_of

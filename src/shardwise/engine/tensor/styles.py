@@ -30,9 +30,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import Channel
-from shardwise.engine.autograd_state import at_end_of_backward, in_backward
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, uncompiled
-from shardwise.engine.wrapping import Forward, structures_of, unwrap, wrap
+from shardwise.engine.wrapping import Forward, at_end_of_backward, in_backward, structures_of, unwrap, wrap
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.plan.tensor_plan import Style, TensorPlan
 from shardwise.space import even_cuts

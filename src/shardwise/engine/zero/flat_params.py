@@ -1,21 +1,201 @@
-"""The parameters of one rank in flat buffers: working copies that parameters view, masters of what the rank owns."""
+"""The parameters of one rank in flat buffers: working copies that the parameters view, and masters of what it owns.
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+A bucket of bfloat16 parameters w0 (10 elements), w1 (40) and w2 (16), stages 1 and 2, 2 owners (`plan.buckets`):
+
+    element        0         16                48    56    64        74         96
+    working copy   | w2      | w1 . . . . . . .| . . | pad | w0      | pad      |   bfloat16, on both ranks
+                   | <------ owner 0 --------> | <------- owner 1 ------------> |   w0.data, w1.data, w2.data: views
+    rank 0         | w2      | w1[0:32]        |                                    float32 master; the optimizer has
+    rank 1                                     | w1[32:40] | w0                |    1-D views of it (`Owned`)
+    update         the optimizers step on masters; `publish` casts each master into its part of the working copy, 48
+                   elements per rank; an all-gather gives both parts to both ranks: one cast per element and update
+
+WholeBucket     the working copy of all elements, here all the time (stages 0 to 2)
+ShardedBucket   the working copy of the owned part; that of all elements from `fill` to `free` (stage 3)
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.comm import Channel
+from shardwise.comm import Channel, Work
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.counters import Counters
-from shardwise.engine.given_dtensors import put_on, values_of
-from shardwise.engine.inventory import Inventory
-from shardwise.engine.zero.param_buckets import ShardedBucket, WholeBucket, make_buckets
-from shardwise.engine.zero.sharded_params import sharded_class
-from shardwise.engine.zero.view_copies import refusal_of_write
-from shardwise.plan import Ownership, Segment, Slot
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.engine.inventory import Inventory, put_on, values_of
+from shardwise.engine.reports import Counters
+from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
+from shardwise.plan import Bucket, Ownership, Segment, Slot
+
+
+class WholeBucket:
+    """A working copy that is whole on every rank, and the master of the owned part."""
+
+    def __init__(self, plan: Bucket, owner: int, working: torch.Tensor, part: torch.Tensor | None = None) -> None:
+        """part: the owned elements of the working copy; None: they are a view of it."""
+        self.plan = plan
+        self.working = working
+        own = plan.part(owner)
+        self.part = working[own.start : own.stop] if part is None else part
+        # bfloat16 has 8 significant bits: an update of 1e-3 of a value would be rounded away each time, and never add
+        # up. Where both have one dtype a second copy would hold the same bits: the optimizer steps on the working copy.
+        self.has_master = plan.master != plan.working
+        """Whether the master is held apart; else it is a view of the working copy."""
+        self.master = self.part
+        if self.has_master:
+            self.master = torch.zeros(plan.counts[owner], dtype=torch_dtype(plan.master), device=working.device)
+        self.segments = {segment.name: segment for segment in plan.segments(owner)}
+        """What this rank owns of each parameter."""
+        self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())
+
+    def write(self, slot: Slot, values: torch.Tensor) -> None:
+        """Take over the values of a parameter, as far as they are here."""
+        # The master takes the given values and not the working copy, which has rounded them already.
+        self.working[slot.run.start : slot.run.stop].copy_(values.reshape(-1))
+        self._write_owned(self.master, slot, values)
+
+    def adopt(self, name: str) -> None:
+        """Take values that were written into the working copy of a parameter over into its master."""
+        if self.has_master and (segment := self.segments.get(name)) is not None:
+            self.master[_span(segment)].copy_(self.part[_span(segment)])
+
+    def free(self) -> None:
+        """Give back memory that is not held all the time: none."""
+
+    def place_of(self, parameter: torch.Tensor) -> int:
+        """What stays the same as long as nobody gives the parameter another storage."""
+        return values_of(parameter).data_ptr()
+
+    def _write_owned(self, target: torch.Tensor, slot: Slot, values: torch.Tensor) -> None:
+        if (segment := self.segments.get(slot.name)) is not None:
+            target[_span(segment)].copy_(values.reshape(-1)[segment.run.start : segment.run.stop])
+
+
+class ShardedBucket(WholeBucket):
+    """A working copy of which each rank holds its part, until it is gathered.
+
+    owner 0   | part of bucket 0 | part of bucket 1 | ..     in memory that the peers read in place, if they can
+    owner 1   | part of bucket 0 | part of bucket 1 | ..
+                     |
+                     +--> whole bucket 0, on every rank, from `fill` to `free`; the parameters are views of it
+    """
+
+    def __init__(
+        self,
+        number: int,
+        plan: Bucket,
+        owners: Channel,
+        working: torch.Tensor,
+        part: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+    ) -> None:
+        """sources: the runs of all owners, where all share memory; else none."""
+        super().__init__(plan, owners.rank, working, part)
+        self._number = number
+        self._owners = owners
+        self._sources = sources
+        self._targets = working.split(list(plan.counts))
+        # The address of the C++ storage object: it stays while the memory comes and goes. `data_ptr` changes with each
+        # `fill`, and means nothing in between.
+        self.storage: int = working.untyped_storage()._cdata
+        """What tells the memory of the working copy from that of other tensors, gathered or not."""
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether this rank reads the peers' runs without their doing: they must not write meanwhile."""
+        return bool(self._sources)
+
+    def write(self, slot: Slot, values: torch.Tensor) -> None:
+        """See `WholeBucket`."""
+        self._write_owned(self.part, slot, values)
+        self._write_owned(self.master, slot, values)
+
+    def place_of(self, parameter: torch.Tensor) -> int:
+        """See `WholeBucket`. Its address changes whenever it is gathered."""
+        storage: int = parameter.untyped_storage()._cdata
+        return storage
+
+    @torch.no_grad()
+    def fill(self, counters: Counters, *, unit: str) -> Work | None:
+        """Begin to gather all elements; None where they are here already."""
+        # The storage object stays and only its memory comes and goes: the parameters, and what autograd saved of them,
+        # are views of it. A new tensor for each gathering would leave those views without values. The parameters have
+        # version counters of their own (`.data` was set), so that autograd does not take a refill for a write to them.
+        self.working.untyped_storage().resize_(self.working.numel() * self.working.element_size())
+        counters.all_gathers += 1
+        if self._sources:
+            # No transfer, and nothing to wait for: peers write their parts between an exchange that ends a pass and one
+            # that begins the next (`Unshard.begin_pass`).
+            for target, source in zip(self._targets, self._sources, strict=True):
+                target.copy_(source)
+            return None
+        purpose = f"parameters of unit {unit!r}, bucket {self._number}"
+        return self._owners.all_gather(self.working, self.part, counts=self.plan.counts, purpose=purpose)
+
+    def free(self) -> None:
+        """Give the memory of all elements back; views of it are filled with the next `fill`."""
+        # The views keep shape and strides, and torch checks nothing: an operation on one ends the process with a
+        # segmentation fault. Hence the class of sharded parameters, and saved tensors that gather first (`Saved`).
+        self.working.untyped_storage().resize_(0)
+
+
+def make_buckets(plans: Sequence[Bucket], unit_of: Mapping[str, str], owners: Channel) -> Iterator[WholeBucket]:
+    """The memory of each bucket, which is sharded where its parameters have a unit."""
+    # A generator: the caller fills a bucket with the values of its parameters and frees it, before the next takes
+    # memory. A list would hold the whole model at stage 3.
+    runs = _runs({at: plan for at, plan in enumerate(plans) if plan.slots[0].name in unit_of}, owners)
+    for index, plan in enumerate(plans):
+        dtype = torch_dtype(plan.working)
+        num_bytes = plan.num_elements * dtype.itemsize
+        if index in runs:
+            working = torch.empty(num_bytes, dtype=torch.uint8, device=owners.device).view(dtype)
+            yield ShardedBucket(index, plan, owners, working, *runs[index])
+        else:
+            # The channel gathers into it, and may have memory that it moves faster (shared between processes).
+            yield WholeBucket(plan, owners.rank, owners.allocate(num_bytes).view(dtype))
+
+
+def _runs(sharded: Mapping[int, Bucket], owners: Channel) -> dict[int, tuple[torch.Tensor, list[torch.Tensor]]]:
+    """This rank's run of every bucket, and those of all owners where they share memory.
+
+    The runs of an owner follow each other in one piece of memory: peers map one piece for each owner.
+    """
+    if not sharded:
+        return {}
+    starts = [
+        list(accumulate((_run_bytes(bucket, owner) for bucket in sharded.values()), initial=0))
+        for owner in range(owners.size)
+    ]
+    num_bytes = max(each[-1] for each in starts)  # `share` asks all ranks for one number
+    # CPU ranks of one host map each other's runs: a gather is then one copy per owner, and wakes nobody up.
+    shared = owners.share(num_bytes) if num_bytes and owners.device.type == "cpu" else None
+    own = owners.allocate(starts[owners.rank][-1]) if shared is None else shared[owners.rank]
+
+    def run(memory: torch.Tensor, at: int, bucket: Bucket, owner: int) -> torch.Tensor:
+        dtype, start = torch_dtype(bucket.working), starts[owner][at]
+        return memory[start : start + bucket.counts[owner] * dtype.itemsize].view(dtype)
+
+    return {
+        index: (
+            run(own, at, bucket, owners.rank),
+            [run(memory, at, bucket, owner) for owner, memory in enumerate(shared or ())],
+        )
+        for at, (index, bucket) in enumerate(sharded.items())
+    }
+
+
+def _run_bytes(bucket: Bucket, owner: int) -> int:
+    """Bytes of an owner's run, up to where the next one may begin."""
+    # torch allocates at multiples of 64 bytes, and vector kernels round by the alignment of what they read: with
+    # another one, results would differ from those of one process in the last digit.
+    return -(-bucket.counts[owner] * torch_dtype(bucket.working).itemsize // 64) * 64
+
+
+def _span(segment: Segment) -> slice:
+    return slice(segment.start, segment.start + segment.run.num_elements)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,17 +235,20 @@ class FlatParams:
         }
         self._slots: dict[str, tuple[WholeBucket, Slot]] = {}
         """The bucket of a parameter, and its slot in it."""
-        for bucket, sharded in make_buckets(ownership.buckets, unit_of, owners):
+        for bucket in make_buckets(ownership.buckets, unit_of, owners):
             self.buckets.append(bucket)
-            if sharded is not None:
-                self.sharded.append(sharded)
+            if isinstance(bucket, ShardedBucket):
+                self.sharded.append(bucket)
             self._fill(bucket, waiting, keep_shapes=keep_shapes)
+        # Taken once all are in place. Later, another place says that somebody replaced the storage of a parameter
+        # (`.data = ..`, `model.to(..)`), and another version that somebody wrote to it.
         self._placed = {name: (self._place_of(name), each._version) for name, each in self._parameters.items()}
         self._kinds: dict[str, type] = {}
         for slot in (slot for bucket in self.sharded for slot in bucket.plan.slots):
             parameter = self._parameters[slot.name]
             self._kinds[slot.name] = type(parameter)
             parameter.__dict__["_rests_in"] = (slot.name, unit_of[slot.name])
+            # Last of all: from here on, torch functions on the parameter go through the new class.
             parameter.__class__ = sharded_class(type(parameter))
         self.written: set[str] = set()
         """Parameters that were written to from outside, until ranks have compared them."""
@@ -90,6 +273,7 @@ class FlatParams:
 
     def read_by(self, reader: Callable[..., Any]) -> None:
         """Let `reader` carry out operations on sharded parameters; see `OutsideReads`."""
+        # On each parameter and not in the class: several engines in one process share a class (`sharded_class`).
         for name in self._kinds:
             self._parameters[name].__dict__["_reader"] = reader
 
@@ -106,6 +290,7 @@ class FlatParams:
 
         Raises ModelError for writes to a sharded parameter while it was gathered, which are lost.
         """
+        # Without this the next `publish` would cast the old master over the written values, without a word.
         with torch._C.DisableTorchFunctionSubclass():  # sharded or not
             versions = {name: each._version for name, each in self._parameters.items()}
         written = [name for name, version in versions.items() if version != self._placed[name][1]]
@@ -114,6 +299,7 @@ class FlatParams:
         for name in written:
             self._slots[name][0].adopt(name)
             self._placed[name] = self._placed[name][0], versions[name]
+        # What is written on one rank only would tear the copies of data ranks apart: the next step compares digests.
         self.written.update(written)
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
@@ -147,9 +333,11 @@ class FlatParams:
         for index in indices:
             bucket = self.buckets[index]
             if bucket.has_master:
+                # Before the transfer, so that the wire carries the narrow dtype and no rank casts what it does not own.
                 bucket.part.copy_(bucket.master)
                 counters.cast_elements += bucket.num_owned
-            if self._owners.size > 1 and bucket.is_whole:
+            # What is sharded is not sent here: the next forward gathers each unit, perhaps several times.
+            if self._owners.size > 1 and not isinstance(bucket, ShardedBucket):
                 counters.all_gathers += 1
                 # Begun for all buckets before the first is waited for: one bucket travels while the next is cast.
                 works.append(
@@ -173,6 +361,8 @@ class FlatParams:
                 bucket.write(slot, values)
             if (segment := bucket.segments.get(slot.name)) is not None and bucket.plan.trainable:
                 span = slice(segment.start, segment.start + segment.run.num_elements)
+                # Not the model's parameter, which has all elements, in the working dtype. It views the master, so that
+                # the optimizer, which updates in place, updates that.
                 view = bucket.master[span].view(values.shape) if keep_shapes else bucket.master[span]
                 self.owned.append(Owned(segment=segment, parameter=nn.Parameter(view)))
             # A gradient from before has the dtype, and maybe the shape, of the parameter as it was.

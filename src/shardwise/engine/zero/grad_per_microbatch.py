@@ -6,12 +6,20 @@ The life of a gradient, once per microbatch:
 
 [1] as soon as autograd has finished a parameter, its gradient is copied into its bucket, for which a buffer is taken,
     and `p.grad` is dropped
-[2] one reduce-scatter per bucket and microbatch, in one order on all ranks; the buffer (of one bucket, or of those of
-    a unit) serves the next bucket but one, so that a rank need not wait for the others before it goes on
+[2] one reduce-scatter per bucket and microbatch, in one order on all ranks
 [3] written by the first microbatch, and added by the others, in the dtype of accumulation
+
+Two buffers in turn, for four buckets that backward completes one after the other (stage 2; at stage 3 a buffer has all
+buckets of a unit). Launching b1 first waits for b0, which gives A back in time for b2:
+
+    backward    | b0        | b1        | b2        | b3        |
+    buffer A    | fills b0  | reduce b0 | fills b2  | reduce b2 |
+    buffer B                | fills b1  | reduce b1 | fills b3  | reduce b3
+    waits                            b0^         b1^         b2^            b3, in `reduce`
 """
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,15 +28,80 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.counters import Counters
-from shardwise.engine.given_dtensors import take_gradient, values_of
-from shardwise.engine.zero.grad_buffers import GradBuffer, GradBuffers
-from shardwise.engine.zero.grad_hooks import Collectors
-from shardwise.engine.zero.grad_per_update import GradPerUpdate, sum_over_replicas
+from shardwise.engine.inventory import take_gradient, values_of
+from shardwise.engine.reports import Counters
+from shardwise.engine.zero.grad_reduce import Collectors, GradPerUpdate, sum_over_replicas, twice_in_one_backward
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
-from shardwise.plan.memory import run_dtype, wire_dtype
+from shardwise.plan.memory import buffer_bytes, places_in_buffers, run_dtype, wire_dtype
+
+_NUM_KEPT = 2
+"""One fills while the other is reduced."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class GradBuffer:
+    """Memory for the gradients of buckets that come together: of one, or of those of a unit."""
+
+    group: int
+    memory: torch.Tensor
+    num_to_launch: int
+    num_to_land: int
+
+
+class GradBuffers:
+    """The buffers of one rank. A bucket has its number among the trainable ones of the ownership."""
+
+    def __init__(self, ownership: Ownership, precision: Precision, owners: Channel, *, by_unit: bool) -> None:
+        """`by_unit`: the gradients of a unit come together."""
+        self._places = places_in_buffers(ownership, precision, by_unit=by_unit)
+        self._num_bytes = buffer_bytes(ownership, precision, by_unit=by_unit)
+        self._sizes = Counter(place.group for place in self._places)
+        self._owners = owners
+        self._held: dict[int, GradBuffer] = {}
+        """Group -> its buffer, until all of its buckets are launched."""
+        self.free: list[torch.Tensor] = []
+
+    def give(self, bucket: int) -> GradBuffer:
+        """The buffer of a bucket: that of its group, if it has one."""
+        group = self._places[bucket].group
+        if (buffer := self._held.get(group)) is None:
+            # All buffers have the size of the largest group, so that any of them serves any group.
+            memory = self.free.pop() if self.free else self._owners.allocate(self._num_bytes)
+            count = self._sizes[group]
+            buffer = self._held[group] = GradBuffer(group=group, memory=memory, num_to_launch=count, num_to_land=count)
+        return buffer
+
+    def part(self, bucket: int, buffer: GradBuffer, dtype: torch.dtype) -> torch.Tensor:
+        """The place of a bucket in its buffer."""
+        place = self._places[bucket]
+        return buffer.memory[place.start_bytes : place.stop_bytes].view(dtype)
+
+    def launched(self, buffer: GradBuffer) -> None:
+        """The reduction of one of its buckets has begun."""
+        buffer.num_to_launch -= 1
+        # The group is closed when all of it is on its way: the same unit in the next microbatch takes another buffer,
+        # as this one is still being read.
+        if not buffer.num_to_launch:
+            del self._held[buffer.group]
+
+    def landed(self, buffer: GradBuffer) -> None:
+        """The reduction of one of its buckets has ended."""
+        buffer.num_to_land -= 1
+        if not buffer.num_to_land:
+            self.free.append(buffer.memory)
+
+    def forget(self) -> None:
+        """What is in use belongs to an update that was given up."""
+        # It does not go back to `free`: a transfer that nobody waited for may still read it.
+        self._held.clear()
+
+    def trim(self) -> None:
+        """Give back what is seldom needed."""
+        # Backward may fill several buckets side by side: those of a block and of the module around it, say. More so in
+        # the first update, where a bucket waits for parameters that no backward reaches (`expect`).
+        del self.free[_NUM_KEPT:]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -93,6 +166,8 @@ class GradPerMicrobatch(Passes):
         self._ownership = _restricted(
             ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if not is_so]
         )
+        # A tie between stages of a pipeline has its gradient together at the end of the update only (`StageTies`), so
+        # that its buckets are reduced as at stage 1.
         self._whole = GradPerUpdate(
             {name: each for name, each in parameters.items() if name in late},
             _restricted(ownership, [each for each, is_so in zip(trainable, is_late, strict=True) if is_so]),
@@ -109,6 +184,7 @@ class GradPerMicrobatch(Passes):
                 bucket=bucket,
                 names=frozenset(slot.name for slot in bucket.slots),
                 stage=stage_of[bucket.slots[0].name] if stage_of else 0,
+                # One microbatch, whatever k: nothing is added up before the gradient travels.
                 wire=torch_dtype(wire_dtype(bucket, precision, num_microbatches=1)),
                 purpose=f"gradients of bucket {index}" + ("" if starts_when_complete else f" of unit {bucket.unit!r}"),
             )
@@ -133,6 +209,8 @@ class GradPerMicrobatch(Passes):
         self._is_ordered = False
         self._completed: list[int] = []
         """Buckets in the order in which the first microbatch completed them."""
+        # The parameters that no rank used in the last update, alike on all ranks, are not waited for. If one is used
+        # again, its bucket may have left without it: such a gradient is a stray.
         self._strays: dict[str, torch.Tensor] = {}
         self.collectors = Collectors({name: parameters[name] for name in self._of}, self.collect)
 
@@ -164,12 +242,14 @@ class GradPerMicrobatch(Passes):
         """Forget the gradients of the last update and make room for those of `num_microbatches`."""
         self._whole.begin(num_microbatches)
         self._reduced = []
+        # The runs have the dtype of accumulation, which one microbatch does not need: only that changes with k.
         if not self._runs or (num_microbatches == 1) != (self._num_microbatches == 1):
             self._lay_out(num_microbatches)
         self._num_microbatches = num_microbatches
         self._touched.clear()
         self._strays.clear()
         self._completed.clear()
+        # An update that raised may have left a transfer behind, which nobody needs.
         self._flight = None
         self.buffers.forget()
         with torch._C.DisableTorchFunctionSubclass():  # at rest or not
@@ -189,6 +269,9 @@ class GradPerMicrobatch(Passes):
         """
         self._unused = frozenset(self._of.keys() - touched)
         if self._starts_when_complete and not self._is_ordered:
+            # Autograd goes back through the forward, and the plan knows only the order of registration. A bucket that
+            # is complete early and stands late in the order waits, and holds a buffer. One exchange, in the first
+            # update, gives all ranks the order of rank 0: with orders of their own, they would sum unlike buckets.
             self._is_ordered = True
             self._counters.exchanges += 1
             mine = json.dumps(self._completed).encode()
@@ -206,6 +289,8 @@ class GradPerMicrobatch(Passes):
         for pending, run in zip(self._pending, self._runs, strict=True):
             if not pending.num_rounds:
                 run.zero_()
+            # No copy where the dtypes agree: the engine takes the mean and clips in the run itself, which the first
+            # microbatch of the next update overwrites.
             reduced = run.to(torch_dtype(pending.bucket.master))
             purpose = f"gradients of bucket {pending.index} over replicas"
             sum_over_replicas(reduced, reduced, self._replicas, purpose=purpose, counters=self._counters)
@@ -218,15 +303,13 @@ class GradPerMicrobatch(Passes):
         """See `Passes`."""
         self._trains = trains
 
-    def begin_microbatch(self, *, is_joint: bool) -> None:
-        """See `Passes`: buckets go in one order in any case."""
-
     def end_pass(self, *, has_failed: bool = False) -> None:
         """See `Passes`."""
         self._trains = False
 
     def skip_microbatch(self) -> None:
         """See `Passes`."""
+        # With nothing collected each bucket is launched with zeros, in the same order as on the ranks that compute.
         self.microbatch_done()
 
     def microbatch_done(self, stage: int | None = None) -> None:
@@ -262,6 +345,7 @@ class GradPerMicrobatch(Passes):
             if pending.is_launched:
                 self._stray(name, gradient)
                 return
+            # Taken with the first gradient and not at `begin`, so that two buffers can serve all buckets.
             if pending.buffer is None:
                 self._give_buffer(pending)
             if name in pending.touched:
@@ -280,6 +364,8 @@ class GradPerMicrobatch(Passes):
         for pending in self._by_stage[stage]:
             if pending.is_launched:
                 continue
+            # The later ones may be complete; but another rank may have completed them in another order, and the
+            # collectives of one channel are matched by their order.
             if pending.missing:
                 return
             self._launch(pending)
@@ -336,17 +422,19 @@ class GradPerMicrobatch(Passes):
         if (flight := self._flight) is None:
             return
         self._flight = None
+        # Until then peers, or a kernel of the transfer, may read the buffer, which `landed` gives to the next bucket.
         flight.work.wait()
         self.buffers.landed(flight.buffer)
         run = self._runs[flight.pending.index]
         if flight.target is not run:
-            if flight.is_first:
+            if flight.is_first:  # a run in the dtype of accumulation, where the sum comes in that of the master
                 run.copy_(flight.target)
             else:
                 run.add_(flight.target)
 
     def _scratch_of(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for one part of a sum: one reduction at a time is in flight."""
+        # Not allocated with one microbatch in the master's dtype, which needs none; then at once for the largest.
         num_bytes = num_elements * dtype.itemsize
         if self._scratch.numel() < num_bytes:
             largest = max(
@@ -370,6 +458,8 @@ class GradPerMicrobatch(Passes):
         """Keep a gradient that comes after the reduction of its bucket: nobody had one for it in the last update."""
         if name not in self._unused:
             raise ModelError(self._too_late(name))
+        # Kept whole on this rank: other ranks may have none, and cannot join a reduction in the midst of backward. The
+        # sum over microbatches is taken here, before that over ranks, so that the last bit may differ.
         if name in self._strays:
             self._strays[name].add_(gradient)
         else:
@@ -378,10 +468,7 @@ class GradPerMicrobatch(Passes):
 
     def _too_late(self, name: str) -> str:
         if self._starts_when_complete:
-            return (
-                f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
-                "non-reentrant activation checkpointing (use_reentrant=False)"
-            )
+            return twice_in_one_backward(name)
         return (
             f"parameter {name!r} got a gradient after the backward of all calls of its unit "
             f"{self._of[name].bucket.unit!r}, when those of the unit were reduced (stage 3); name the module around "
@@ -390,6 +477,7 @@ class GradPerMicrobatch(Passes):
 
     def _add_strays(self) -> None:
         """One more reduction for the buckets of gradients that came late on some rank."""
+        # All ranks agreed on `_unused`, so that all of them exchange here or none does.
         if not self._unused:
             return
         self._counters.exchanges += 1

@@ -1,11 +1,74 @@
-"""From backward to the owner's part of the mean gradient: per update (stages 0 and 1) or per microbatch (2 and 3)."""
+"""From backward to the owner's part of the gradient: what all stages share, and the reduction once per update.
 
-from collections.abc import Collection
+The life of a gradient at stages 0 and 1 (`GradPerUpdate`; `grad_per_microbatch` has that of stages 2 and 3):
+
+    backward -> p.grad --[1]--> arena (whole bucket) --[2]--> arena (owned part, master dtype) -> optimizer
+
+[1] as soon as autograd has finished a parameter, its gradient is copied (first microbatch) or added (later ones) into
+    its view of the bucket, and `p.grad` is dropped
+[2] one reduce-scatter per bucket and update, started while backward runs where transfers progress alone
+
+The order of the sums, where g01 is the gradient of rank 0 in microbatch 1. Float addition is not associative, so that
+with several microbatches the last bits of the two ways differ; each is the same on all ranks and in every run.
+
+    stages 0 and 1   (g00 + g01) + (g10 + g11)     microbatches on each rank, then ranks in their order
+    stages 2 and 3   (g00 + g10) + (g01 + g11)     ranks for each microbatch, then microbatches
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from shardwise.engine.zero.grad_hooks import Collectors
+from shardwise.comm import Channel, Work
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.engine.inventory import take_gradient, values_of
+from shardwise.engine.reports import Counters
+from shardwise.errors import ModelError
+from shardwise.plan import Arena, Ownership, Precision, plan_arena
+from shardwise.plan.memory import wire_dtype
+
+
+class Collectors:
+    """A hook on each parameter, which gives its gradient to whoever collects them.
+
+    A model that is put under another plan keeps the hooks: they do nothing once the one who collects is gone, and do
+    not keep him alive.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], collect: Callable[[str, torch.Tensor], None]) -> None:
+        """`collect`: a method, called with the name of a parameter and the parameter."""
+        # A bound method as a hook would keep the collector, and with it all gradients, for as long as the model lives.
+        reference = weakref.WeakMethod(collect)
+        self._parameters = parameters
+        self._hooks = {name: _hook(reference, name) for name in parameters}
+        self._handles = {name: self._put_on(name) for name in parameters}
+
+    def stay_last(self) -> None:
+        """Let hooks that a model has put on its parameters since, in its first forward, see the gradient first."""
+        # Such a hook may sum the gradient over ranks, say. Ours drops `p.grad`, and a hook behind it would find None.
+        for name, handle in self._handles.items():
+            if next(reversed(self._parameters[name]._post_accumulate_grad_hooks)) != handle.id:
+                handle.remove()
+                self._handles[name] = self._put_on(name)
+
+    def _put_on(self, name: str) -> RemovableHandle:
+        handle: RemovableHandle = self._parameters[name].register_post_accumulate_grad_hook(self._hooks[name])
+        return handle
+
+
+# A function and not a lambda in the loop of `__init__`: each hook needs a `name` of its own.
+def _hook(
+    reference: "weakref.WeakMethod[Callable[[str, torch.Tensor], None]]", name: str
+) -> Callable[[torch.Tensor], None]:
+    def give(parameter: torch.Tensor) -> None:
+        if (collect := reference()) is not None:
+            collect(name, parameter)
+
+    return give
 
 
 class GradReduce(Protocol):
@@ -38,3 +101,224 @@ class GradReduce(Protocol):
 
     def reduced_of(self, name: str) -> torch.Tensor:
         """The owned part of the bucket of a parameter, valid after `reduce`."""
+
+
+def twice_in_one_backward(name: str) -> str:
+    """What to say of a gradient that comes after the reduction of its bucket has begun."""
+    return (
+        f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
+        "non-reentrant activation checkpointing (use_reentrant=False)"
+    )
+
+
+class GradPerUpdate:
+    """All gradients of one rank, in one arena; laid out anew when the number of microbatches asks for it."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        ownership: Ownership,
+        precision: Precision,
+        *,
+        owners: Channel,
+        replicas: Channel,
+        counters: Counters,
+        late: Collection[str] = (),
+    ) -> None:
+        """`late`: parameters whose gradient is not complete when the backward that finished them was the last."""
+        self._buckets = [bucket for bucket in ownership.buckets if bucket.trainable]
+        self._ownership = ownership
+        self._precision = precision
+        self._owners = owners
+        # The arena is read by peers: it is allocated by the channel that moves it (at stage 0 owners are one rank).
+        self._memory = owners if owners.size > 1 else replicas
+        self._replicas = replicas
+        self._counters = counters
+        self._late = frozenset(late)
+        self._arena = torch.empty(0, dtype=torch.uint8, device=owners.device)
+        self._layout: Arena | None = None
+        self._shapes = {name: values_of(parameter).shape for name, parameter in parameters.items()}
+        self._buffers: list[torch.Tensor] = []
+        self._wire: list[torch.dtype] = []
+        self.reduced: list[torch.Tensor] = []
+        """The owned part of each trainable bucket, valid after `reduce`."""
+        self._views: dict[str, torch.Tensor] = {}
+        self._touched: set[str] = set()
+        self._pending: list[set[str]] = []
+        self._is_collecting = False
+        self._works: list[Work | None] = []
+        self._num_complete = 0
+        self._is_last = False
+        self._bucket_of = {slot.name: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots}
+        self._parameters = [parameters[name] for name in self._bucket_of]
+        self.collectors = Collectors({name: parameters[name] for name in self._bucket_of}, self.collect)
+
+    def reduced_of(self, name: str) -> torch.Tensor:
+        """The owned part of the bucket of a parameter, valid after `reduce`."""
+        return self.reduced[self._bucket_of[name]]
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """Parameters that got a gradient since `begin`."""
+        return frozenset(self._touched)
+
+    def view(self, name: str) -> torch.Tensor:
+        """The sum so far for a parameter that is `touched`, in its own shape."""
+        return self._views[name]
+
+    def place(self, name: str, gradient: torch.Tensor) -> None:
+        """Take a sum made elsewhere for that of a parameter: before `reduce`, after the last backward."""
+        view = self._views[name]
+        # The sum may have been made in the view itself (`StageTies.collect`).
+        if gradient is not view:
+            view.copy_(gradient)
+        self._touched.add(name)
+
+    def begin(self, num_microbatches: int) -> None:
+        """Forget the gradients of the last update and make room for those of `num_microbatches`."""
+        layout = plan_arena(self._ownership, self._owners.rank, self._precision, num_microbatches=num_microbatches)
+        # One microbatch needs no float32 sums, so that the arena of k = 1 is smaller: the size follows the step.
+        if layout != self._layout:
+            self._lay_out(layout, num_microbatches)
+        self._touched.clear()
+        self._is_collecting = True
+        for parameter in self._parameters:
+            parameter.grad = None  # of a backward of the user's own, which this update does not count
+        self._is_last = False
+        self._works = []
+        self._num_complete = 0
+
+    def expect_last(self) -> None:
+        """The next backward is the last of this update: buckets it completes may be reduced at once."""
+        self._is_last = True
+        self._pending = [{slot.name for slot in bucket.slots} for bucket in self._buckets]
+
+    def expect(self, touched: Collection[str]) -> None:
+        """`touched`: what any rank had a gradient for. Buckets are reduced at the end, and wait for nothing."""
+
+    def reduce(self) -> None:
+        """Sum the gradients over all data ranks and leave the owned parts in `reduced`."""
+        self.stop()
+        # All are started before the first is waited for, so that the wire never rests. Where a transfer progresses only
+        # while somebody waits for it, that gains nothing, and the results of one would overwrite the input of another.
+        if self._owners.progresses_alone:
+            while len(self._works) < len(self._buckets):
+                self._launch()
+        for index in range(len(self._buckets)):
+            if index == len(self._works):
+                self._launch()
+            self._complete(index)
+
+    def stop(self) -> None:
+        """From now on gradients are the user's again."""
+        self._is_collecting = False
+
+    def collect(self, name: str, parameter: torch.Tensor) -> None:
+        """Take a finished gradient over from autograd; outside of an update it is the user's."""
+        if not self._is_collecting or (gradient := take_gradient(parameter)) is None:
+            return
+        index = self._bucket_of[name]
+        # A reentrant checkpoint runs a backward of its own inside, and completes a shared parameter twice. The first
+        # part has left already; to add the second one to the buffer would change what a transfer reads.
+        if index < len(self._works):
+            raise ModelError(twice_in_one_backward(name))
+        with torch.no_grad():
+            if name in self._touched:
+                self._views[name].add_(gradient)
+            else:
+                # Copied, not added to zeros: that would cost a pass over the arena per update, and -0.0 its sign.
+                self._views[name].copy_(gradient)
+                self._touched.add(name)
+        # A `late` parameter gets parts of its gradient from other stages after this backward: it stays pending here,
+        # and its bucket waits for `reduce`.
+        if self._is_last and self._owners.progresses_alone and name not in self._late:
+            self._pending[index].discard(name)
+            while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
+                self._launch()
+                self._counters.early_reductions += 1
+
+    def _lay_out(self, layout: Arena, num_microbatches: int) -> None:
+        self._layout = layout
+        self._views, self._buffers, self.reduced = {}, [], []
+        # Freed before the new one is taken. Both together would make the peak of a run at its first change of k.
+        self._arena = torch.empty(0, dtype=torch.uint8, device=self._owners.device)
+        self._arena = self._memory.allocate(layout.num_bytes)
+        for bucket, region in zip(self._buckets, layout.regions, strict=True):
+            dtype = torch_dtype(region.gradient_dtype)
+            # `reduced` may lie in the memory of other buckets: the arena is packed while it is reduced (see the figure
+            # of `plan.memory.Arena`), so buckets are reduced in their order, whatever backward completes first.
+            buffer = self._typed(region.gradient_start_bytes, bucket.num_elements, dtype)
+            self._buffers.append(buffer)
+            for slot in bucket.slots:
+                self._views[slot.name] = buffer[slot.run.start : slot.run.stop].view(self._shapes[slot.name])
+            own = bucket.counts[self._owners.rank]
+            self.reduced.append(self._typed(region.reduced_start_bytes, own, torch_dtype(bucket.master)))
+        self._wire = [
+            torch_dtype(wire_dtype(bucket, self._precision, num_microbatches=num_microbatches))
+            for bucket in self._buckets
+        ]
+
+    def _typed(self, start_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._arena[start_bytes : start_bytes + num_elements * dtype.itemsize].view(dtype)
+
+    def _launch(self) -> None:
+        """Start the reduction of the next bucket; buckets go in one order on all ranks, whatever backward did first."""
+        index = len(self._works)
+        bucket = self._buckets[index]
+        buffer = self._buffers[index]
+        # Where a narrower copy travels than is summed, one such copy at a time is held: the peak would grow by all.
+        if index and self._wire[index] != buffer.dtype:
+            self._complete(index - 1)
+        # What this rank has no gradient for is zeros, because other ranks may have one: all reduce all buckets.
+        for slot in bucket.slots:
+            if slot.name not in self._touched:
+                buffer[slot.run.start : slot.run.stop].zero_()
+        if self._owners.size == 1:
+            self._works.append(None)
+            return
+        self._counters.reduce_scatters += 1
+        self._works.append(
+            self._owners.reduce_scatter(
+                self.reduced[index],
+                buffer.to(self._wire[index]),
+                counts=bucket.counts,
+                purpose=f"gradients of bucket {index}",
+            )
+        )
+
+    def _complete(self, index: int) -> None:
+        """Wait for the buckets up to this one, in order, and finish what their owners do."""
+        # In order because `_finish` holds collectives over replicas, which all ranks call in one order.
+        for at in range(self._num_complete, index + 1):
+            if (work := self._works[at]) is not None:
+                work.wait()
+                self._works[at] = None
+            self._num_complete = at + 1
+            self._finish(at)
+
+    def _finish(self, index: int) -> None:
+        """Where owners hold a part again (replicas), add up their sums; where it stayed here, change its dtype."""
+        reduced, buffer = self.reduced[index], self._buffers[index]
+        if self._replicas.size == 1:
+            if self._owners.size == 1 and reduced.dtype != buffer.dtype:
+                reduced.copy_(buffer)
+            return
+        source = buffer.to(self._wire[index]) if self._owners.size == 1 else reduced
+        purpose = f"gradients of bucket {index} over replicas"
+        sum_over_replicas(reduced, source, self._replicas, purpose=purpose, counters=self._counters)
+
+
+def sum_over_replicas(
+    reduced: torch.Tensor, source: torch.Tensor, replicas: Channel, *, purpose: str, counters: Counters
+) -> None:
+    """Leave in `reduced`, on every replica, the sum of what all of them have in `source`."""
+    if replicas.size == 1:
+        return
+    # Two halves of an all-reduce: each element is summed on one rank, so that all replicas get the same bits. Parts are
+    # padded to a multiple of the replicas (`plan.buckets`).
+    share = reduced.numel() // replicas.size
+    mine = reduced[replicas.rank * share : (replicas.rank + 1) * share]
+    counters.reduce_scatters += 1
+    replicas.reduce_scatter(mine, source, purpose=purpose).wait()
+    counters.all_gathers += 1
+    replicas.all_gather(reduced, mine, purpose=purpose).wait()

@@ -1,4 +1,11 @@
-"""What a stage of sharding holds where: the layout that is planned, and the buffers and gradients that follow it."""
+"""What a sharding stage holds where: the layout that is planned, and the buffers and gradients that follow it.
+
+stage   parameters                           gradients             around microbatches (`Passes`)
+0, 1    WholeBucket                          GradPerUpdate         nothing
+2       WholeBucket                          GradPerMicrobatch     the same object: reduces in each
+3       ShardedBucket; ties between stages   GradPerMicrobatch     Unshard: gathers units too
+        of the pipeline: WholeBucket
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -6,20 +13,18 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.counters import Counters
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.module_placement import outline_of
 from shardwise.engine.pipeline.stage_contents import StageParameters
+from shardwise.engine.reports import Counters
 from shardwise.engine.wrapping import wrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
-from shardwise.engine.zero.grad_per_update import GradPerUpdate
-from shardwise.engine.zero.grad_reduce import GradReduce
-from shardwise.engine.zero.outside_reads import OutsideReads
+from shardwise.engine.zero.grad_reduce import GradPerUpdate, GradReduce
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import Unshard
-from shardwise.engine.zero.unshard_hooks import UnshardHook
+from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
 from shardwise.plan import Ownership, Placement, Plan, plan_ownership
 from shardwise.plan.units import Units, plan_units
 
@@ -56,10 +61,15 @@ def plan_layout(
     inventory: Inventory, parameters: StageParameters, plan: Plan, units: Units, *, owners: Channel, replicas: Channel
 ) -> OwnedLayout:
     """The layout of what this rank owns. `inventory`: of that."""
+    # Alone, an owner has all gradients and parameters anyway: stages 2 and 3 would only add copies and gatherings.
     stage = plan.sharding.stage if owners.size > 1 else min(plan.sharding.stage, 1)
     late = frozenset(parameters.of_several_stages())
+    # A tie between stages of the pipeline stays whole: `StageTies` moves its values, and its gradient is complete only
+    # at the end of the update.
     here = {spec.name for spec in inventory.specs if spec.num_elements} - late
     held = _restricted(units, here) if stage == 3 else Units()
+    # Buckets hold parameters of one label only. What is reduced per microbatch goes with the backward of one stage of
+    # the pipeline: a bucket over two stages would be complete in neither.
     labels: dict[str, str] = {}
     if stage >= 2:
         for spec in inventory.specs:
@@ -136,6 +146,7 @@ def install(
         stage_of=layout.stage_of,
         keeps=plan.sharding.keep_gathered,
     )
+    # A tie: several modules need one unit, which is gathered around each; and one module may need several.
     needed: dict[nn.Module, list[GatheredUnit]] = {}
     for unit in unshard.units:
         for name in unit.plan.modules:
@@ -143,7 +154,7 @@ def install(
     for module, units in needed.items():
         if (place := _place_in(module, units)) is not None:
             wrap(module, UnshardHook(unshard, units, place))
-    OutsideReads(unshard, params)
+    OutsideReads(unshard, params)  # the parameters keep it, as their reader
     return gradients, unshard
 
 

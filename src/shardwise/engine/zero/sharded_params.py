@@ -1,11 +1,15 @@
-"""The class of sharded parameters (stage 3), whose whole working copies exist only while they are gathered.
+"""What the code of a model meets of sharded parameters (stage 3), whose values exist only while they are gathered.
 
-A parameter that is not gathered says what it is (shape, dtype, gradient). Operations that need its values go to the
-reader of the buffers; where nobody can gather, they are refused.
+    not gathered   class RestingX: shape, dtype and gradient as ever; values by a read of its own, or a refusal
+    gathered       class X (nn.Parameter, ...), and torch knows of nothing
+    afterwards     a view of it that a forward gave away is a copy (`copy_of_view`): the memory is gone
+
+Operations that need values go to the reader of the buffers (`OutsideReads`); where nobody can gather, they are refused.
 """
 
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +17,11 @@ import torch
 from shardwise.errors import ModelError
 
 _MEMORY = frozenset({"data", "_base", "__cuda_array_interface__"})
+# Attributes that look like metadata and are views: `weight.T` needs values.
 _VALUES = _MEMORY | {"T", "mT", "H", "mH", "real", "imag", "__dict__"}
 
+# A list of what is allowed, and not of what is refused: an operation that torch gains later is then treated as one that
+# needs values, and gathers or is refused. The other way round it would read memory without bytes.
 _ASKED = (
     *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "data_ptr", "storage_offset"),
     *("untyped_storage", "get_device", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_conj"),
@@ -32,6 +39,7 @@ def functions_of_metadata() -> frozenset[Any]:
         attribute: Any = getattr(torch.Tensor, name, None)
         if name not in _VALUES and hasattr(attribute, "__get__") and hasattr(attribute, "__set__"):
             found.add(attribute.__get__)
+    # Autograd and `zero_grad` set these on parameters that are not gathered.
     for name in ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"):
         found.add(getattr(torch.Tensor, name).__set__)
         found.add(getattr(torch.Tensor, name).__delete__)
@@ -41,18 +49,21 @@ def functions_of_metadata() -> frozenset[Any]:
 @functools.cache
 def _unfollowed() -> frozenset[Any]:
     """The functions that give the memory of a parameter, or change it, in ways that nobody sees."""
+    # `numpy` gives an array over memory that is freed behind its back. No copy can be put in its place, for a write to
+    # the array shows in no version counter.
     names = ("numpy", "__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__", "storage", "set_", "share_memory_")
     found: set[Any] = {getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)}
     return frozenset(found | {getattr(torch.Tensor, name).__get__ for name in _MEMORY if hasattr(torch.Tensor, name)})
 
 
+# One class for each kind of parameter: code that compares the types of two parameters finds them alike.
 @functools.cache
 def sharded_class(kind: type) -> type:
     """The class of parameters of class `kind` while they are not gathered."""
 
     def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in functions_of_metadata():
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # or this function would be called again
                 return func(*args, **(kwargs or {}))
         given = (*args, *(kwargs or {}).values())
         taken = [each for each in _flattened(given) if hasattr(type(each), "_is_resting")]
@@ -93,3 +104,68 @@ def _flattened(values: Iterable[Any]) -> Iterable[Any]:
             yield from _flattened(value)
         else:
             yield value
+
+
+_ALIGNMENT_BYTES = 64
+"""At multiples of this torch allocates, on every device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy that a forward has, where one process has a view of the parameter."""
+
+    tensor: torch.Tensor
+    name: str
+    version: int
+
+    def check(self) -> None:
+        """Raise ModelError where the forward wrote to it: one process would have changed the parameter."""
+        if self.tensor._version != self.version:
+            raise refusal_of_write(self.name)
+
+
+def refusal_of_write(name: str) -> ModelError:
+    """What to say of a write to a parameter that is gathered for a forward only."""
+    return ModelError(
+        f"parameter {name!r} was written to in a forward, where it is a copy for the time of that forward (stage 3), "
+        "so that the values are lost; keep what forwards write in buffers, or use stage 2"
+    )
+
+
+def copy_of_view(view: torch.Tensor) -> torch.Tensor:
+    """The values of a view in memory of their own, with its strides and alignment, by which kernels round."""
+    if not view.requires_grad:
+        return _copied(view.detach())
+    # `clone` would do for the values; but its strides and alignment are its own, and the last bits of results with it.
+    copy: torch.Tensor = _CopyOfView.apply(view)  # type: ignore[no-untyped-call]
+    # A view of a parameter says that it requires a gradient even where it is made without one.
+    return copy if copy.requires_grad else copy.requires_grad_()
+
+
+class _CopyOfView(torch.autograd.Function):
+    """Passes the gradient on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return _copied(view)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _copied(view: torch.Tensor) -> torch.Tensor:
+    # As far from a multiple of 64 bytes as the view is: vector kernels treat what comes before one in another way.
+    lead = int(view.storage_offset()) % (_ALIGNMENT_BYTES // view.element_size())
+    steps = [(size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)]
+    extent = sum(steps) + 1 if view.numel() else 0
+    room = torch.empty(lead + extent, dtype=view.dtype, device=view.device)
+    copy = torch.empty(0, dtype=view.dtype, device=view.device)
+    copy.set_(room.untyped_storage(), lead, view.shape, view.stride())
+    # A copy to an expanded tensor is refused, as several places are one in memory: narrowed to that one.
+    target, source = copy, view
+    for dim, stride in enumerate(view.stride()):
+        if stride == 0 and view.shape[dim] > 1:  # expanded: one value for all places
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
+    return copy

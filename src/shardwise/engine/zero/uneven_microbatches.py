@@ -1,4 +1,19 @@
-"""Whose turn it is: microbatches that some data ranks compute and others do not, in step with each other."""
+"""Passes: what data ranks do together around microbatches, also those that only some of them compute.
+
+A rank leaves out microbatches of weight 0. At stages 2 and 3 it must still join the collectives of the others:
+
+    number      0       1       2       3          computed by (`Joint`): 0 ALL, 1 SOME, 2 SOME, 3 ALL
+    rank 0      F B     F B     skip    F B        NONE, where nobody computes it, is no round at all
+    rank 1      F B     skip    F B     F B
+
+The calls of one pass, in each of its states:
+
+    (outside) --begin_pass--> (between microbatches) --end_pass--> (outside)      has_failed: from any state
+                                 |             ^
+        begin_microbatch(joint)  v             |  microbatch_done: what is left of it is reduced
+                              (forward, backward)
+    skip_microbatch: goes out and comes back; the rank follows the others, and ends with `microbatch_done` as they do
+"""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -17,6 +32,7 @@ class Joint(enum.Enum):
     ALL = enum.auto()
 
 
+# A class that does nothing and not `None`: the loop over microbatches is the same at all stages.
 class Passes:
     """What data ranks do together while microbatches are computed: at stages 0 and 1, which this class is, nothing."""
 
@@ -88,6 +104,7 @@ class UnevenMicrobatches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # After an error the peers are stopped anyway (`peer_stopping`); to follow them would only wait for them.
         if kind is None:
             self._skip_to(len(self._joint))
         self._passes.end_pass(has_failed=kind is not None)
@@ -96,6 +113,7 @@ class UnevenMicrobatches:
         """The rank goes on to the `number`-th microbatch that it computes: to its forward, or (with stages) to a
         backward."""
         at = self._counted[number]
+        # A pipeline comes here several times for one microbatch: for each forward and backward of its stages.
         if self._next <= at:
             self._skip_to(at)
             self._next = at + 1
@@ -106,6 +124,8 @@ class UnevenMicrobatches:
         self._passes.microbatch_done(stage)
 
     def _skip_to(self, end: int) -> None:
+        # In the order of the numbers and before the next one that this rank computes, so that ranks never wait for each
+        # other in different microbatches.
         for at in range(self._next, end):
             if self._joint[at] is not Joint.NONE:
                 self._passes.skip_microbatch()

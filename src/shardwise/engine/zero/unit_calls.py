@@ -1,4 +1,13 @@
-"""Units that are gathered, and the calls whose backward needs them again (stage 3)."""
+"""Units that are gathered, and the calls whose backward needs them again (stage 3).
+
+A unit may be called several times before the first backward, and each call has a backward of its own:
+
+    forward    call 1 of U   call 2 of U                              num_uses 1, 0, 1, 0
+    backward                               call 2 of U   call 1 of U  num_uses 1, 0, 1, 0; reduced after call 1
+
+    Residence of a unit    SHARDED --fill--> ARRIVING --wait--> GATHERED --free, when another unit needs room--> SHARDED
+    Backward of a call     TO_COME --begin--> RUNNING --end--> DONE --resume, for a saved tensor--> RUNNING
+"""
 
 import enum
 from collections.abc import Sequence
@@ -9,8 +18,8 @@ import torch
 from torch import nn
 
 from shardwise.comm import Work
-from shardwise.engine.autograd_state import at_end_of_backward
-from shardwise.engine.zero.param_buckets import ShardedBucket
+from shardwise.engine.wrapping import at_end_of_backward
+from shardwise.engine.zero.flat_params import ShardedBucket
 from shardwise.plan.units import Unit
 
 
@@ -46,6 +55,7 @@ class GatheredUnit:
 
     def name_at(self, view: torch.Tensor) -> str:
         """The parameter of which `view` shows a part, while the unit is gathered."""
+        # By its place in memory: a view of a detached tensor knows no base.
         place = view.untyped_storage()._cdata, view.storage_offset()
         for name, (parameter, _, _) in zip(self.plan.parameters, self.parameters, strict=True):
             start = parameter.storage_offset()
@@ -56,10 +66,11 @@ class GatheredUnit:
     def open(self) -> None:
         """Forwards that read its parameters follow.
 
-        The class changes, rather than one class that looks up whether it is gathered: that would cost 11 us in every
-        operation that takes a parameter (measured with F.linear), against 0.2 us per parameter and call. And torch's
-        modules leave their fused kernels where an argument has a torch function of its own.
+        The class of the parameters changes: they are plain ones while they are gathered.
         """
+        # One class that looks up whether it is gathered would do without the swap. It would cost 11 us in every
+        # operation that takes a parameter (measured with F.linear); the swap costs 0.2 us per parameter and call of a
+        # module. And torch's modules leave their fused kernels where an argument has a torch function of its own.
         for parameter, kind, _ in self.parameters:
             parameter.__class__ = kind
 
@@ -105,13 +116,18 @@ class UnitCall:
 
     def begin(self, _: object = None) -> None:
         """The backward of the call begins."""
+        # Each output of the call and each saved tensor of it comes here; the first one counts.
         if self.backward is Backward.TO_COME:
             self._begin()
+            # No gradient of an input marks the end of such a call: that of a leaf is complete as soon as it is known,
+            # before those of parameters that the call used earlier.
             if self.starts_graph:
                 at_end_of_backward(self.end)
 
     def resume(self) -> None:
         """The backward of the call needs the units, even if it seemed to have ended."""
+        # A value that a module keeps on itself may enter the loss past its outputs, and a call may have several inputs:
+        # its end is a guess then. To gather once more costs time; to read memory without bytes would end the process.
         if self.backward is Backward.DONE:
             self._begin()
             at_end_of_backward(self.end)
@@ -134,6 +150,8 @@ class UnitCall:
         return held
 
 
+# Autograd saves a weight to compute the gradient of an input. Kept as the tensor itself, it would be read after `free`;
+# kept as a copy, it would hold all units until their backward, which is what stage 3 is there to avoid.
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What autograd saved of a parameter in a call: a view of memory that is filled when the backward has begun."""
@@ -145,7 +163,8 @@ class Saved:
 def unpack(saved: Any) -> torch.Tensor:
     """What autograd gets back of what it saved."""
     if isinstance(saved, Saved):
+        # The very tensor that autograd saved: its storage has bytes again, with the same values.
         saved.call.resume()
         return saved.tensor
-    assert isinstance(saved, torch.Tensor)
+    assert isinstance(saved, torch.Tensor)  # an activation, or a parameter of no unit
     return saved

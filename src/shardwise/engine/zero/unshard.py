@@ -6,6 +6,19 @@ One microbatch over three units; a unit that nobody uses stays until the next on
     backward   (2 is here)              run 2, reduce 2 | free 2  gather 1   run 1, reduce 1 | free 1  gather 0   run 0
     forward of the next microbatch      (0 is here)   run 0 | ...
 
+Unit 1 on one of 2 owners: 1000 elements in float32, 4000 bytes. Its part (2000) and run of the gradient (2000) are
+here all the time. In memory besides, in bytes:
+
+    what happens                              calls                      whole copy   gradient   `num_uses`
+    forward of 1 begins                       use: fill, wait, open            4000          0            1
+    forward of 1 ends                         drop: close                      4000          0            0
+    forward of 2 begins                       _make_room: free                    0          0            0
+    gradient of an output of 1 is complete    begin_backward, use              4000          0            1
+    gradients of its parameters come          GradPerMicrobatch.collect        4000       4000            1
+    gradient of an input of 1 is complete     end_backward: drop, reduce       4000       4000            0
+    backward of 0 begins                      _make_room: free                    0       4000            0
+    reduction of 0 begins                     GradPerMicrobatch._land             0          0            0
+
 The next unit, as the last pass had it, is gathered while this one runs, where transfers progress by themselves.
 
 All data ranks gather and reduce in one order, that of their modules; channels refuse another one, at the latest with
@@ -22,13 +35,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.counters import Counters
+from shardwise.engine.reports import Counters
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
-from shardwise.engine.zero.sharded_params import sharded_class
+from shardwise.engine.zero.sharded_params import Copy, sharded_class
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import Backward, GatheredUnit, Residence, Saved, UnitCall, unpack
-from shardwise.engine.zero.view_copies import Copy
 from shardwise.errors import CallMismatchError, ModelError
 from shardwise.plan.gathers import Use, count_gathers, one_by_one
 from shardwise.plan.units import Unit
@@ -117,10 +129,12 @@ class Unshard(Passes):
 
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
         """See `Passes`."""
-        if not is_agreed:  # also whether all ranks are about to do the same
+        # Steps and evaluations begin with an exchange of weights. A prediction does not: a peer may still cast masters
+        # into the part that this rank is about to read. It also shows whether all ranks are about to predict.
+        if not is_agreed:
             self._counters.exchanges += 1
             self._owners.exchange(b"", purpose="parameters are written")
-        self.release()
+        self.release()  # nothing gathered before may stay: its values may be those of before an update
         self.is_in_pass = True
         self._trains = trains
         if trains:
@@ -131,6 +145,7 @@ class Unshard(Passes):
         """See `Passes`."""
         self.is_in_pass = False
         self._gradients.end_pass()
+        # To wait for a peer that has failed would hide the error behind a timeout.
         if has_failed:
             for unit in [each for each in self._resident if each.residence is Residence.ARRIVING]:
                 unit.works.clear()
@@ -157,10 +172,13 @@ class Unshard(Passes):
     def microbatch_done(self, stage: int | None = None) -> None:
         """See `Passes`. Raises ModelError where a forward wrote to what it got as a copy of a parameter."""
         self.watch(None)
+        # The backward of a call may end without notice: where no input of it needs a gradient, say.
         for call in self._open:
             for unit in call.close():
                 self.drop(unit, BACKWARD)
         self._open.clear()
+        # What is outstanding now never comes: outputs that the loss does not use. Of this stage only: the other stages
+        # of this rank may have their backwards of the same microbatch still to come.
         calls = self._outstanding.get(self._microbatch(), {})
         for unit in self.units:
             if stage is None or unit.stage == stage:
@@ -182,6 +200,7 @@ class Unshard(Passes):
             while (told := next(filter(None, self._exchange(b"")), _END)) != _END:  # nothing, where all skip it
                 what, phase, number = json.loads(told)
                 unit = self.units[number]
+                # The same calls as on the ranks that compute: collectives are matched by their order.
                 if what == "reduce":
                     self._reduce(unit)
                 elif what == "use":
@@ -197,6 +216,7 @@ class Unshard(Passes):
 
     def _announce(self, what: str, phase: str, unit: GatheredUnit) -> None:
         """Tell the ranks that skip this microbatch what all of them do now."""
+        # One exchange per use, which is slow, and rare: only microbatches that some ranks skip have it.
         if self.is_followed and (what == "reduce" or not self._reads_in_place):
             self._exchange(json.dumps([what, phase, unit.number]).encode())
 
@@ -252,6 +272,7 @@ class Unshard(Passes):
 
     def reduce_at_end(self, units: Sequence[GatheredUnit]) -> None:
         """Gradients of the units may come from what is no call: wait for the end of the microbatch's backward."""
+        # One call more than will ever end, so that the count stays above 0 until `microbatch_done`.
         self._count(units, self._microbatch())
 
     def _count(self, units: Sequence[GatheredUnit], microbatch: int) -> None:
@@ -261,7 +282,8 @@ class Unshard(Passes):
 
     def begin_backward(self, call: UnitCall) -> None:
         """See `UnitCall`."""
-        # Autograd goes back in time: a call whose forward began after this one had ended has had its backward.
+        # Autograd goes back in time: a call whose forward began after this one had ended has had its backward. A call
+        # inside of this one began before its end, and stays open.
         for later in [each for each in self._open if each.entered > call.left]:
             later.end()
         self._open.append(call)
@@ -275,12 +297,15 @@ class Unshard(Passes):
         calls = self._outstanding.get(call.microbatch, {})
         for unit in call.units:
             self.drop(unit, BACKWARD)
+            # A tied or recurrent unit has several calls in a microbatch; its gradients are sums over all of them. If it
+            # were reduced after the first, the rest would come too late (`GradPerMicrobatch._stray`).
             left = calls[unit.number] = calls.get(unit.number, 1) - 1
             if not left and self._trains:
                 self._reduce(unit)
 
     def watch(self, copy: Copy | None) -> None:
         """A forward got a copy of a parameter; whether it wrote to the last one is known now. Raises ModelError."""
+        # The last one only: to keep all copies of a forward would keep their memory.
         before, self._copy = self._copy, copy
         if before is not None:
             before.check()
@@ -321,6 +346,8 @@ class Unshard(Passes):
 
     def _pack(self, tensor: torch.Tensor) -> object:
         storage = tensor.untyped_storage()._cdata
+        # By the storage, as autograd saves views of a parameter too (`weight.t()`). The innermost call that has the
+        # unit: its backward begins and ends within that of the calls around it.
         for call in reversed(self._calls):
             if any(storage in unit.storages for unit in call.units):
                 return Saved(tensor, call)
@@ -329,6 +356,8 @@ class Unshard(Passes):
     @contextmanager
     def holding(self, parameter: nn.Parameter) -> Iterator[None]:
         """A parameter has its values inside, whatever module reads it. What it takes is not counted."""
+        # For the proof of a plan of tensor parallelism. It runs once, and is no part of the traffic that `gathers_in`
+        # foretells for an update.
         units = [each for each in self.units if any(held is parameter for held, _, _ in each.parameters)]
         counted, self._counters = self._counters, Counters()
         try:
@@ -342,6 +371,7 @@ class Unshard(Passes):
     @contextmanager
     def using(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> Iterator[None]:
         """The units are gathered inside. `call`: None where no backward can follow."""
+        # The order of the forwards, from which `gathers_in` foretells the traffic of an update.
         uses = self._uses.setdefault(self._microbatch(), []) if self._trains and phase == FORWARD else []
         for unit in units:
             uses.append((unit.number, True, call))
@@ -355,7 +385,10 @@ class Unshard(Passes):
 
     def use(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs the unit from now on."""
+        # A count and no flag: a module inside of another may have the same unit (ties), and forwards run inside of
+        # backwards (recomputation).
         unit.num_uses += 1
+        # Before the gathering, which is a collective: the ranks that follow must be on their way to it.
         self._announce("use", phase, unit)
         if unit.num_uses == 1:
             if unit.residence is Residence.SHARDED:
@@ -367,11 +400,13 @@ class Unshard(Passes):
             unit.num_forwards += 1
             if unit.num_forwards == 1:
                 unit.open()
+        # Elsewhere a transfer goes on only while somebody waits: nothing would be won, and a second unit held.
         if unit.num_uses == 1 and self._owners.progresses_alone:
             self._look_ahead(unit, phase)
 
     def drop(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs it no more. It stays until there is need for room."""
+        # Not freed here: the last unit of a forward is the first of the backward, and saves a gathering.
         unit.num_uses -= 1
         self._announce("drop", phase, unit)
         if phase != BACKWARD:
@@ -381,6 +416,8 @@ class Unshard(Passes):
 
     def _look_ahead(self, unit: GatheredUnit, phase: str) -> None:
         """Begin to gather what was used next in the last pass."""
+        # A wrong guess costs one gathering too many, and no deadlock: all ranks have used the same units in the same
+        # order, and guess alike.
         if self._last_use is not None:
             self._next[self._last_use] = unit
         self._last_use = phase, unit.number
@@ -409,7 +446,7 @@ class Unshard(Passes):
         unit.residence = Residence.GATHERED
 
     def _free(self, unit: GatheredUnit) -> None:
-        self._wait(unit)
+        self._wait(unit)  # a transfer that nobody waited for would write to memory that others have by then
         self._resident.remove(unit)
         unit.residence = Residence.SHARDED
         for bucket in unit.buckets:

@@ -1,17 +1,26 @@
-"""What goes around a forward that needs units, of a module or of one operation: gather, watch the backward, let go."""
+"""What goes around a forward that needs units, of a module or of one operation: gather, watch the backward, let go.
 
-from collections.abc import Callable, Sequence
+`UnshardHook` stands around a module. `OutsideReads` stands around one operation that takes a parameter outside of its
+unit: a tied head, a table of positions, a penalty in the loss. Each such operation is a call of its own:
+
+    forward    gather embed  run embed | ...  | gather embed  linear(x, embed.weight) | loss
+    backward                                    gather embed  its gradients           | ...  reduce embed
+
+All data ranks run one program, and so gather in one order. What an operation gives as a view of a parameter is a copy.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.pipeline.nested import tensors_in, transform
-from shardwise.engine.wrapping import Forward
+from shardwise.engine.wrapping import Forward, in_backward
+from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.sharded_params import Copy, copy_of_view, refusal_of_write
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import FORWARD, RECOMPUTATION, Unshard
-from shardwise.engine.zero.view_copies import Copy, copy_of_view
 from shardwise.errors import ModelError
 
 
@@ -31,8 +40,10 @@ class UnshardHook:
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Wrapper`."""
+        # Shapes are inferred by running modules with other tensors in the place of their parameters. Those have no
+        # values, and not all data ranks need run the module then: nothing may be gathered.
         if self._holder._parameters.get(self._attribute) is not self._parameter:
-            return forward(*args, **kwargs)  # it is tried on tensors without values
+            return forward(*args, **kwargs)
         self.gathering.check_in_pass(self._units)
         return run_gathered(self.gathering, self._units, forward, args, kwargs)
 
@@ -47,15 +58,16 @@ def run_gathered(
     """Run a forward that needs the units, and see to its backward.
 
     The backward of a call begins when the gradient of the first of its outputs is complete, or when it asks for a
-    parameter that was saved for it (values may leave a module by other ways than its output). Autograd runs what was
-    made last first: the backward has ended when the gradient of an input is complete, or when that of an earlier call
-    begins, at the latest with the whole backward. The inputs stay what they are, for a view of one would
-    change the order in which autograd adds its gradients. Raises ModelError inside of torch.vmap.
+    parameter that was saved for it. It has ended when the gradient of an input is complete, or when the backward of an
+    earlier call begins, at the latest with the whole backward. Raises ModelError inside of torch.vmap.
     """
+    # Hooks on tensors and no autograd function around the call: that would give views of the inputs, and a tensor that
+    # several modules use would have its gradients added in another order than in one process.
     given = tensors_in([*args, *kwargs.values()])
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, given)):
         raise _refusal_of_transformed(units)
     recomputes = _is_recomputed()
+    # No call: without gradients no backward follows, and that of a recomputed forward belongs to its first run.
     if recomputes or not torch.is_grad_enabled():
         with gathering.using(units, RECOMPUTATION if recomputes else FORWARD):
             return _without_memory_of_units(gathering, units, forward(*args, **kwargs))
@@ -65,12 +77,15 @@ def run_gathered(
             if each.grad_fn is None:  # its gradient may be complete before those of parameters
                 call.starts_graph = True
             else:
+                # Autograd runs what was made last first: all nodes of the call come before the one that made its input.
                 each.register_hook(call.end)
     with gathering.using(units, FORWARD, call), gathering.saving(call):
         output = _without_memory_of_units(gathering, units, forward(*args, **kwargs))
     outputs = [each for each in tensors_in(output) if each.requires_grad and each.grad_fn is not None]
     for each in outputs:
         each.register_hook(call.begin)
+    # A call whose outputs are all without a graph (its unit is frozen, or they are numbers) has no backward, and a
+    # reduction that waited for it would come only with the end of the microbatch.
     if outputs:
         gathering.expect_backward(call)
     return output
@@ -104,3 +119,43 @@ def _without_memory_of_units(gathering: Unshard, units: Sequence[GatheredUnit], 
 def _is_recomputed() -> bool:
     """Whether this forward runs for the sake of a backward that goes on: it gives saved tensors, and no graph."""
     return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+class OutsideReads:
+    """Gathers for the operations that take parameters at rest."""
+
+    def __init__(self, gathering: Unshard, params: FlatParams) -> None:
+        self._gathering = gathering
+        self._unit_of = {id(each): unit for unit in gathering.units for each, _, _ in unit.parameters}
+        params.read_by(self.read)
+
+    def read(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], taken: Sequence[torch.Tensor]
+    ) -> Any:
+        """What the operation gives. `taken`: the parameters at rest among its arguments.
+
+        NotImplemented outside of a step, an evaluation or a prediction: nobody else gathers then. Raises ModelError for
+        operations that write to a parameter.
+        """
+        if not self._gathering.is_in_pass:
+            return NotImplemented
+        found = {self._unit_of[id(each)].number: self._unit_of[id(each)] for each in taken}
+        # By number, so that all ranks gather them in one order, whatever the order of the arguments.
+        units: list[GatheredUnit] = [found[number] for number in sorted(found)]
+        if in_backward() and not torch.is_grad_enabled() and all(unit.num_uses for unit in units):
+            with self._gathering.using(units, RECOMPUTATION):  # the backward of a function that saved the parameter
+                return function(*args, **kwargs)
+        if not torch.is_grad_enabled():  # perhaps the forward of such a function, or of a reentrant checkpoint
+            self._gathering.reduce_at_end(units)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            versions = [each._version for each in taken]
+            output = function(*args, **kwargs)
+            for each, version in zip(taken, versions, strict=True):
+                if each._version != version:
+                    raise refusal_of_write(each._rests_in[0])  # type: ignore[attr-defined]
+            # An iterator over a parameter would go on to read after the operation; all its views are taken here.
+            return list(output) if isinstance(output, Iterator) else output
+
+        output = run_gathered(self._gathering, units, forward, args, kwargs)
+        return iter(output) if function is torch.Tensor.__iter__ else output

@@ -27,7 +27,7 @@ from shardwise.engine.batches import count_rows, split_batch
 from shardwise.engine.channels import data_rank_of
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
-from shardwise.engine.weights import weigh
+from shardwise.engine.step_exchange import weigh
 from shardwise.train.verification.program import Program
 from shardwise.train.verification.run_recording import GradientKey, Noted, NotedLoss, Notes, OutputKey, Recorder
 

@@ -21,11 +21,11 @@ from torch import nn
 from shardwise.checkpoint import Catalogue, load
 from shardwise.comm import alone
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.autograd_state import in_backward
 from shardwise.engine.batches import LossOfModel
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
 from shardwise.engine.tensor.tensor_decision import decide
+from shardwise.engine.wrapping import in_backward
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program
