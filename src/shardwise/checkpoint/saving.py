@@ -40,7 +40,7 @@ from shardwise.space import Piece
 __all__ = ["Arguments", "Prepared", "SaveMemory", "prepare", "save", "write_pieces"]
 
 VISIBLE_SECONDS = 30.0
-"""After so long every network file system shows what another host has written, unless it is told otherwise."""
+"""After so long every network file system shows what another host has written, unless it is configured otherwise."""
 
 _PAUSE_SECONDS = 0.05
 

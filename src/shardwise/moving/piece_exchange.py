@@ -82,9 +82,9 @@ class Gathering:
         unknown = [digest for digest in first_of if digest not in known]
         # Where all say the same, each has all texts: its own. So it is with replicas, and in most calls.
         if unknown and any(each != digests[0] for each in digests):
-            told = [own[digest].decode() for digest in unknown if first_of[digest] == channel.rank]
+            texts = [own[digest].decode() for digest in unknown if first_of[digest] == channel.rank]
             sent = [
-                iter(json.loads(each)) for each in channel.exchange(json.dumps(told).encode(), purpose=self._purpose)
+                iter(json.loads(each)) for each in channel.exchange(json.dumps(texts).encode(), purpose=self._purpose)
             ]
             # A rank's unknown texts come in the order in which all ranks go through the digests.
             known |= {digest: next(sent[first_of[digest]]).encode() for digest in unknown}

@@ -127,7 +127,7 @@ class _Expansion:
             filled = [right.fill(bindings) for right in self.right]
             names = tuple([each for each in filled if each is not None])
             if len(names) < len(filled):
-                return None  # a number would be negative, which is told where all is looked at closely
+                return None  # a number would be negative, which the close look reports
             made.append(Expanded((name,), names, mask))
         return made or None
 

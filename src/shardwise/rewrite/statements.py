@@ -195,7 +195,7 @@ class Statement:
 
 
 Faults: TypeAlias = list[tuple[TextPlace, str]]
-"""What is wrong within one statement, and where: findings, before they are told of which statement."""
+"""What is wrong within one statement, and where: findings, before their statement is known."""
 
 SHOWN = 3
 """Instances or combinations that one finding names; of more it says how many there are."""
