@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 import shardwise as sw
 from benchmarks.checkpoint.outcome import Cell, Outcome
 from shardwise.checkpoint.contents import BLOCK_BYTES, StoredPiece
-from shardwise.checkpoint.read_plan import Wanted, plan_reads
+from shardwise.checkpoint.read_plan import plan_reads
 from shardwise.plan import Parameter, Sharding, plan_ownership
 from shardwise.space import Piece
 
@@ -27,10 +27,7 @@ def measure_planning(cell: Cell, *, num_tensors: int = 10_000) -> Outcome:
     """Processor seconds to plan one rank's reads, and what it hands to whom, between two layouts of slices."""
     parameters = _parameters(num_tensors)
     saved = _slices(parameters, cell.num_savers, bucket_bytes=4 << 30)
-    wanted = [
-        [Wanted(piece, piece.name) for piece in pieces]
-        for pieces in _slices(parameters, cell.num_ranks, bucket_bytes=3 << 30)
-    ]
+    wanted = _slices(parameters, cell.num_ranks, bucket_bytes=3 << 30)
     stored = _as_stored(saved)
     outcome = Outcome(cell=cell)
     seconds: list[float] = []

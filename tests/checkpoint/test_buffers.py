@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.buffers import GrowingBuffer
+from shardwise.checkpoint.reading import GrowingBuffer
 
 _MIB = 1 << 20
 

@@ -10,7 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import Address, LocalStore, rounds, saving
+from shardwise.checkpoint import Address, LocalStore, read_rounds, saving
 from shardwise.checkpoint.loading import Verify
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
@@ -235,7 +235,7 @@ def test_damage_in_any_round_leaves_the_target_or_says_that_it_is_overwritten(
 ) -> None:
     monkeypatch.setattr(saving, "BLOCK_BYTES", 64)
     for name in ("ROUND_BYTES", "OWN_BYTES", "IN_PLACE_BYTES", "ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE"):
-        monkeypatch.setattr(rounds, name, 256)
+        monkeypatch.setattr(read_rounds, name, 256)
     values = torch.arange(256)
     checkpoint.save(tmp_path, {"w": values})
     file = files_of(tmp_path, 1)["rank 0"]

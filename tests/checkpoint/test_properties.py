@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import assignment, reading, rounds, safetensors_files, saving, windows
+from shardwise.checkpoint import arrangement, read_rounds, reading, safetensors_files, saving, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
@@ -22,7 +22,7 @@ from shardwise.space import Box, Piece
 from tests.checkpoint.small_states import bits, same, same_tensor, unsigned
 
 SMALL = [
-    (rounds, each)
+    (read_rounds, each)
     for each in ("ROUND_BYTES", "OWN_BYTES", "IN_PLACE_BYTES", "ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE")
 ]
 SMALL += [
@@ -31,7 +31,7 @@ SMALL += [
     (reading, "_STRETCH_BYTES"),
     (reading, "_PART_BYTES"),
     (safetensors_files, "_BOUNCE_BYTES"),
-    (assignment, "_SPLIT_BYTES"),
+    (arrangement, "_SPLIT_BYTES"),
 ]
 """Limits that small states do not reach by themselves, in bytes."""
 

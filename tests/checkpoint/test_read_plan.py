@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,6 @@ from shardwise.checkpoint.contents import StoredPiece
 from shardwise.checkpoint.read_plan import (
     BlockSpan,
     ReadPlan,
-    Wanted,
     count_exact_ranges,
     exact_ranges,
     missing,
@@ -32,7 +31,7 @@ proven: Callable[[Any], Any] = settings(deadline=None, max_examples=60)
 @dataclass(frozen=True, kw_only=True)
 class Case:
     stored: list[StoredPiece]
-    wanted: list[list[Wanted]]
+    wanted: list[list[Piece]]
     readers: frozenset[int]
     block_bytes: int
 
@@ -56,8 +55,8 @@ class Case:
             block_of = {element: at // per_block for at, element in enumerate(elements_of_piece(stored.piece))}
             for rank, wants in enumerate(self.wanted):
                 for want in wants:
-                    if want.tensor == stored.piece.name:
-                        for element in elements_of_piece(want.piece):
+                    if want.name == stored.piece.name:
+                        for element in elements_of_piece(want):
                             if element in block_of:
                                 needers.setdefault((ordinal, block_of[element]), set()).add(rank)
         return needers
@@ -110,14 +109,14 @@ def cases(draw: st.DrawFn) -> Case:
         pieces += draw(disjoint_pieces(name, dtype, tensors[name]))
     stored = stored_in_files(pieces, draw(st.integers(1, 3)))
     known = sorted({piece.name for piece in pieces})
-    wanted: list[list[Wanted]] = []
+    wanted: list[list[Piece]] = []
     for _ in range(draw(st.integers(1, 6))):
         if len(wanted) > 0 and draw(st.booleans()):
             wanted.append(wanted[draw(st.integers(0, len(wanted) - 1))])  # a replica
             continue
         names = draw(st.lists(st.sampled_from(known), max_size=4)) if known else []
-        held = [(draw(pieces_of(tensors[name], draw(st.sampled_from([name, "other"])))), name) for name in names]
-        wanted.append([Wanted(piece, name) for piece, name in held if piece.num_elements])
+        held = [draw(pieces_of(tensors[name], name)) for name in names]
+        wanted.append([piece for piece in held if piece.num_elements])
     ranks = st.integers(0, len(wanted) - 1)
     readers = set(range(len(wanted))) if draw(st.booleans()) else draw(st.sets(ranks, min_size=1))
     block_bytes = draw(st.sampled_from([8, 16, 24, 64, 4096]))
@@ -190,7 +189,7 @@ def test_every_wanted_element_arrives_exactly_once_and_all_ranks_agree(case: Cas
         ]
     ranks = range(len(case.wanted))
     held: list[list[list[list[int]]]] = [
-        [[[] for _ in range(want.piece.num_elements)] for want in wants] for wants in case.wanted
+        [[[] for _ in range(want.num_elements)] for want in wants] for wants in case.wanted
     ]
     for span in spans:
         elements = case.elements_of_span(span)
@@ -206,8 +205,8 @@ def test_every_wanted_element_arrives_exactly_once_and_all_ranks_agree(case: Cas
                 arrive(held[rank][index], elements, moved)
     for rank, wants in enumerate(case.wanted):
         for index, want in enumerate(wants):
-            there = {e for each in case.stored if each.piece.name == want.tensor for e in elements_of_piece(each.piece)}
-            wanted = [[element] if element in there else [] for element in elements_of_piece(want.piece)]
+            there = {e for each in case.stored if each.piece.name == want.name for e in elements_of_piece(each.piece)}
+            wanted = [[element] if element in there else [] for element in elements_of_piece(want)]
             assert held[rank][index] == wanted
 
 
@@ -215,7 +214,7 @@ def test_every_wanted_element_arrives_exactly_once_and_all_ranks_agree(case: Cas
 @given(cases())
 def test_exact_ranges_bring_every_wanted_element_once(case: Case) -> None:
     for wants in case.wanted:
-        held: list[list[list[int]]] = [[[] for _ in range(want.piece.num_elements)] for want in wants]
+        held: list[list[list[int]]] = [[[] for _ in range(want.num_elements)] for want in wants]
         found = list(exact_ranges(case.stored, wants))
         num_bytes = sum(source.num_elements * itemsize_bytes(case.stored[at].piece.dtype) for at, source, _, _ in found)
         num_ranges, counted_bytes = count_exact_ranges(case.stored, wants)
@@ -223,12 +222,12 @@ def test_exact_ranges_bring_every_wanted_element_once(case: Case) -> None:
         assert num_ranges >= len(found), "runs that meet may be counted apart"
         assert found == sorted(found, key=lambda each: (each[2], each[0], each[1]))
         for ordinal, source, index, target in found:
-            assert case.stored[ordinal].piece.name == wants[index].tensor
+            assert case.stored[ordinal].piece.name == wants[index].name
             for a, b in zip(range(*source), range(*target), strict=True):
                 held[index][b].append(elements_of_piece(case.stored[ordinal].piece)[a])
         for want, elements in zip(wants, held, strict=True):
-            there = {e for each in case.stored if each.piece.name == want.tensor for e in elements_of_piece(each.piece)}
-            assert elements == [[element] if element in there else [] for element in elements_of_piece(want.piece)]
+            there = {e for each in case.stored if each.piece.name == want.name for e in elements_of_piece(each.piece)}
+            assert elements == [[element] if element in there else [] for element in elements_of_piece(want)]
 
 
 @st.composite
@@ -236,7 +235,7 @@ def maybe_overlapping(draw: st.DrawFn) -> tuple[list[Piece], Piece]:
     if draw(st.booleans()):
         shape = draw(shapes())
         some = disjoint_pieces("w", "float32", shape) | st.lists(pieces_of(shape), max_size=4)
-        return draw(some), draw(pieces_of(shape, "v"))
+        return draw(some), draw(pieces_of(shape))
     shape = draw(st.sampled_from([(5, 6), (4, 3, 5)]))  # boxes in the middle of it, which leave a rest on every side
     boxes = st.tuples(*map(runs_within, shape)).filter(lambda spans: all(start < stop for start, stop in spans))
     pieces = [
@@ -249,7 +248,7 @@ def maybe_overlapping(draw: st.DrawFn) -> tuple[list[Piece], Piece]:
         )
         for spans in draw(st.lists(boxes, min_size=2, max_size=4))
     ]
-    return pieces, Piece(name="v", dtype="float32", global_shape=shape)
+    return pieces, Piece(name="w", dtype="float32", global_shape=shape)
 
 
 @proven
@@ -281,7 +280,7 @@ def box(shape: Shape, offset: Shape, size: Shape) -> Piece:
 def test_the_figure_is_what_is_planned() -> None:
     boxes = [box((9, 4), (0, 0), (9, 1)), box((9, 4), (0, 0), (4, 4)), box((9, 4), (3, 0), (3, 4))]
     stored = stored_in_files([box((9, 4), (0, 0), (9, 4))])
-    wanted = [[Wanted(each, "w")] for each in boxes]
+    wanted = [[each] for each in boxes]
     case = Case(stored=stored, wanted=wanted, readers=frozenset({0, 1, 2}), block_bytes=4)
     letters = [""] * 9
     for letter, plan in zip("abc", case.plans(), strict=True):
@@ -293,7 +292,7 @@ def test_the_figure_is_what_is_planned() -> None:
 def test_strips_read_only_the_blocks_that_they_touch() -> None:
     strip = box((100, 4000), (0, 40), (100, 20))
     stored = stored_in_files([box((100, 4000), (0, 0), (100, 4000))])
-    case = Case(stored=stored, wanted=[[Wanted(strip, "w")]], readers=frozenset({0}), block_bytes=80)
+    case = Case(stored=stored, wanted=[[strip]], readers=frozenset({0}), block_bytes=80)
     assert case.plan(0).reads == tuple(BlockSpan(0, 50 * row, 50 * row + 1) for row in range(100))
     coarse = Case(stored=stored, wanted=case.wanted, readers=case.readers, block_bytes=4000)
     assert coarse.plan(0).reads == (BlockSpan(0, 0, 100),)
@@ -302,7 +301,7 @@ def test_strips_read_only_the_blocks_that_they_touch() -> None:
 def test_what_all_need_is_read_in_equal_parts_by_all_who_see_the_storage() -> None:
     large = Piece(name="large", dtype="int8", global_shape=(1000 * 8,))
     small = [Piece(name=f"small{at}", dtype="int8", global_shape=(5,)) for at in range(400)]
-    wants = [Wanted(piece, piece.name) for piece in (large, *small)]
+    wants = [large, *small]
     stored = stored_in_files([large, *small])
     for readers in ({0, 1, 2, 3}, {1, 3}, {2}):
         case = Case(stored=stored, wanted=[wants] * 4, readers=frozenset(readers), block_bytes=8)
@@ -318,7 +317,7 @@ def test_what_all_need_is_read_in_equal_parts_by_all_who_see_the_storage() -> No
 
 def test_readers_share_what_only_others_need() -> None:
     pieces = [Piece(name=f"w{at}", dtype="int8", global_shape=(8,)) for at in range(90)]
-    wanted = [[], [], [], [Wanted(piece, piece.name) for piece in pieces]]
+    wanted = [[], [], [], pieces]
     case = Case(stored=stored_in_files(pieces), wanted=wanted, readers=frozenset({0, 1, 2}), block_bytes=8)
     *nums_reads, of_the_last = [len(plan.reads) for plan in case.plans()]
     assert of_the_last == 0
@@ -330,7 +329,7 @@ def test_readers_share_what_only_others_need() -> None:
 def test_pieces_of_different_sizes_in_turns_are_shared_evenly(period: int) -> None:
     sizes = [8 if at % period == 0 else 1 for at in range(60 * period)]  # weight, bias, weight, bias, ...
     pieces = [Piece(name=f"w{at}", dtype="int8", global_shape=(size,)) for at, size in enumerate(sizes)]
-    wants = [Wanted(piece, piece.name) for piece in pieces]
+    wants = pieces
     case = Case(
         stored=stored_in_files(pieces), wanted=[wants] * period, readers=frozenset(range(period)), block_bytes=8
     )
@@ -341,7 +340,7 @@ def test_pieces_of_different_sizes_in_turns_are_shared_evenly(period: int) -> No
 def test_a_wanted_tensor_that_is_not_stored_is_an_error() -> None:
     piece = Piece(name="w", dtype="int8", global_shape=(8,))
     with pytest.raises(KeyError, match="v"):
-        plan_reads(stored_in_files([piece]), [[Wanted(piece, "v")]], 0, block_bytes=8, readers={0})
+        plan_reads(stored_in_files([piece]), [[replace(piece, name="v")]], 0, block_bytes=8, readers={0})
 
 
 def slices(ownership: Ownership, parameters: Sequence[Parameter]) -> list[list[Piece]]:
@@ -396,14 +395,14 @@ def stored_by_writers(held: Sequence[Sequence[Piece]]) -> list[StoredPiece]:
 def test_one_of_a_thousand_ranks_plans_thousands_of_tensors_in_seconds(num_parameters: int, seconds: float) -> None:
     parameters = parameters_of_a_large_model(num_parameters)
     stored = stored_by_writers(layout_of_slices(parameters, 1024, 4 << 30))
-    wanted = [[Wanted(piece, piece.name) for piece in pieces] for pieces in layout_of_slices(parameters, 768, 3 << 30)]
+    wanted = layout_of_slices(parameters, 768, 3 << 30)
     begun = time.process_time()
     plan = plan_reads(stored, wanted, 123, block_bytes=1 << 18, readers=frozenset(range(768)))
     for span in plan.reads:
         for rank in plan.needers(span):
             assert plan.transfers(span, rank)
     assert time.process_time() - begun < seconds
-    wanted_bytes = sum(want.piece.num_elements * 4 for want in wanted[123])
+    wanted_bytes = sum(want.num_elements * 4 for want in wanted[123])
     read_bytes = sum(
         min(span.last_block << 18, stored[span.ordinal].num_bytes) - (span.first_block << 18) for span in plan.reads
     )
@@ -416,7 +415,7 @@ def test_one_of_a_thousand_ranks_plans_thousands_of_tensors_in_seconds(num_param
 def test_very_many_tiny_tensors_are_planned_and_handed_out_in_seconds(num_tensors: int, seconds: float) -> None:
     pieces = [Piece(name=f"w{at}", dtype="float32", global_shape=(4, 4)) for at in range(num_tensors)]
     stored = stored_in_files(pieces)
-    wanted = [[Wanted(piece, piece.name) for piece in pieces]]
+    wanted = [pieces]
     begun = time.process_time()
     plan = plan_reads(stored, wanted, 0, block_bytes=1 << 18, readers={0})
     handed_out = sum(len(moved) for span in plan.reads for _, moved in plan.transfers(span, 0))

@@ -8,7 +8,7 @@ import torch
 
 from shardwise import Rewrite, checkpoint
 from shardwise.checkpoint import windows
-from shardwise.checkpoint.read_targets import ReadTarget, joined
+from shardwise.checkpoint.windows import ReadTarget, joined
 from shardwise.space import Piece, moves
 from tests.checkpoint.cut_tensors import tensors_of
 

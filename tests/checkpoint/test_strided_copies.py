@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from shardwise.checkpoint.strided_copies import copy_strided
+from shardwise.moving.copies import put
 
 SIZES = (1, 2, 3, 7, 16, 65, 129)
 
@@ -31,27 +31,27 @@ def test_any_order_of_dims_becomes_any_other(dtype: torch.dtype) -> None:
             for _ in range(2)
         )
         source.copy_(torch.randint(0, 100, shape).to(dtype))
-        copy_strided(target, source)
+        put(target, source)
         assert torch.equal(target, source), (shape, target.stride(), source.stride())
 
 
 def test_a_cast_on_the_way_is_the_cast_of_torch() -> None:
     source = torch.randn(300, 200)
     target = torch.zeros(200, 300, dtype=torch.bfloat16)
-    copy_strided(target.t(), source)
+    put(target.t(), source)
     assert torch.equal(target, source.t().bfloat16())
 
 
 def test_one_element_for_many_and_many_in_one_place_are_copied_as_torch_does() -> None:
     target = torch.zeros(100, 100)
-    copy_strided(target, torch.ones(1, 1).expand(100, 100))
+    put(target, torch.ones(1, 1).expand(100, 100))
     assert torch.equal(target, torch.ones(100, 100))
-    copy_strided(target.t(), torch.arange(100.0).expand(100, 100))
+    put(target.t(), torch.arange(100.0).expand(100, 100))
     assert torch.equal(target.t(), torch.arange(100.0).expand(100, 100))
 
 
 def test_matrices_larger_than_the_bounce_are_transposed_in_parts() -> None:
     source = torch.randint(-100, 100, (3000, 1001), dtype=torch.int16)
     target = torch.zeros(1001, 3000, dtype=torch.int16)
-    copy_strided(target.t(), source)
+    put(target.t(), source)
     assert torch.equal(target, source.t())

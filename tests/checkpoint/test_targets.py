@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.masked import masked_tensor
 
 import shardwise as sw
-from shardwise.checkpoint.targets import _shares_within, check_targets
+from shardwise.checkpoint.state_pieces import _shares_within, check_targets
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
@@ -149,7 +149,7 @@ def test_indices_that_share_a_place_are_found_exactly(dims: list[tuple[int, int]
     tensor = torch.arange(200).as_strided(shape, strides)
     assert _shares_within(tensor) == (len(torch.unique(tensor)) < tensor.numel())
     piece = Piece(name="x", dtype="int64", global_shape=tuple(shape))
-    from shardwise.checkpoint.held import Held
+    from shardwise.checkpoint.state_pieces import Held
 
     held = Held(tensors={piece: tensor})
     if len(torch.unique(tensor)) < tensor.numel():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint import Address, LocalStore, rounds
+from shardwise.checkpoint import Address, LocalStore, read_rounds
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel, Work
 from shardwise.errors import CheckpointError
@@ -135,7 +135,7 @@ def test_storage_that_one_rank_sees_is_read_by_it_and_sent_in_bounded_messages(
 ) -> None:
     limit = 1 << 20
     for name in ("ROUND_BYTES", "OWN_BYTES", "ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE"):
-        monkeypatch.setattr(rounds, name, limit)
+        monkeypatch.setattr(read_rounds, name, limit)
     messages: list[int] = []
 
     class Sending(Watched):
@@ -146,7 +146,7 @@ def test_storage_that_one_rank_sees_is_read_by_it_and_sent_in_bounded_messages(
     def mover(channel: Any, **options: Any) -> Mover[Any, Any]:
         return Mover(Sending(channel), **options)
 
-    monkeypatch.setattr(rounds, "Mover", mover)
+    monkeypatch.setattr(read_rounds, "Mover", mover)
     save_large(tmp_path / "1", by_rows, 2)
     places = [LocalStore(tmp_path / str(rank)) for rank in range(3)]
     read, needed = data_bytes_read(tmp_path / "1", target, 3, verify=verify, places=places, shared=False)

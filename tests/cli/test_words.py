@@ -36,7 +36,7 @@ OF_PROGRAMS = {
     "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
     "checkpoint/full_tensors.py": "sw.full",
     "checkpoint/foreign/__init__.py": "pickles, which no command reads",
-    "checkpoint/held.py": "a module given as a state",
+    "checkpoint/state_pieces.py": "a module given as a state",
     "engine/engine.py": "sw.relayout",
     "engine/zero/unshard.py": "calls of the model past its engine",
     "engine/pipeline/glue.py": "a loop of a program's own around the model, such as generate",

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.moving.copies import fill, parts_of
 from shardwise.moving.mover import Delivery, Mover, by_distance
-from shardwise.moving.parts import parts_of
 from shardwise.space import Piece, moves
 from tests.moving.watched import Watched
 
@@ -29,8 +29,7 @@ def test_every_rank_gets_a_row_of_each_with_few_messages_under_way(num_under_way
         mover: Mover[int, str] = Mover(
             watched,
             take=lambda source, found: parts_of(own, found),
-            room=lambda name: target,
-            adds=adds,
+            put=lambda name, found, elements: fill(target, found, elements, adds=adds),
             purpose="rows",
         )
         deliveries = [

@@ -161,7 +161,7 @@ def test_plans_that_differ_are_found_before_anything_moves(monkeypatch: pytest.M
         plan = plan_reshard(*sides, **options)
         return plan if len(calls) == 1 else replace(plan, tensors=plan.tensors[::-1])
 
-    monkeypatch.setattr("shardwise.moving.consent.plan_reshard", planned)
+    monkeypatch.setattr("shardwise.moving.piece_exchange.plan_reshard", planned)
     room = torch.zeros(4)
 
     def move(channel: sw.Channel) -> None:

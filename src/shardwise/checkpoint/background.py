@@ -29,15 +29,15 @@ import torch
 
 from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.checkpoint.commit import SaveReport, Written, check_shared_storage, commit, discard
-from shardwise.checkpoint.held import Held, bytes_of
+from shardwise.checkpoint.full_tensors import stream_whole
 from shardwise.checkpoint.safetensors_files import FileFilling
 from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.saving import Arguments, Prepared, SaveMemory, prepare, write_pieces
+from shardwise.checkpoint.state_pieces import Held, bytes_of
 from shardwise.checkpoint.states import State, wrong_rewrite
 from shardwise.checkpoint.stores import Address, read_whole
-from shardwise.checkpoint.streaming import stream_whole
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.processes import channel_of
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.rewrite import Rewrite
@@ -112,15 +112,10 @@ class AsyncSaver:
             # What is remembered was agreed with the ranks of the other channel.
             self._channel, self._memory = channel, SaveMemory()
         self._open(channel)
-        try:
+        with aborting(channel, "the snapshot of a save"):
             arguments = Arguments(extra, step, self._layout, self._rewrite)
             prepared = prepare(channel, self._path, state, arguments, self._memory)
             self._take_snapshot(prepared, channel)
-        except ShardwiseError:
-            raise
-        except BaseException as error:
-            channel.abort(f"{type(error).__name__} in the snapshot of a save: {error}")
-            raise
         prepared = replace(prepared, held=Held(tensors={}))  # the snapshot is all that is needed now
         self._task = _SaveTask(prepared, channel, self._snapshot, self._timeout_seconds)
         self._task.start()
@@ -212,13 +207,8 @@ class AsyncSaver:
         """Find out, once, whether the ranks share the storage."""
         if channel is self._checked or channel.size == 1:
             return
-        try:
+        with aborting(channel, "a look at the storage of saves"):
             check_shared_storage(self._path, channel, timeout_seconds=self._timeout_seconds)
-        except ShardwiseError:
-            raise
-        except BaseException as error:
-            channel.abort(f"{type(error).__name__} while the storage of saves was looked at: {error}")
-            raise
         self._checked = channel
 
     def _take_snapshot(self, prepared: Prepared, channel: Channel) -> None:

@@ -31,6 +31,7 @@ class BlockSums:
     def add(self, data: memoryview) -> None:
         """Go on with the next bytes of the stream."""
         for part in _cut(data, self._block_bytes - self._num_open_bytes, self._block_bytes):
+            # A whole block at once is hashed without the state of a stream, which is how large tensors come.
             if self._num_open_bytes == 0 and len(part) == self._block_bytes:
                 self._done += checksum(part)
                 continue

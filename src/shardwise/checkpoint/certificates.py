@@ -23,9 +23,9 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
 from shardwise.checkpoint.rewrite_view import RewriteView
+from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked

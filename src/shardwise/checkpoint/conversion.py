@@ -5,14 +5,16 @@ the tensors are.
 """
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 from shardwise.checkpoint.certificates import Certificate, certify_return
-from shardwise.checkpoint.contents import Contents, model_name_of_master
-from shardwise.checkpoint.copying import Progress
+from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, model_name_of_master
 from shardwise.checkpoint.destinations import (
+    Progress,
     WrittenCopy,
     check_save,
     leaving_no_folder,
@@ -22,7 +24,6 @@ from shardwise.checkpoint.destinations import (
 )
 from shardwise.checkpoint.foreign import read_foreign
 from shardwise.checkpoint.huggingface_files import (
-    CONFIG,
     ConfigPath,
     as_extra,
     files_beside,
@@ -32,22 +33,18 @@ from shardwise.checkpoint.huggingface_files import (
     model_files,
     parsed_config,
 )
-from shardwise.checkpoint.output_dtypes import casting, check_dtype, main_dtype, with_masters
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
 from shardwise.checkpoint.renamed_settings import rewrite_of_record
-from shardwise.checkpoint.saves import (
-    CERTIFICATE,
-    folder_of,
-    list_saves,
-    load_contents,
-    metadata_files,
-    remove_save,
-)
+from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, load_contents, metadata_files, remove_save
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import COMPUTE_DTYPES
+from shardwise.plan.names import MASTER, state_name
+from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
+from shardwise.rewrite.spelling import quoted
 
 __all__ = [
     "MAX_SHARD_BYTES",
@@ -55,10 +52,14 @@ __all__ = [
     "ConvertReport",
     "ConvertTarget",
     "Progress",
+    "casting",
+    "check_dtype",
     "convert",
     "inverse_like",
+    "main_dtype",
     "preview",
     "recorded_rewrite",
+    "with_masters",
 ]
 
 ConvertTarget = Literal["pieces", "whole", "hf"]
@@ -290,6 +291,7 @@ class Conversion:
         view = None
         if rewrite is not None:
             view = view_for_conversion(source, rewrite, parameters, model_only=model_only)
+        # Casts are statements behind the rewrite: what reads, casts and writes knows one kind of outputs.
         if dtype is not None and (casts := casting(source if view is None else view.contents, dtype)):
             rewrite = casts if view is None else view.checked.rewrite >> casts
             view = view_for_conversion(source, rewrite, parameters, model_only=model_only)
@@ -320,9 +322,12 @@ class Conversion:
         self.outputs.check_agreement(self.store)
         with leaving_no_folder(store):
             kept = kept_files(self.given, self.files)
+            # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
+            # twice.
             has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
             made = make_save(self.store, self.outputs, store, to, {} if has_them else as_extra(kept), progress)
             certificate = self._certified_save(store, made) if certify else None
+        # Beside the saves, not in one: the tokenizer belongs to the model, and each save of the folder can use it.
         beside = {name: data for name, data in self.given.items() if name not in kept}
         for name, data in beside.items():
             with contextlib.suppress(FileExistsError):  # of an earlier save
@@ -331,8 +336,10 @@ class Conversion:
 
     def _certified_save(self, store: Store, made: WrittenCopy) -> Certificate:
         """Certify a save, or remove it."""
+        # In the folder of the save, so that pruning the save takes its certificate along.
         name = folder_of(made.number) + CERTIFICATE
         try:
+            # Read anew, not kept from the writing: what is certified is what a later reader finds.
             written = load_contents(metadata_files(store, made.number), made.number, location=store.location)
             certificate = self._certify(store, written, made.location)
             store.create(name, certificate.pack())
@@ -356,6 +363,8 @@ class Conversion:
         progress: Progress,
     ) -> ConvertReport:
         """Make a folder of Hugging Face files. Raises CheckpointError."""
+        # `finish` is called in the middle of the writing, before the folder gets its name; what it makes comes back in
+        # these.
         certificates: list[Certificate] = []
         added: list[str] = []
 
@@ -400,6 +409,7 @@ class Conversion:
         certificate: Certificate | None,
     ) -> ConvertReport:
         outputs = self.outputs
+        # A master that was written in the place of a working copy is not left out: its values are there.
         used = {*outputs.contents.tensors, *self.masters}
         left_out = tuple(name for name in self.contents.tensors if name not in used)
         return ConvertReport(
@@ -419,3 +429,54 @@ class Conversion:
             missing=missing,
             certificate=certificate,
         )
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise CheckpointError for what floats cannot be cast to."""
+    if dtype not in COMPUTE_DTYPES:
+        raise CheckpointError(
+            f"dtype {dtype!r} (--dtype) was asked for; floats are written in {', '.join(COMPUTE_DTYPES)}, or as stored"
+        )
+
+
+def with_masters(contents: Contents, dtype: str) -> tuple[Contents, tuple[str, ...]]:
+    """A checkpoint whose model has the values of its masters, and their names.
+
+    A tensor that is stored in `dtype` keeps its own: a working copy is its master, rounded once.
+    """
+    tensors = dict(contents.tensors)
+    used = []
+    for name, tensor in contents.tensors.items():
+        master = contents.tensors.get(state_name(name, MASTER))
+        # A working copy in the dtype that is asked for is its master rounded once: the same bits, and half of the
+        # bytes to read.
+        if master is not None and tensor.dtype in COMPUTE_DTYPES and tensor.dtype != dtype:
+            pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in master.pieces)
+            tensors[name] = StoredTensor(name=name, dtype=master.dtype, shape=master.shape, pieces=pieces)
+            used.append(master.name)
+    return replace(contents, tensors=tensors), tuple(used)
+
+
+def casting(outputs: Contents, dtype: str) -> Rewrite | None:
+    """A rewrite that casts the model's floats which are in another dtype; None where there are none.
+
+    A tie is cast under each of its names, and stays one.
+    """
+    dtypes = {name: tensor.dtype for name, tensor in outputs.tensors.items()}
+    dtypes |= {alias: dtypes[name] for alias, name in outputs.aliases.items() if name in dtypes}
+    names = [
+        name
+        for name, found in dtypes.items()
+        if found in COMPUTE_DTYPES and found != dtype and is_model_name(name, outputs.format)
+    ]
+    return Rewrite([f"{quoted(name)} -> {quoted(name)}, dtype='{dtype}'" for name in names]) if names else None
+
+
+def main_dtype(tensors: Iterable[StoredTensor]) -> str | None:
+    """The dtype of most floats; None where there are none."""
+    # By elements, not by tensors: a model may have many small norms in float32 and a few large matrices in bfloat16.
+    sizes: Counter[str] = Counter()
+    for each in tensors:
+        if each.dtype in COMPUTE_DTYPES:
+            sizes[each.dtype] += math.prod(each.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)

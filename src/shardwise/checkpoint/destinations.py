@@ -1,25 +1,46 @@
-"""Destinations: the outputs of a conversion as a save of ours, or as a folder of Hugging Face files."""
+"""Destinations: the outputs of a conversion as a save of ours, or as a folder of Hugging Face files.
+
+Files are filled in bounded memory, window by window. Two windows are in memory: while a thread hashes and writes one,
+the next is read and put together::
+
+    this thread    read 0 | read 1  | read 2  | ...
+    writer                | write 0 | write 1 | ...
+"""
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.checkpoint.arrangement import Arrangement
-from shardwise.checkpoint.assignment import assign_tensors
+import torch
+
+from shardwise.checkpoint.arrangement import Arrangement, assign_tensors
 from shardwise.checkpoint.commit import Description, Written, begin, commit, discard
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.copying import Copying, Progress
 from shardwise.checkpoint.huggingface_files import ShardFile, check_folder, shards_of, write_folder
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.outputs import Outputs
+from shardwise.checkpoint.reading import GrowingBuffer
+from shardwise.checkpoint.safetensors_files import DataFile, FileFilling
 from shardwise.checkpoint.saves import storing
-from shardwise.checkpoint.stores import Address, OneFile, Store, store_of
+from shardwise.checkpoint.state_pieces import bytes_of
+from shardwise.checkpoint.stores import Address, OneFile, Store, Writer, store_of
+from shardwise.checkpoint.windows import BATCH_BYTES
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 
-__all__ = ["WrittenCopy", "check_save", "leaving_no_folder", "make_folder", "make_save", "planned_shards"]
+__all__ = [
+    "Copying",
+    "Progress",
+    "WrittenCopy",
+    "check_save",
+    "leaving_no_folder",
+    "make_folder",
+    "make_save",
+    "planned_shards",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +53,10 @@ class WrittenCopy:
     """Of the save in its store; 0 for Hugging Face files."""
     read_bytes: int
     """Bytes of data files that were read."""
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are done and the bytes in all, after each window."""
 
 
 def make_save(
@@ -109,6 +134,7 @@ def check_save(destination: Address) -> None:
 @contextlib.contextmanager
 def leaving_no_folder(store: Store) -> Iterator[None]:
     """Where an error ends it, folders that were made on the way to the store's go again, if they hold nothing."""
+    # A conversion that is refused leaves nothing behind, not even the folders on the way to its destination.
     made: list[str] = []
     if isinstance(store, LocalStore):
         folder = store.location
@@ -133,24 +159,22 @@ def _arrangement(outputs: Outputs, to: Literal["pieces", "whole"]) -> Arrangemen
     tensors = list(outputs.tensors.values())
     if to == "whole":
         whole = [each.whole for each in tensors]
-        return Arrangement(file_layout=to, holders=dict.fromkeys(whole, (0,)), written=[whole])
+        return Arrangement(file_layout=to, tensors=whole, written=[whole])
+    # Files of the source stand for ranks here: a commit knows files as those of ranks, and nothing else of them.
     names = {each.file for tensor in outputs.contents.tensors.values() for each in tensor.pieces}
     rank_of = {name: rank for rank, name in enumerate(sorted(names))}
     num_files = max(1, len(names))
+    # Outputs that are put together have no place in the source that they could keep; they fill the files evenly.
     put_together = [each.whole for each in tensors if each.num_bytes and not each.pieces]
     shares = assign_tensors(put_together, num_files)
-    file_of = {piece: rank for rank, share in enumerate(shares) for piece in share}
-    holders: dict[Piece, tuple[int, ...]] = {}
     placed: list[list[tuple[int, Piece]]] = [[] for _ in range(num_files)]
+    # Elements that keep their order keep their file and their place in it: source and copy are read alike.
     for tensor in tensors:
         for each in tensor.pieces:
-            holders[each.piece] = (rank_of[each.file],)
             placed[rank_of[each.file]].append((each.start, each.piece))
-        if not tensor.pieces:
-            holders[tensor.whole] = (file_of.get(tensor.whole, 0),)
     kept = ([piece for _, piece in sorted(each, key=lambda item: item[0])] for each in placed)
     written = [[*pieces, *share] for pieces, share in zip(kept, shares, strict=True)]
-    return Arrangement(file_layout=to, holders=holders, written=written)
+    return Arrangement(file_layout=to, tensors=[each.whole for each in tensors], written=written)
 
 
 def _description(outputs: Outputs, extra: Mapping[str, Any]) -> Description:
@@ -168,5 +192,54 @@ def _description(outputs: Outputs, extra: Mapping[str, Any]) -> Description:
 def _metadata(contents: Contents) -> dict[str, str]:
     """What the files say of themselves: what those of the source did, and in whose layout the tensors are."""
     kept: Any = contents.extra.get("metadata", {}) if contents.format == "safetensors" else {}
+    # Files of Hugging Face name ties in their metadata; `aliases` has these, and the writer names them anew.
     ties = contents.aliases.keys()
     return {"format": "pt"} | {key: text for key, text in kept.items() if key not in ties}
+
+
+class Copying:
+    """Fills files with pieces of the outputs."""
+
+    def __init__(self, store: Store, outputs: Outputs, progress: Progress) -> None:
+        self._outputs = outputs
+        # The two readers never read at the same time, and share what they read into. Their windows are apart.
+        batch = GrowingBuffer(BATCH_BYTES)  # windows are read one after the other
+        self._readers = (outputs.reader(store, batch), outputs.reader(store, batch))
+        self._progress = progress
+        self._done = 0
+        self._total = outputs.num_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of data files read so far."""
+        return sum(reader.read_bytes for reader in self._readers)
+
+    def fill(self, file: DataFile, writer: Writer) -> Written:
+        """Write a file. Raises CheckpointError for what cannot be read, and OSError for what cannot be written."""
+        filling = FileFilling(file, writer, block_bytes=self._outputs.contents.block_bytes)
+        with ThreadPoolExecutor(1, thread_name_prefix="shardwise-write") as thread:
+            writing: Future[int] | None = None
+            for turn, window in enumerate(self._outputs.windows(file.pieces)):
+                parts = self._readers[turn % 2].read(window)
+                # Not before this one is read: the window before is being written meanwhile. But before the next is
+                # begun, which takes over the memory of the one that is being written.
+                self._finish(writing)
+                writing = thread.submit(_write, filling, parts)
+            self._finish(writing)
+        filling.flush()
+        return Written(filling.checksums)
+
+    def _finish(self, writing: "Future[int] | None") -> None:
+        if writing is not None:
+            self._done += writing.result()
+            self._progress(self._done, self._total)
+
+
+def _write(filling: FileFilling, parts: Sequence[torch.Tensor]) -> int:
+    """Write the elements of a window; returns how many bytes they have."""
+    num_bytes = 0
+    for elements in parts:
+        data = elements.view(torch.uint8)
+        filling.write(bytes_of(data))
+        num_bytes += data.numel()
+    return num_bytes

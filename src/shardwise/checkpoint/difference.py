@@ -14,11 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, printable
-from shardwise.checkpoint.conversion import Progress
+from shardwise.checkpoint.destinations import Progress
 from shardwise.checkpoint.elements import Elements, ElementValue, compare, larger
-from shardwise.checkpoint.reading import check_file
+from shardwise.checkpoint.reading import GrowingBuffer, check_file
 from shardwise.checkpoint.sources import with_contents
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.checkpoint.windows import BATCH_BYTES, PieceReader, check_whole, part_of_piece, windows

@@ -44,6 +44,7 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Elements | None:
     numbers are compared exactly, unless one of them is of uint64, all others as double precision.
     """
     same = a.dtype == b.dtype
+    # Most stretches are equal, and bits are compared many times faster than values are looked at.
     if same and torch.equal(_bits(a), _bits(b)):
         return None
     found: Elements | None = None
@@ -56,6 +57,7 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Elements | None:
         largest = _largest_difference(ours, theirs)
         if found is None:
             a_shown, b_shown = shown(a[at : at + 1]), shown(b[at : at + 1])
+            # NaNs of different bits look alike; then the bits are shown.
             if a_shown == b_shown and same:
                 a_shown, b_shown = f"{a_shown} ({_hex(a, at)})", f"{b_shown} ({_hex(b, at)})"
             found = Elements(

@@ -1,40 +1,130 @@
-"""Full tensors: one after the other out of what all ranks hold, on every rank or on one, in bounded memory.
+"""Full tensors: what ranks hold in pieces becomes whole tensors, in files (`layout="whole"`) or in memory (`sw.full`).
 
-Ranks go on in step, a batch of tensors at a time: small ones together, a large one alone, a window of it after the
-other. At the beginning of a batch each says whether it goes on, so that one that has left is known to all.
+A window is up to 8 MiB of whole tensors. Each rank fills one window at a time, and all ranks go on in step::
+
+                rank 0                         rank 1
+    holds       w[:, 0:64]                     w[:, 64:128]
+    fills       w[0:512]                       w[512:1024]           the windows of this step
+    message     --- w[512:1024, 0:64] --->     <--- w[0:512, 64:128] ---
+    then        writes or keeps its window     writes or keeps its window
+
+A rank has its window in memory, and one message each way, each at most as large as a window.
 """
 
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
 
 import torch
 
-from shardwise.checkpoint.assignment import distinct
-from shardwise.checkpoint.held import Held, hold
+from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
-from shardwise.checkpoint.sharing import merge_ties
+from shardwise.checkpoint.safetensors_files import DataFile, Sink, cast_through
+from shardwise.checkpoint.state_pieces import Held, bytes_of, hold, merge_ties
 from shardwise.checkpoint.states import Ordered, State, wrong_rewrite
-from shardwise.checkpoint.streaming import WindowFiller
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
-from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
+from shardwise.moving.copies import fill, parts_of
+from shardwise.moving.mover import Delivery, Mover, by_distance
+from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.holders import Holders, holders_by_tensor
 from shardwise.plan.names import is_state_name
 from shardwise.rewrite import Rewrite
-from shardwise.space import Piece, check_cover
+from shardwise.space import Move, Piece, check_cover, moves
 
-__all__ = ["full"]
+__all__ = ["WindowFiller", "full", "stream_whole"]
+
+
+class WindowFiller:
+    """Fills windows of whole tensors, window after window, out of the pieces that ranks hold."""
+
+    def __init__(self, channel: Channel, holders: Mapping[str, Holders], held: Held) -> None:
+        """holders: who holds what of each tensor. held: what this rank has."""
+        self._channel = channel
+        self._holders = holders
+        self._held = held
+        self._targets: Mapping[Piece, torch.Tensor] = {}
+        self._mover: Mover[Piece, Piece] = Mover(
+            channel,
+            take=self._take,
+            put=lambda piece, moves, elements: fill(self._targets[piece], moves, elements),
+            # Windows are in CPU memory: messages are put together and taken apart there. Where NCCL carries them, each
+            # crosses to the GPU in one copy, not element by element.
+            packs_on=torch.device("cpu"),
+            purpose="window of whole tensors",
+        )
+
+    def fill(self, windows: Sequence[Sequence[Piece]], targets: Mapping[Piece, torch.Tensor]) -> None:
+        """Fill the pieces of this rank's window, which are flat `targets`; all ranks help each other with theirs."""
+        own = self._channel.rank
+        given = (each for taker, window in enumerate(windows) for each in self._deliveries(window, taker))
+        self._targets = targets
+        self._mover.run(
+            by_distance((each for each in given if own in (each.giver, each.taker)), self._channel), num_under_way=1
+        )
+        self._targets = {}
+
+    def _deliveries(self, window: Sequence[Piece], taker: int) -> Iterator[Delivery[Piece, Piece]]:
+        """What fills a window: from the rank itself where it holds a piece, else from the holders in turn."""
+        for target in window:
+            holders = self._holders[target.name]
+            for at in holders.overlapping(target):
+                piece, givers = holders.pieces[at], holders.givers(at, taker)
+                # In turn: otherwise the first of the replicas would send everything, and the others nothing.
+                giver = holders.ranks[givers[at % len(givers)]]
+                yield Delivery(giver, taker, piece, target, torch_dtype(target.dtype), moves(piece, target))
+
+    def _take(self, piece: Piece, moves: Sequence[Move]) -> Iterable[torch.Tensor]:
+        """Parts of what this rank holds, in the dtype of the piece: tensors that are still to be cast have another."""
+        dtypes = [torch_dtype(each) for each in self._held.casts.get(piece, ())]
+        return (cast_through(part, dtypes) for part in parts_of(self._held.tensors[piece], moves))
+
+
+def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: Sink | None) -> None:
+    """Fill this rank's file with whole tensors, out of what all ranks hold.
+
+    `sink` is None on a rank whose file cannot be written. It goes on sending, so that the others do not wait; so
+    does a rank whose file fails on the way, which raises the error (OSError) at the end.
+    """
+    filler = WindowFiller(channel, arrangement.holders, held)
+    failure: OSError | None = None
+    # Files have different numbers of windows. A rank that is done still sends: others need what it holds.
+    for current in zip_longest(*(_windows(arrangement.file(rank)) for rank in range(channel.size)), fillvalue=[]):
+        mine = current[channel.rank]
+        sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in mine]
+        window = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = zip(mine, window.split(sizes), strict=True) if mine else ()
+        filler.fill(current, {piece: part.view(torch_dtype(piece.dtype)) for piece, part in parts})
+        # A rank that cannot write goes on filling windows: if it stopped, all others would wait for its messages.
+        if sink is not None and failure is None:
+            try:
+                sink.write(bytes_of(window))
+            except OSError as error:
+                failure = error
+    if failure is not None:
+        raise failure
+
+
+def _windows(file: DataFile) -> Iterator[list[Piece]]:
+    """The pieces of a file window by window; a piece is cut where a window ends."""
+    sizes = [(piece.num_elements, itemsize_bytes(piece.dtype)) for piece in file.pieces]
+    for window in windows(sizes):
+        yield [part_of_piece(file.pieces[at], start, stop) for at, start, stop in window]
+
 
 Receivers = Literal["all"] | int
 """All ranks, or one."""
 
+
 _PURPOSE = "full tensors"
+
 
 _GOING_ON, _LEAVING = b"", b"leaving"
 
@@ -67,12 +157,14 @@ def full(
         supply = _agree(used, state, rewrite, to, optimizer=optimizer)
         batches = list(supply.batches())
         for number, batch in enumerate(batches):
+            # Before the first batch all ranks have just agreed, so that nobody can have left.
             if number:
                 _go_on(used)
             tensors = supply.gather(batch)
             try:
                 yield from _handed_out(batch, tensors)
             except GeneratorExit:  # the caller has stopped
+                # After the last batch nobody waits for this rank any more.
                 if number + 1 < len(batches):
                     _leave(used)
                 return
@@ -87,6 +179,7 @@ def _handed_out(batch: Sequence[Entry], tensors: dict[Piece, torch.Tensor]) -> I
     last = {whole: at for at, (_, whole) in enumerate(batch)}
     for at, (name, whole) in enumerate(batch):
         if tensors:
+            # A tensor is let go of here with the last of its names. The caller may free it while the batch goes on.
             yield name, tensors.pop(whole) if last[whole] == at else tensors[whole]
 
 
@@ -123,6 +216,7 @@ class _Supply:
         room = WINDOW_BYTES
         taken: set[Piece] = set()
         for name, whole in self.entries:
+            # A tied tensor is gathered once, whatever the number of its names.
             num_bytes = 0 if whole in taken else whole.num_elements * itemsize_bytes(whole.dtype)
             if batch and num_bytes > room:
                 yield batch
@@ -139,6 +233,7 @@ class _Supply:
         wholes = list(dict.fromkeys(whole for _, whole in batch))
         tensors: dict[Piece, torch.Tensor] = {}
         if self.is_receiver:
+            # Windows are flat parts of these, so that what comes needs no further copy.
             tensors = {each: torch.empty(each.global_shape, dtype=torch_dtype(each.dtype)) for each in wholes}
         for window in windows((each.num_elements, itemsize_bytes(each.dtype)) for each in wholes):
             parts = {part_of_piece(wholes[at], start, stop): (wholes[at], start, stop) for at, start, stop in window}
@@ -165,6 +260,7 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
             f"{requests[0].decode()}; make the same call on all ranks"
         )
     known = [json.loads(each) for each in facts]
+    # Ranks of a pipeline have parts of the model each; the first that knows a name says where it stands.
     order = list(dict.fromkeys(name for _, names in known for name in names))
     ties = [aliases for aliases, _ in known]
     if rewrite is not None:
@@ -173,8 +269,8 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
         order = list(became.checked.outputs)
     pieces_of = unpack_alike(pieces, pack_pieces(list(held.tensors)), list(held.tensors))
     aliases = merge_ties(ties, [pieces_of[text] for text in pieces])
-    holders = distinct([[each for each in pieces_of[text] if each.name not in aliases] for text in pieces])
-    if findings := check_cover(holders):
+    holders = holders_by_tensor([[each for each in pieces_of[text] if each.name not in aliases] for text in pieces])
+    if findings := check_cover(piece for each in holders.values() for piece in each.pieces):
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
     receivers = frozenset(range(channel.size) if to == "all" else [to])
     return _Supply(
@@ -210,12 +306,9 @@ def _order(state: State) -> list[str]:
     return [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else []
 
 
-def _entries(holders: Iterable[Piece], aliases: Mapping[str, str], order: Iterable[str]) -> list[Entry]:
+def _entries(holders: Mapping[str, Holders], aliases: Mapping[str, str], order: Iterable[str]) -> list[Entry]:
     """All names with their tensors: first those in `order`, then the others; ties that it does not have go together."""
-    wholes = {
-        name: Piece(name=name, dtype=dtype, global_shape=shape)
-        for name, dtype, shape in dict.fromkeys((each.name, each.dtype, each.global_shape) for each in holders)
-    }
+    wholes = {name: each.tensor for name, each in holders.items()}
     tied: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         tied.setdefault(name, []).append(alias)

@@ -3,7 +3,7 @@
 import os
 
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport, convert
-from shardwise.checkpoint.copying import Progress
+from shardwise.checkpoint.destinations import Progress
 from shardwise.checkpoint.foreign import no_checkpoint, recognise
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments

@@ -14,12 +14,13 @@ from shardwise.checkpoint.blocks import num_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.foreign import recognise
 from shardwise.checkpoint.manifest import MANIFEST, unpacked
-from shardwise.checkpoint.read_plan import BlockSpan, Wanted, missing, plan_reads
+from shardwise.checkpoint.read_plan import BlockSpan, missing, plan_reads
+from shardwise.checkpoint.read_rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.reading import BatchReader, batches_of, check_file
-from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.saves import folder_of, list_saves, load_contents, metadata_files, select, strays
 from shardwise.checkpoint.sources import read_contents, was_removed, with_contents
 from shardwise.checkpoint.stores import Address, Store, store_of
+from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel, alone
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, PlanError, few_of
@@ -97,14 +98,14 @@ class Catalogue:
         return result
 
     def _fill(self, result: torch.Tensor, stored: StoredTensor, piece: Piece, *, verify: bool) -> None:
-        wanted = [Wanted(piece, stored.name)]
+        targets = [ReadTarget(piece, result, (piece.dtype,))]
         # A block is read as a whole to be verified; without that exactly the bytes of the part are.
         if not (verify and self.contents.verifiable):
-            read_exactly(self._channel, self._store, stored.pieces, wanted, [result])
+            read_exactly(self._channel, self._store, stored.pieces, targets)
             return
-        plan = plan_reads(stored.pieces, [wanted], 0, block_bytes=self.contents.block_bytes, readers={0})
+        plan = plan_reads(stored.pieces, [[piece]], 0, block_bytes=self.contents.block_bytes, readers={0})
         read_in_rounds(
-            self._channel, self._store, self.contents, stored.pieces, plan, [result], verify=True, twice=False
+            self._channel, self._store, self.contents, stored.pieces, plan, targets, verify=True, twice=False
         )
 
     def _stored(self, name: str) -> StoredTensor:

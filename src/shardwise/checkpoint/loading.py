@@ -8,30 +8,29 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.manifest import unpacked
 from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match
-from shardwise.checkpoint.read_plan import ReadPlan, Wanted, count_exact_ranges, missing, plan_reads
+from shardwise.checkpoint.read_plan import ReadPlan, count_exact_ranges, missing, plan_reads
+from shardwise.checkpoint.read_rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.reading import check_file
-from shardwise.checkpoint.rewrite_agreement import Late, Located, compare_numbers, locate, view_for_load, without_place
+from shardwise.checkpoint.rewrite_agreement import Located, compare_numbers, locate, view_for_load, without_place
 from shardwise.checkpoint.rewrite_view import RewriteView
-from shardwise.checkpoint.rounds import read_exactly, read_in_rounds
-from shardwise.checkpoint.sharing import gather_findings
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
+from shardwise.checkpoint.state_pieces import Held, check_targets, gather_findings, hold
 from shardwise.checkpoint.states import Restorable, Restoration, State, wrong_rewrite
 from shardwise.checkpoint.stores import Address, Store
-from shardwise.checkpoint.targets import check_targets
+from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError
-from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike
+from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
@@ -155,9 +154,12 @@ def load(
         for attempt in range(1, ATTEMPTS + 1):
             source = agree_on_source(used, path, step=step, shared=shared)
             try:
+                # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
                 extra = unpacked(source.contents.extra)
                 reading = _read(used, source, state, options)
             except CheckpointError:  # on all ranks
+                # A trainer that keeps its newest saves may remove the one that is being read; then a newer one is
+                # there.
                 if attempt == ATTEMPTS or not _was_removed(used, source):
                     raise
             else:
@@ -199,15 +201,13 @@ class _FilledTarget:
     """A target that has all its elements, and not yet made them its own."""
 
     target: _LoadTarget
-    late: Sequence[Late]
     report: LoadReport
 
     def finish(self, extra: Mapping[str, Any]) -> Loaded:
         """What remains to be done on this rank alone."""
-        with torch.no_grad():
-            for each in self.late:
-                each.finish()
-            if self.target.restoration is not None:
+        # All ranks are here together, after the last read: what an engine does there may take all of them.
+        if self.target.restoration is not None:
+            with torch.no_grad():
                 self.target.restoration.finish()
         return Loaded(extra, self.report)
 
@@ -220,21 +220,27 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     sources = located.sources
     stored = [piece for name in located.names for piece in contents.tensors[name].pieces]
     verify = bool(options.verify) and contents.verifiable
+    # Each rank looks at what it wants itself; together they have looked at all that is read.
     findings = _coverage(sources[channel.rank], contents)
     if channel.rank in readers:
+        # Each header is verified by one of the ranks that see it: a thousand ranks would otherwise read each a
+        # thousand times.
         turn = (sorted(readers).index(channel.rank), len(readers)) if verify else None
         findings += _file_findings(store, contents, {each.file for each in stored}, turn)
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
     compared_bytes = 0 if view is None else compare_numbers(channel, view, store, readers)
+    # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
     compared_bytes += compare_twins(channel, store, contents, view, found.twins, readers)
     with torch.no_grad():
         plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
+        # Without checksums there is no reason to read whole blocks: every rank reads its own bytes, and nothing is
+        # sent. Strips of some KiB are an exception, because each costs a call.
         if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
-            traffic = read_exactly(channel, store, stored, sources[channel.rank], located.tensors)
+            traffic = read_exactly(channel, store, stored, located.targets)
         else:
             traffic = read_in_rounds(
-                channel, store, contents, stored, plan, located.tensors, verify=verify, twice=options.verify == "first"
+                channel, store, contents, stored, plan, located.targets, verify=verify, twice=options.verify == "first"
             )
     report = LoadReport(
         location=contents.location,
@@ -250,7 +256,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         dropped=() if view is None else view.dropped,
         added=() if view is None else view.added,
     )
-    return _FilledTarget(target, located.late, report)
+    return _FilledTarget(target, report)
 
 
 def _locate(
@@ -260,14 +266,24 @@ def _locate(
     own, tensors = wanted[channel.rank], target.held.tensors
     if view is not None:
         return locate(channel, view, own, found.source, tensors)
+    sources = [[_as_stored(piece, found) for piece in each] for each in wanted]
     return Located(
         names=list(dict.fromkeys(found.source.values())),
-        sources=[[Wanted(piece, found.source[WantedTensor.of(piece)]) for piece in each] for each in wanted],
-        tensors=[tensors[piece] for piece in own],
+        sources=sources,
+        targets=[
+            ReadTarget(source, tensors[piece], (piece.dtype,))
+            for source, piece in zip(sources[channel.rank], own, strict=True)
+        ],
     )
 
 
-def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence[Wanted], plan: ReadPlan) -> bool:
+def _as_stored(piece: Piece, found: Match) -> Piece:
+    """A wanted piece under the name of the stored tensor that has its elements."""
+    name = found.source[WantedTensor.of(piece)]
+    return piece if piece.name == name else replace(piece, name=name)
+
+
+def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence[Piece], plan: ReadPlan) -> bool:
     """Whether ranks want strips so thin that to read whole blocks for each other is faster than each strip alone.
 
     That is done only where no rank reads noticeably more than it needs.
@@ -275,6 +291,7 @@ def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence
     num_ranges, num_bytes = count_exact_ranges(stored, wanted)
     thin = num_bytes < num_ranges * _STRIP_BYTES
     exact = plan.read_bytes <= _READ_LIMIT * num_bytes
+    # All decide alike: otherwise some would wait for rounds that others do not make.
     answers = channel.exchange(json.dumps([thin, exact]).encode(), purpose="who reads thin strips")
     thin_of, exact_of = zip(*map(json.loads, answers), strict=True)
     return any(thin_of) and all(exact_of)
@@ -288,12 +305,14 @@ def _settle(
     with Gathering("pieces, ties and findings of the target").agreed(channel) as gathered:
         target = _target(state, contents)
         check_targets(target.held)
+        # A tensor without elements is wanted by its name alone, so that a checkpoint which lacks it is found out.
         own = [piece for piece in target.held.tensors if piece.num_elements or piece.whole]
         facts = json.dumps([target.aliases, target.accounted]).encode()
         gathered.own = [pack_pieces(own), facts, json.dumps(target.findings).encode()]
     texts, facts_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     wanted = [pieces_of[text] for text in texts]
+    # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
     kinds = dict.fromkeys(WantedTensor.of(piece) for pieces in pieces_of.values() for piece in pieces)
     known = [json.loads(text) for text in dict.fromkeys(facts_of)]
     aliases = {alias: name for ties, _ in known for alias, name in ties.items()}
@@ -320,6 +339,7 @@ def _settle(
         findings += [*found.missing, *found.unexpected, *unfit]
     if findings:
         raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
+    # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend(unfit)
     present = [[piece for piece in pieces if WantedTensor.of(piece) in found.source] for pieces in wanted]
     return target, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
@@ -333,15 +353,15 @@ def _target(state: State, contents: Contents) -> _LoadTarget:
     return _LoadTarget(hold(restoration.wanted, what="the target"), restoration)
 
 
-def _coverage(wanted: Sequence[Wanted], contents: Contents) -> list[str]:
+def _coverage(wanted: Sequence[Piece], contents: Contents) -> list[str]:
     """Wanted pieces that the stored pieces of their tensor do not cover."""
     findings = []
     for each in wanted:
-        lacking = missing(contents.tensors[each.tensor].pieces, each.piece)
+        lacking = missing(contents.tensors[each.name].pieces, each)
         if lacking:
             findings.append(
-                f"{each.piece}: {lacking} of {each.piece.num_elements} elements are in no piece "
-                f"of {each.tensor} that the checkpoint has; it is incomplete"
+                f"{each}: {lacking} of {each.num_elements} elements are in no piece "
+                f"of {each.name} that the checkpoint has; it is incomplete"
             )
     return findings
 

@@ -20,7 +20,7 @@ import torch
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.rewrite_view import RewriteView
-from shardwise.checkpoint.sharing import gather_findings
+from shardwise.checkpoint.state_pieces import gather_findings
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
 from shardwise.comm import Channel

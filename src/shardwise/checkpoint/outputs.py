@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
-from shardwise.checkpoint.huggingface_files import CONFIG, parameters_of
+from shardwise.checkpoint.huggingface_files import parameters_of
+from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
 from shardwise.checkpoint.stores import Store
@@ -22,6 +22,7 @@ from shardwise.checkpoint.windows import (
 )
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Checked, Rewrite
 from shardwise.space import Piece
 
@@ -61,6 +62,7 @@ class Outputs:
         """Raise CheckpointError where one number is made of several that are not equal to the bit: reads these."""
         if self.view is None:
             return
+        # Only those that are written: an export of the model need not refuse because of optimizer state.
         used = {each for name in self.tensors for each in self.view.checked.sources_of(name)}
         findings, _ = self.view.unequal(
             store, (group for group in self.view.checked.agree if not used.isdisjoint(group))
@@ -151,6 +153,7 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
         found = parameters_of(config, lacking)
         _check_parameters(sorted(lacking - found.keys()), contents, has_config=config is not None)
         rewrite = rewrite.with_parameters(found)
+    # A rewrite that names optimizer state means it; then all of the source is there for it.
     if model_only and not names_state(rewrite):
         contents = model_of(contents)
     # Files of a model alone have no optimizers, so that the settings of these need not fit.
@@ -179,6 +182,7 @@ def _check_parameters(lacking: Sequence[str], contents: Contents, *, has_config:
 
 def view_back(contents: Contents, view: RewriteView, written: Contents) -> RewriteView:
     """What the inverse of a rewrite makes of what was written by it, where `contents` were converted."""
+    # A certificate says what does not come back, so that the way back must not refuse it.
     inverse = view.checked.inverse(lossy="allow")
     return RewriteView.of(written, inverse, recorded=metas_of_contents(contents), settings={})
 
@@ -196,6 +200,7 @@ def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
         if not model_only or is_model_name(name, contents.format)
     }
     sources = {name: sorted(checked.sources_of(name)) for name in made}
+    # Only of what is written: a checkpoint without all of its optimizer state can still become a model.
     needed = dict.fromkeys(each for found in sources.values() for each in found)
     check_whole(contents, (contents.tensors[name] for name in needed))
     groups = _groups(sources)
@@ -207,6 +212,8 @@ def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
         aliases={alias: name for alias, name in checked.ties.items() if name in made},
         settings=view.contents.settings,
         view=view,
+        # Who is alone in its group and read in order can be cut anywhere. Others are read as wholes, as far as a
+        # window goes, for each part would read the same blocks again.
         groups={
             name: group for name, group in groups.items() if sizes[group] > 1 or not _is_cheap_to_cut(checked, name)
         },
@@ -224,6 +231,7 @@ def _with_pieces(view: RewriteView, output: StoredTensor) -> StoredTensor:
             piece=replace(whole, offset=each.piece.offset, shape=each.piece.shape, run=each.piece.run),
             file=each.file,
             start=each.start,
+            # Those of the source are of other blocks, or of the elements before a cast; what is written has its own.
             checksums=None,
         )
         for each in view.stored.tensors[source].pieces
@@ -265,6 +273,7 @@ def _groups(sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
             leaders[name] = name = leaders[leaders[name]]
         return name
 
+    # Union-find: outputs that share a source come together, and so do those that share one with either.
     users: dict[str, str] = {}
     for name, found in sources.items():
         leaders[name] = name

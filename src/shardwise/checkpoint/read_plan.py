@@ -22,13 +22,12 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
 
 from shardwise.checkpoint.contents import StoredPiece
-from shardwise.checkpoint.demand import Demand, Wanted, WantedShare, demands, under_name
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import Move, Piece, PieceIndex, Run, moves, overlap
-from shardwise.space.moves import elements_together, reach, shared_elements
-from shardwise.space.pieces import taken_in_order
+from shardwise.plan.holders import Holders, holders_by_tensor
+from shardwise.space import Move, Piece, Run, moves, overlap
+from shardwise.space.moves import elements_together
 
-__all__ = ["BlockSpan", "ReadPlan", "Wanted", "count_exact_ranges", "exact_ranges", "missing", "plan_reads"]
+__all__ = ["BlockSpan", "ReadPlan", "count_exact_ranges", "exact_ranges", "missing", "plan_reads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class BlockSpan:
 
 def plan_reads(
     stored: Sequence[StoredPiece],
-    wanted: Sequence[Sequence[Wanted]],
+    wanted: Sequence[Sequence[Piece]],
     rank: int,
     *,
     block_bytes: int,
@@ -50,12 +49,17 @@ def plan_reads(
 ) -> "ReadPlan":
     """Plan what `rank` reads, so that the reads of all ranks make up what anybody needs.
 
-    `wanted` has a list per rank; `readers` are the ranks that see the storage. All ranks give the same arguments, save
-    for `rank`. A block goes to one of the readers that need it, and to one of all readers when no needer is one.
+    `wanted` has a list per rank, of pieces under the names that their tensors have in the checkpoint; `readers` are the
+    ranks that see the storage. All ranks give the same arguments, save for `rank`. A block goes to one of the readers
+    that need it, and to one of all readers when no needer is one.
     Stored pieces of one tensor are disjoint, every piece has elements, and `block_bytes` is a multiple of every
     element's size. Raises KeyError when a wanted tensor is not stored.
     """
     return ReadPlan(stored, wanted, rank, block_bytes=block_bytes, readers=frozenset(readers))
+
+
+_MAX_KNOWN = 4096
+"""So many moves are remembered at most."""
 
 
 class ReadPlan:
@@ -64,7 +68,7 @@ class ReadPlan:
     def __init__(
         self,
         stored: Sequence[StoredPiece],
-        wanted: Sequence[Sequence[Wanted]],
+        wanted: Sequence[Sequence[Piece]],
         rank: int,
         *,
         block_bytes: int,
@@ -75,25 +79,32 @@ class ReadPlan:
         self._block_bytes = block_bytes
         self._readers = readers
         self._all_readers = tuple(sorted(readers))
-        self._demands = demands(stored, wanted)
-        self._meeting: _SpanShares | None = None
+        self._wanted = holders_by_tensor(wanted)
+        in_files = _by_ordinal(stored)
+        if unknown := self._wanted.keys() - in_files.keys():
+            raise KeyError(min(unknown))
+        self._meeting: _SpanNeeds | None = None
+        self._known_moves = _Moves()
         self._needed = {
             ordinal
-            for name in {want.tensor for want in wanted[rank]}
-            for piece in self._demands[name].shares.of_rank(rank)
-            for ordinal in self._demands[name].ordinals_overlapping(piece)
+            for name in {piece.name for piece in wanted[rank]}
+            for piece in self._wanted[name].of_rank(rank)
+            for ordinal in in_files[name].positions_overlapping(piece)
         }
         """Stored pieces of which this rank needs something."""
+        # Blocks that only ranks without sight of the storage need are dealt out among all readers, so that every
+        # reader has to know them.
         examined = set[int]()
         if rank in readers:
-            others = {want.tensor for other, wants in enumerate(wanted) if other not in readers for want in wants}
+            others = {piece.name for other, wants in enumerate(wanted) if other not in readers for piece in wants}
             examined = self._needed.union(
                 ordinal
                 for name in others
-                for piece in self._demands[name].shares.of_none_of(readers)
-                for ordinal in self._demands[name].ordinals_overlapping(piece)
+                for piece in self._wanted[name].of_none_of(readers)
+                for ordinal in in_files[name].positions_overlapping(piece)
             )
         found = [each for ordinal in examined for each in self._spans(ordinal)]
+        # In the order of the files: what follows one another is read together, and the kernel reads ahead.
         found.sort(key=lambda each: self._place(each[0]))
         self.own_reads: tuple[BlockSpan, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
         """What this rank reads for itself alone, in order of file and byte. Spans are disjoint."""
@@ -116,8 +127,7 @@ class ReadPlan:
 
     def needers(self, span: BlockSpan) -> tuple[int, ...]:
         """Return the ranks that need something of the span, in increasing order."""
-        shares = self._met(span).shares
-        return tuple(sorted({rank for share in shares for rank in share.holders}))
+        return tuple(sorted(self._met(span).needers()))
 
     def transfers(self, span: BlockSpan, rank: int) -> list[tuple[int, list[Move]]]:
         """Return what `rank` needs of the span: (index into its wanted list, moves into that piece), in order.
@@ -127,41 +137,39 @@ class ReadPlan:
         """
         if rank == self._rank and span.ordinal not in self._needed:
             return []
-        meeting = self._met(span)
-        found = []
-        for at, share in enumerate(meeting.shares):
-            indices = share.holders.get(rank)
-            if indices is not None:
-                found += [(index, meeting.moves(at)) for index in indices]
-        found.sort(key=lambda transfer: transfer[0])
-        return found
+        return self._met(span).transfers(rank)
 
     def _place(self, span: BlockSpan) -> tuple[str, int]:
         stored = self._stored[span.ordinal]
         return stored.file, stored.start + span.first_block * self._block_bytes
 
-    def _met(self, span: BlockSpan) -> "_SpanShares":
+    def _met(self, span: BlockSpan) -> "_SpanNeeds":
+        # One span at a time is asked about, by all ranks in succession: what was found for the last one suffices.
         if self._meeting is None or self._meeting.span != span:
             stored = self._stored[span.ordinal]
-            self._meeting = _SpanShares(span, stored, self._demands[stored.piece.name], self._block_bytes)
+            source = _piece_of_span(span, stored, self._block_bytes)
+            self._meeting = _SpanNeeds(span, source, self._wanted[stored.piece.name], self._known_moves)
         return self._meeting
 
     def _spans(self, ordinal: int) -> Iterator[tuple[BlockSpan, bool]]:
         """What this rank reads of one stored piece, and whether others need something of it; as long as possible."""
         stored = self._stored[ordinal]
-        shares = self._demands[stored.piece.name].shares.overlapping(stored.piece)
+        wanted = self._wanted[stored.piece.name]
+        found = wanted.overlapping(stored.piece)
+        ranks_of = [wanted.positions_of(at).keys() for at in found]
         if stored.num_bytes <= self._block_bytes:
-            stretches = iter([(0, 1, tuple(range(len(shares))))])
+            stretches = iter([(0, 1, tuple(range(len(found))))])
         else:
-            stretches = _stretches([self._touched_blocks(stored.piece, share.piece) for share in shares])
+            stretches = _stretches([self._touched_blocks(stored.piece, wanted.pieces[at]) for at in found])
         parties: dict[tuple[int, ...], tuple[tuple[int, ...], bool]] = {}
         begun = end = 0
         was_handed_on = False
         for first, last, active in stretches:
             if active not in parties:
-                parties[active] = self._parties([shares[at] for at in active])
+                parties[active] = self._parties({rank for at in active for rank in ranks_of[at]})
             readers, is_handed_on = parties[active]
             low, high = _dealt(first, last, readers, self._rank, ordinal)
+            # Stretches that meet, and that are handed on alike, are one span: a rank reads them with one call.
             if low < high:
                 if low != end or is_handed_on != was_handed_on:
                     if begun < end:
@@ -171,12 +179,12 @@ class ReadPlan:
         if begun < end:
             yield BlockSpan(ordinal, begun, end), was_handed_on
 
-    def _parties(self, shares: Sequence[WantedShare]) -> tuple[tuple[int, ...], bool]:
-        """The ranks among which blocks that these shares need are dealt out, in increasing order.
+    def _parties(self, needers: set[int]) -> tuple[tuple[int, ...], bool]:
+        """The ranks among which blocks that some ranks need are dealt out, in increasing order.
 
         And whether a rank besides this one needs them.
         """
-        needers = {rank for share in shares for rank in share.holders}
+        # A rank that needs a block and sees it reads it: what one needs alone is never sent. Else any reader does.
         readers = tuple(sorted(needers & self._readers)) or self._all_readers
         return readers, not needers <= {self._rank}
 
@@ -195,28 +203,31 @@ class ReadPlan:
         return [*ranges, (begun, end)]
 
 
-def exact_ranges(stored: Sequence[StoredPiece], wanted: Sequence[Wanted]) -> Iterator[tuple[int, Run, int, Run]]:
+def _by_ordinal(stored: Sequence[StoredPiece]) -> dict[str, Holders]:
+    """Where each tensor is stored: a position in the one list is the ordinal of a stored piece."""
+    return holders_by_tensor([[each.piece for each in stored]])
+
+
+def exact_ranges(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> Iterator[tuple[int, Run, int, Run]]:
     """Find what one rank reads when it reads exactly the elements that it wants, whatever the blocks.
 
     Gives (ordinal, elements of the stored piece, index into `wanted`, elements of the wanted piece's storage), for one
     wanted piece after the other, and for each in the order of the stored pieces and of their elements.
     Raises KeyError when a wanted tensor is not stored.
     """
-    demand = demands(stored, [wanted])
-    for index, each in enumerate(wanted):
-        piece = under_name(each.piece, each.tensor)
-        for ordinal in demand[each.tensor].ordinals_overlapping(piece):
+    in_files = _by_ordinal(stored)
+    for index, piece in enumerate(wanted):
+        for ordinal in in_files[piece.name].positions_overlapping(piece):
             for source, target in overlap(stored[ordinal].piece, piece):
                 yield ordinal, source, index, target
 
 
-def count_exact_ranges(stored: Sequence[StoredPiece], wanted: Sequence[Wanted]) -> tuple[int, int]:
+def count_exact_ranges(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> tuple[int, int]:
     """Count the ranges that `exact_ranges` finds, and their bytes, without going through them."""
-    demand = demands(stored, [wanted])
+    in_files = _by_ordinal(stored)
     num_ranges = num_bytes = 0
-    for each in wanted:
-        piece = under_name(each.piece, each.tensor)
-        for ordinal in demand[each.tensor].ordinals_overlapping(piece):
+    for piece in wanted:
+        for ordinal in in_files[piece.name].positions_overlapping(piece):
             item_bytes = itemsize_bytes(stored[ordinal].piece.dtype)
             for move in moves(stored[ordinal].piece, piece):
                 num_ranges += move.num_elements // elements_together(move)
@@ -229,32 +240,58 @@ def missing(stored: Sequence[StoredPiece], wanted: Piece) -> int:
 
     It is exact also where stored pieces have elements in common, as those of a wrong manifest may.
     """
-    if not stored:
-        return wanted.num_elements
-    piece = under_name(wanted, stored[0].piece.name)
-    pieces = [each.piece for each in stored]
-    found = [pieces[at] for at in PieceIndex(pieces).overlapping(piece)]
-    if all(stop <= start for (_, stop), (start, _) in pairwise(sorted(map(reach, found)))):
-        return piece.num_elements - sum(shared_elements(each, piece) for each in found)
-    return sum(box.num_elements for box in taken_in_order(piece, found)[1])
+    in_files = _by_ordinal(stored).get(wanted.name)
+    return wanted.num_elements if in_files is None else in_files.num_lacking(wanted)
 
 
-class _SpanShares:
-    """A span and the shares that have something of it."""
+class _SpanNeeds:
+    """A span, and who needs what of it."""
 
-    __slots__ = ("_moves", "_source", "shares", "span")
+    __slots__ = ("_found", "_known", "_source", "_wanted", "span")
 
-    def __init__(self, span: BlockSpan, stored: StoredPiece, demand: Demand, block_bytes: int) -> None:
+    def __init__(self, span: BlockSpan, source: Piece, wanted: Holders, known: "_Moves") -> None:
         self.span = span
-        self._source = _piece_of_span(span, stored, block_bytes)
-        self.shares = demand.shares.overlapping(self._source)
-        self._moves: dict[int, list[Move]] = {}
+        self._source, self._wanted, self._known = source, wanted, known
+        self._found = wanted.near(source)
 
-    def moves(self, at: int) -> list[Move]:
-        """What moves from the span to the share at position `at`."""
-        if at not in self._moves:
-            self._moves[at] = moves(self._source, self.shares[at].piece)
-        return self._moves[at]
+    def needers(self) -> set[int]:
+        """The ranks that need something of it."""
+        return {rank for at in self._found if self._moves(at) for rank in self._wanted.positions_of(at)}
+
+    def transfers(self, rank: int) -> list[tuple[int, list[Move]]]:
+        """What `rank` needs: (position in its wanted list, moves into that piece), in order."""
+        found = []
+        for at in self._found:
+            positions = self._wanted.positions_of(at).get(rank)
+            if positions is not None and (moved := self._moves(at)):
+                found += [(position, moved) for position in positions]
+        found.sort(key=lambda transfer: transfer[0])
+        return found
+
+    def _moves(self, at: int) -> list[Move]:
+        return self._known.between(self._source, self._wanted.pieces[at])
+
+
+class _Moves:
+    """Moves that were found before. Tensors that are cut alike are moved alike, whatever they are called.
+
+    To find the moves of a span takes 30 to 60 microseconds, in which a rank copies 300 KiB. Most states have few
+    shapes, and many tensors of each.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], list[Move]] = {}
+
+    def between(self, source: Piece, target: Piece) -> list[Move]:
+        """`space.moves` of two pieces of one tensor."""
+        key = (source.global_shape, source.offset, source.shape, source.run, target.offset, target.shape, target.run)
+        found = self._known.get(key)
+        if found is None:
+            # Rather forget all than grow with a state of a hundred thousand different shapes.
+            if len(self._known) == _MAX_KNOWN:
+                self._known.clear()
+            found = self._known[key] = moves(source, target)
+        return found
 
 
 def _piece_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> Piece:
@@ -286,6 +323,8 @@ def _block_ranges(move: Move, item_bytes: int, block_bytes: int) -> Iterator[tup
     steps: list[range] = []
     for size, block in zip(reversed(move.shape), reversed(move.source.block), strict=True):
         if size > 1:
+            # No block fits into the gap between two steps, so that none is skipped: one range from the first step to
+            # the last.
             if stride - extent < block_bytes:
                 extent += (size - 1) * stride
             else:
@@ -304,6 +343,7 @@ def _stretches(touched: Sequence[list[tuple[int, int]]]) -> Iterator[tuple[int, 
             changes.setdefault(border, set()).add(at)
     active = set[int]()
     for first, last in pairwise(sorted(changes)):
+        # A share that ends and one that begins at the same border change places here at once.
         active ^= changes[first]
         if active:
             yield first, last, tuple(sorted(active))
@@ -322,6 +362,7 @@ def _dealt(first: int, last: int, ranks: tuple[int, ...], rank: int, ordinal: in
     at = bisect_left(ranks, rank)
     if at == len(ranks) or ranks[at] != rank:
         return first, first
+    # Counted off, the first stretch of every tensor would go to the same rank, and with it all that is one block.
     scattered = ((ordinal + first) * _SCATTER % 2**32) * len(ranks) >> 32
     turn = (at - scattered) % len(ranks)
     return first + (last - first) * turn // len(ranks), first + (last - first) * (turn + 1) // len(ranks)

@@ -1,5 +1,15 @@
-"""Reading: bytes of data files into memory, verified block by block, in bounded batches."""
+"""Reading: bytes of data files into memory, verified block by block, in bounded batches.
 
+A batch is cut into stretches of a file, and a stretch into parts of 1 MiB. Each part is verified while it is in the
+cache, before the next is read::
+
+    file       ...| block | block | block | block | block | block |...
+    stretch       [ span of one piece             | span          ]      one request to a remote store
+    part          [ read | verify ][ read | verify ][ read ...           one after the other
+"""
+
+import contextlib
+import mmap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,24 +18,56 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.blocks import damaged_blocks
-from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.read_plan import BlockSpan
+from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Reader, Store, reason
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 
-__all__ = ["BatchReader", "batches_of", "buffer_bytes", "check_file", "damage_finding", "elements_of"]
+__all__ = ["BatchReader", "GrowingBuffer", "batches_of", "buffer_bytes", "check_file", "damage_finding", "elements_of"]
+
 
 _STRETCH_BYTES = 4 << 20
 """Spans that follow one another are asked of the store together, up to so much."""
 
+
 _PART_BYTES = 1 << 20
 """Where reading costs no waiting, so much is read at a time, and verified while it is in the cache."""
 
+
 _ALIGNMENT_BYTES = 64
+
+
+class GrowingBuffer:
+    """Memory that each use takes over from the one before, and that grows where one needs more.
+
+    It is mapped for itself, not taken from the heap. glibc takes what is as large as blocks that were freed before, up
+    to 32 MiB, from the heap, which shrinks only at its end: between small blocks that last, large ones find no room
+    where large ones were. So 20 MiB of buffers that came and went took 40 to 64 MiB.
+    """
+
+    def __init__(self, least_bytes: int = mmap.PAGESIZE) -> None:
+        """It has room for `least_bytes` from its first use on: what is not used takes no memory."""
+        self._least_bytes = least_bytes
+        self._memory: torch.Tensor | None = None
+
+    def room(self, num_bytes: int) -> torch.Tensor:
+        """At least so many bytes; those of the last use hold until now."""
+        if self._memory is None or self._memory.numel() < num_bytes:
+            self._memory = None  # goes before the next comes
+            self._memory = _mapped(max(num_bytes, self._least_bytes))
+        return self._memory
+
+
+def _mapped(num_bytes: int) -> torch.Tensor:
+    """So many bytes in a mapping of their own, which goes with the last view of them."""
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # kernels without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # a dozen conversions: 64,000 page faults, not 167,000
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 @dataclass(slots=True)
@@ -51,6 +93,7 @@ def batches_of(
         while first < span.last_block:
             if room < block_bytes:
                 batches.append([])
+                # A block is verified as a whole, so that a batch has room for one, however small the batch is to be.
                 room = max(max_bytes, block_bytes)
             last = min(span.last_block, first + room // block_bytes)
             part = BlockSpan(span.ordinal, first, last)
@@ -121,6 +164,7 @@ class BatchReader:
         readers: dict[str, Reader] = {}
         findings: list[str] = []
         try:
+            # Files are open for one batch: a save of a thousand ranks has more of them than a process may have open.
             for name in dict.fromkeys(stretch.file for stretch in stretches):
                 try:
                     readers[name] = self._store.open(name)
@@ -137,11 +181,13 @@ class BatchReader:
         finally:
             for reader in readers.values():
                 reader.close()
+        # A file that cannot be read is found by each of its stretches, and named once.
         return list(dict.fromkeys(findings))
 
     def _fill_one(self, stretch: _FileStretch, reader: Reader, buffer: torch.Tensor) -> list[str]:
         size = self._contents.block_bytes
         findings = []
+        # Over a network each request waits as long as many bytes travel: there a stretch is one request.
         part_bytes = _PART_BYTES if self._threads is None else _STRETCH_BYTES
         for part in _parts(stretch, self._stored, size, part_bytes):
             memory = bytes_of(buffer[part.at : part.at + part.stop - part.start])
@@ -168,6 +214,7 @@ def _parts(
     stretch: _FileStretch, stored: Sequence[StoredPiece], block_bytes: int, part_bytes: int
 ) -> Iterator[_FileStretch]:
     """A stretch in parts of about so many bytes: a long span is cut between blocks, short ones stay together."""
+    # Several spans in a stretch are mostly small tensors: a call of the system for each would cost more than its bytes.
     if len(stretch.spans) > 1 or stretch.stop - stretch.start <= part_bytes:
         yield stretch
         return
@@ -189,6 +236,7 @@ def elements_of(
 ) -> dict[BlockSpan, torch.Tensor]:
     """The elements of every span of a batch, in the buffer into which any rank has read it."""
     found = {}
+    # Of the batch alone, not of the reader: in shared memory other ranks find the elements by the same rule.
     for stretch in _stretches(batch, stored, block_bytes):
         for span in stretch.spans:
             piece = stored[span.ordinal]
@@ -216,6 +264,8 @@ def _stretches(batch: Sequence[BlockSpan], stored: Sequence[StoredPiece], block_
         if current is not None:
             end = current.at + current.stop - current.start
             yield current
+        # The same remainder in memory as in the file. Files of ours align tensors, so that the bytes can be viewed as
+        # elements without a copy.
         at = end + (start - end) % _ALIGNMENT_BYTES
         current = _FileStretch(piece.file, start, stop, at, [span])
     if current is not None:
@@ -238,6 +288,8 @@ def check_file(store: Store, contents: Contents, name: str, *, head: bool) -> tu
     except OSError as error:
         return False, [f"{where} cannot be read: {reason(error)}"]
     try:
+        # The size costs no reading, and finds most of what happens to files: truncation, and another save's file in
+        # its place.
         if reader.size != contents.file_sizes[name]:
             return False, [
                 f"{where} has {reader.size} bytes, but {contents.file_sizes[name]} were written; it was truncated, "

@@ -11,15 +11,13 @@ Every rank finds the same outputs, or all raise the same error.
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
 from shardwise.checkpoint.contents import Contents, model_name_of_master
-from shardwise.checkpoint.held import Held, hold
 from shardwise.checkpoint.matching import WantedTensor, compare_in_turns
-from shardwise.checkpoint.read_plan import Wanted
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import (
     Counterpart,
@@ -31,22 +29,21 @@ from shardwise.checkpoint.rewrite_view import (
     ranks_along_tp,
     value_of,
 )
-from shardwise.checkpoint.safetensors_files import cast_through
-from shardwise.checkpoint.sharing import merge_ties
+from shardwise.checkpoint.state_pieces import Held, hold, merge_ties
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, RewriteError
-from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_alike, unpack_pieces
+from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.names import is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
-from shardwise.rewrite.metas import keeps_values, needed_casts
+from shardwise.rewrite.metas import needed_casts
 from shardwise.space import Piece
 
 __all__ = [
-    "Late",
     "Located",
     "RewrittenState",
     "StateRewriting",
@@ -55,11 +52,6 @@ __all__ = [
     "view_for_load",
     "without_place",
 ]
-
-_CHUNK_BYTES = 16 << 20
-"""So much is cast at a time, were its elements as wide as any."""
-
-_WIDEST_BYTES = 16
 
 
 # States that are saved
@@ -105,6 +97,7 @@ class StateRewriting:
         casts: dict[Piece, tuple[str, ...]] = {}
         for piece, found in counterparts:
             for each in found:
+                # A view of the state's own memory: nothing is copied before it is written or sent.
                 tensors[each.piece] = each.view(held.tensors[piece])
                 if len(dtypes := needed_casts(each.dtypes)) > 1:
                     casts[each.piece] = dtypes[1:]
@@ -112,6 +105,7 @@ class StateRewriting:
             if 0 in meta.shape:  # whole tensors without elements, which every rank holds
                 whole = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape)
                 tensors[whole] = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
+        # Numbers that become one have to be equal. They are few and small: each rank tells those that it holds.
         numbers = {name for group in checked.agree for name in group}
         mine = {piece.name: value_of(tensor) for piece, tensor in held.tensors.items() if piece.name in numbers}
         new_texts, values_of = self._gathering.gather(channel, [pack_pieces(list(tensors)), json.dumps(mine).encode()])
@@ -132,6 +126,7 @@ class StateRewriting:
     ) -> tuple[Checked, list[tuple[Piece, list[Counterpart]]]]:
         """What is known of a state before its numbers are: where the elements of each piece of this rank go."""
         key = (list(texts), list(map(dict, ties)), list(order), num_ranks)
+        # A trainer saves the same state again and again: only numbers, such as the step, are looked at anew.
         if self._found is None or key != self._key:
             pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
             aliases = merge_ties(ties, [pieces_of[text] for text in texts])
@@ -139,6 +134,7 @@ class StateRewriting:
                 text: [each for each in pieces if each.name not in aliases] for text, pieces in pieces_of.items()
             }
             metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), num_ranks=num_ranks)
+            # In the model's order where that is known: outputs come in the order of their sources.
             sources = {name: metas[name] for name in dict.fromkeys([*order, *metas]) if name in metas}
             with agreed(channel, purpose="verdict on a rewrite"):
                 checked = self._checked(sources, aliases)
@@ -249,12 +245,10 @@ class Located:
 
     names: list[str]
     """The stored tensors."""
-    sources: list[list[Wanted]]
+    sources: list[list[Piece]]
     """For each rank, pieces as they are stored."""
-    tensors: list[torch.Tensor]
-    """One for each piece of this rank: views of its target, mostly."""
-    late: list["Late"] = field(default_factory=list)
-    """What is cast once all is read."""
+    targets: list[ReadTarget]
+    """One for each piece of this rank: views of what it wants filled."""
 
 
 def locate(
@@ -268,55 +262,15 @@ def locate(
 
     source: the output from which a wanted tensor is read.
     """
-    own: list[Piece] = []
-    rooms: list[torch.Tensor] = []
-    late: list[Late] = []
-    for piece in wanted:
-        for target in view.read_targets(piece, tensors[piece], source[WantedTensor.of(piece)]):
-            room, cast = _room_for(target.view, target.dtypes)
-            own.append(target.source)
-            rooms.append(room)
-            if cast is not None:
-                late.append(cast)
+    targets = [
+        target
+        for piece in wanted
+        for target in view.read_targets(piece, tensors[piece], source[WantedTensor.of(piece)])
+    ]
+    own = [target.source for target in targets]
     text = pack_pieces(own)
     texts = Gathering("stored pieces of the target").gather(channel, [text])[0]
     pieces_of = unpack_alike(texts, text, own)
-    sources = [[Wanted(piece, piece.name) for piece in pieces_of[each]] for each in texts]
+    sources = [pieces_of[each] for each in texts]
     names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
-    return Located(names=list(names), sources=sources, tensors=rooms, late=late)
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """Elements that are cast again once they have been read, because no single cast rounds them as their chain does."""
-
-    room: torch.Tensor
-    """Where they were read to; it may be `target` itself."""
-    target: torch.Tensor
-    dtypes: tuple[torch.dtype, ...]
-    """What they are cast to from there, one after the other."""
-
-    def finish(self) -> None:
-        """Cast them, a part after the other."""
-        if not self.target.dim():
-            self.target.copy_(cast_through(self.room, self.dtypes))
-            return
-        row_bytes = _WIDEST_BYTES * self.target[0].numel()
-        rows = max(1, _CHUNK_BYTES // row_bytes)
-        for room, target in zip(self.room.split(rows), self.target.split(rows), strict=True):
-            target.copy_(cast_through(room, self.dtypes))
-
-
-def _room_for(target: torch.Tensor, dtypes: Sequence[str]) -> tuple[torch.Tensor, Late | None]:
-    """Where to read what passes through `dtypes` into `target`: mostly that itself, which a single cast fills.
-
-    Otherwise the elements go where they lose nothing but what the first cast takes, and are cast on when all is read.
-    dtypes: as `needed_casts` gives them.
-    """
-    if len(dtypes) <= 2:
-        return target, None
-    first, *others = map(torch_dtype, dtypes[1:])
-    if keeps_values(dtypes[0], dtypes[-1]):
-        return target, Late(target, target, (first, *others))
-    room = torch.empty(target.shape, dtype=first, device=target.device)
-    return room, Late(room, target, tuple(others))
+    return Located(names=list(names), sources=sources, targets=targets)

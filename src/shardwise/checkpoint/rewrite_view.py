@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.held import bytes_of
 from shardwise.checkpoint.read_plan import missing
-from shardwise.checkpoint.read_targets import ReadTarget
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings
+from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import PieceReader, windows
+from shardwise.checkpoint.windows import PieceReader, ReadTarget, windows
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
 from shardwise.plan.dtypes import itemsize_bytes
@@ -148,6 +147,7 @@ class Counterpart:
             tensor = tensor[start : start + math.prod(block)].view(block)
         strides = tensor.stride()
         first = int(tensor.storage_offset()) + self.fragment.view_start(strides, self.origin)
+        # A rewrite keeps elements apart and moves none: whatever it does to indices is strides and a start.
         return tensor.as_strided(self.fragment.shape, self.fragment.view_strides(strides), first)
 
 
@@ -221,6 +221,7 @@ def differences(groups: Iterable[Sequence[str]], values: Mapping[str, Shown]) ->
     findings = []
     for group in groups:
         known = [(name, *values[name]) for name in group if name in values]
+        # By bits: NaN is equal to itself, and -0.0 is not 0.0.
         if other := next((each for each in known if each[1] != known[0][1]), None):
             findings.append(
                 f"{known[0][0]} is {known[0][2]} and {other[0]} is {other[2]}, and the rewrite makes one number of "

@@ -23,7 +23,7 @@ from shardwise.checkpoint.blocks import BlockSums
 from shardwise.checkpoint.contents import MAX_INDEX, StoredPiece, can_exist
 from shardwise.checkpoint.stores import Writer
 from shardwise.errors import CheckpointError
-from shardwise.moving.parts import part_of
+from shardwise.moving.copies import part_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, moves
 

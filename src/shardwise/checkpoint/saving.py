@@ -17,22 +17,21 @@ import torch
 from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard
 from shardwise.checkpoint.contents import BLOCK_BYTES
-from shardwise.checkpoint.held import Held, KnownDTensors, bytes_of, hold
+from shardwise.checkpoint.full_tensors import stream_whole
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.renamed_settings import renamed_settings
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import FileFilling, Sink, row_major_bytes
 from shardwise.checkpoint.saves import storing
-from shardwise.checkpoint.sharing import merge_ties
+from shardwise.checkpoint.state_pieces import Held, KnownDTensors, bytes_of, hold, merge_ties
 from shardwise.checkpoint.states import State, wrong_rewrite
 from shardwise.checkpoint.stores import Address, Store, store_of
-from shardwise.checkpoint.streaming import stream_whole
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError
-from shardwise.moving.piece_texts import Gathering, pack_pieces, unpack_pieces
+from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_pieces
 from shardwise.plan import Plan
 from shardwise.plan.saved_settings import merge_settings
 from shardwise.rewrite import Rewrite
@@ -41,7 +40,7 @@ from shardwise.space import Piece
 __all__ = ["Arguments", "Prepared", "SaveMemory", "prepare", "save", "write_pieces"]
 
 VISIBLE_SECONDS = 30.0
-"""After so long every network file system shows what another host has written, unless it is told otherwise."""
+"""After so long every network file system shows what another host has written, unless it is configured otherwise."""
 
 _PAUSE_SECONDS = 0.05
 
@@ -67,6 +66,7 @@ class Arguments:
         step = self.step
         if step is None and type(extra.get("step")) is int:
             step = extra["step"]
+        # A copy: an asynchronous save writes it later, and the caller may have changed its dict by then.
         extra = packed(dict(extra), "extra")
         if self.file_layout not in get_args(FileLayout):
             raise CheckpointError(
@@ -81,6 +81,7 @@ class Arguments:
     def text(self) -> bytes:
         """What has to be equal on all ranks."""
         text = None if self.rewrite is None else str(self.rewrite)
+        # Sorted: dicts are equal whatever the order in which ranks filled them.
         return json.dumps([self.extra, self.step, self.file_layout, text], sort_keys=True).encode()
 
 
@@ -149,6 +150,8 @@ def _save(
     try:
         with agreed(channel, purpose="verdict on the files of a save") as files:
             files.value = _write_file(channel, prepared).pack()
+        # Over network file systems rank 0 may not see a file yet that another rank has written. It says that it waits,
+        # and all come back to the same exchange, so that no deadline of the channel passes.
         while True:
             with agreed(channel, purpose=_COMMIT) as committed:
                 if channel.rank == 0:
@@ -171,6 +174,8 @@ def _write_file(channel: Channel, prepared: Prepared) -> Written:
     name = attempt.folder + attempt.data_file(channel.rank)
     file = arrangement.file(channel.rank)
     written = Written([])
+    # Whole tensors are put together out of what all ranks hold: whatever becomes of its own file, a rank takes part in
+    # that once, and no more than once.
     others_wait = arrangement.file_layout == "whole"
     try:
         if file.pieces:
@@ -232,6 +237,8 @@ class SaveMemory:
     ) -> tuple[dict[str, str], Arrangement]:
         """The ties of all ranks, and who writes what, from the texts of every rank's pieces."""
         key = (tuple(texts), tuple(map(repr, ties)), file_layout)
+        # Most saves of a run are of a state that is cut as the last one was: the texts of all pieces are the same, and
+        # nothing is planned.
         if self._kept is None or key != self._key:
             pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
             aliases = merge_ties(ties, [pieces_of[text] for text in texts])
@@ -246,6 +253,7 @@ def prepare(
     """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse."""
     memory = memory if memory is not None else SaveMemory()
     with memory.gathering.agreed(channel) as gathered:
+        # All that may refuse on one rank alone is in here, so that every rank learns of it.
         arguments = arguments.checked()
         store = store_of(path)
         held = hold(state, known=memory.known_dtensors)
@@ -253,6 +261,7 @@ def prepare(
         gathered.own = [arguments.text(), pack_pieces(list(held.tensors)), ties_and_settings]
         if channel.rank == 0:
             attempt = begin(store)
+            # Rank 0 alone looks at what is there: two ranks could see different saves, and begin different ones.
             gathered.value = json.dumps([attempt.number, attempt.id]).encode()
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
@@ -263,6 +272,7 @@ def prepare(
     number, name = json.loads(gathered.values[0])
     known = {text: json.loads(text) for text in dict.fromkeys(facts)}
     ties = [known[text][0] for text in facts]
+    # Ranks know different settings, such as the optimizers of their own stage.
     settings = merge_settings([settings for _, settings in known.values()])
     if arguments.rewrite is not None:
         became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties)
@@ -293,6 +303,8 @@ def write_pieces(pieces: Sequence[Piece], held: Held, sink: Sink) -> None:
     for piece in pieces:
         holding = piece if piece in held.tensors else _holding(piece, held.tensors)
         casts = [torch_dtype(each) for each in held.casts.get(holding, ())]
+        # A chunk may be memory of the tensor itself, or a bounce buffer that the next chunk takes over: it is written
+        # before the next is asked for.
         for chunk in row_major_bytes(piece, holding, held.tensors[holding], casts):
             sink.write(bytes_of(chunk))
 

@@ -108,6 +108,8 @@ def _agree_on_contents(
     channel: Channel, store: Store, *, step: int | None, shared: bool
 ) -> tuple[Contents, frozenset[int]]:
     contents: Contents | None = None
+    # One rank reads: a thousand ranks that list and parse the same files are a burden for the storage. It also makes
+    # all see the same save, where a new one appears meanwhile.
     if channel.size == 1 or shared:
         with agreed(channel, purpose="contents of the checkpoint") as agreement:
             if channel.rank == 0:
@@ -126,6 +128,7 @@ def _agree_on_contents(
         with agreed(channel, purpose="verdict on the checkpoint"):
             raise refusal
     first, (digest, place) = next(iter(seen.items()))
+    # Digests, without the path: one checkpoint may be mounted under different names.
     for rank, (other, elsewhere) in seen.items():
         if other != digest:
             raise CheckpointError(

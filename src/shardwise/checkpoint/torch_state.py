@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.held import place_of
+from shardwise.checkpoint.state_pieces import place_of
 from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.names import state_name

@@ -1,48 +1,57 @@
 """Windows: any parts of a checkpoint, or of what a rewrite makes of it, in one process and in bounded memory.
 
-They are read one after the other, and verified.
+A `PieceReader` reads one window after the other, verified. Where elements go is a list of `ReadTarget`s, whether they
+stay as they are, become columns, or are cast. Neighbours are joined first: a tensor that is split into thousands of
+columns is thousands of stored pieces, and planned one by one they cost more than their bytes.
+
+Figure 1. Outputs `a`, `b`, `c` are columns of `w`, two each. They follow one another in memory at a distance of 10::
+
+    w (4, 6)      a a b b c c
+    memory        [a: 4 x 2, spare 2][b: 4 x 2, spare 2][c: 4 x 2, spare 2]
+    one target    w[:, 0:6] as (4, 3, 2) with strides (2, 10, 1): the dim of 6 is folded in two
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.checkpoint.buffers import GrowingBuffer
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.read_plan import Wanted, plan_reads
-from shardwise.checkpoint.read_targets import ReadTarget, joined
-from shardwise.checkpoint.reading import BatchReader, batches_of
-from shardwise.checkpoint.safetensors_files import cast_through
+from shardwise.checkpoint.read_plan import plan_reads
+from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, batches_of
+from shardwise.checkpoint.safetensors_files import cast_through, is_plain
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.strided_copies import copy_strided
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
-from shardwise.moving.parts import part_of
+from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
-from shardwise.space import Piece, check_cover
+from shardwise.space import Move, Piece, check_cover
 
 __all__ = [
     "BATCH_BYTES",
     "LARGE_WINDOW_BYTES",
     "WINDOW_BYTES",
     "PieceReader",
+    "ReadTarget",
     "Stretch",
     "check_whole",
+    "joined",
     "part_of_piece",
     "windows",
 ]
 
+
 WINDOW_BYTES = 8 << 20
 """So much is in memory at a time, beside the batch that is being read."""
+
 
 LARGE_WINDOW_BYTES = 32 << 20
 """So much is put together at a time where smaller parts would read blocks again and again."""
 
+
 BATCH_BYTES = 4 << 20
 """So much is read at a time: it is verified and copied while it is in the cache."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Copied as these, for torch cannot copy every dtype. By bytes of an element."""
 
 Stretch = tuple[int, int, int]
 """(position in the list, first element, the element after the last)."""
@@ -66,10 +75,13 @@ def windows(
     for at, (num_elements, itemsize) in enumerate(sizes):
         start = 0
         while start < num_elements:
+            # A window with room for less than one element of the widest dtype is full.
             if room < ALIGNMENT_BYTES:
                 yield window
                 window, room = [], max_bytes
             stop = min(num_elements, start + room // itemsize)
+            # Cut between whole rows where the window has room for one: a part of a row, rows and a part of another are
+            # planned and copied as three boxes, whole rows as one.
             if grains and stop < num_elements:
                 whole = stop - stop % grains[at]
                 if whole <= start and window:
@@ -89,6 +101,116 @@ def part_of_piece(piece: Piece, start: int, stop: int) -> Piece:
         return piece
     first = piece.elements.start
     return piece.within(first + start, first + stop)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTarget:
+    """A stored piece, and the memory that takes its elements."""
+
+    source: Piece
+    view: torch.Tensor
+    """Of the shape of the piece, with the strides that it has in the output."""
+    dtypes: tuple[str, ...]
+    """Those that the values pass through, from the stored one to that of the view; one only: they are copied."""
+    folded: int | None = None
+    """A dim of the piece that is two of the view: which of several outputs, and the index in it."""
+
+    def memory(self, dtype: str) -> torch.Tensor | None:
+        """The view, where its bytes are just the stored ones in their order, so that a file can be read into it."""
+        is_plainly_stored = len(self.dtypes) == 1 and self.view.dtype == torch_dtype(dtype) and self.folded is None
+        return self.view if is_plainly_stored and is_plain(self.view) else None
+
+    def fill(self, moves: Iterable[Move], elements: Iterable[torch.Tensor]) -> None:
+        """Put the elements of each of some moves into the piece where they belong, cast as they have to be."""
+        # The last cast is the copy itself. The others are made here, of a part at a time: a chain such as float32 ->
+        # bfloat16 -> float32 rounds, which no single cast does.
+        between = [torch_dtype(each) for each in self.dtypes[1:-1]]
+        for move, taken in zip(moves, elements, strict=True):
+            for memory, source in self.copies(move, taken):
+                put(memory, cast_through(source, between))
+
+    def copies(self, move: Move, taken: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What is copied, (target, source), where `taken` are the elements of a move into the piece."""
+        if self.folded is None:
+            yield part_of(self.view, move.target, move.shape), taken
+            return
+        dim = self.folded
+        box = [slice(first, first + size) for first, size in zip(move.target.offset, move.shape, strict=True)]
+        view = self.view[(*box[:dim], slice(None), slice(None), *box[dim + 1 :])]
+        size = view.shape[dim + 1]
+        begin, stop = box[dim].start, box[dim].stop
+        start = begin
+        while start < stop:  # a part of one output, several whole ones, a part
+            at, first = divmod(start, size)
+            whole = 0 if first else (stop - start) // size
+            length = whole * size or min(size - first, stop - start)
+            source = taken.narrow(dim, start - begin, length)
+            if whole:
+                yield view.narrow(dim, at, whole), source.unflatten(dim, (whole, size))
+            else:
+                yield view.select(dim, at).narrow(dim, first, length), source
+            start += length
+
+
+class _Neighbours:
+    """Targets that follow one another along a dim of their source, at even distances in memory."""
+
+    __slots__ = ("_dim", "_distance", "_first", "_last", "_num")
+
+    def __init__(self, target: ReadTarget) -> None:
+        self._first = self._last = target
+        self._num = 1
+        self._dim = self._distance = 0
+        """Known from the second target on."""
+
+    def takes(self, target: ReadTarget) -> bool:
+        """Add a target, if it is the next one."""
+        last = self._last
+        ours, theirs = last.source, target.source
+        if ours.shape != theirs.shape or ours.run is not None or theirs.run is not None or last.dtypes != target.dtypes:
+            return False
+        if last.view.dtype != target.view.dtype or last.view.stride() != target.view.stride():
+            return False
+        steps = [dim for dim, (a, b) in enumerate(zip(ours.offset, theirs.offset, strict=True)) if a != b]
+        if len(steps) != 1 or theirs.offset[steps[0]] != ours.offset[steps[0]] + ours.shape[steps[0]]:
+            return False
+        distance = int(target.view.storage_offset()) - int(last.view.storage_offset())
+        if distance <= 0 or (self._num > 1 and (self._dim, self._distance) != (steps[0], distance)):
+            return False
+        self._dim, self._distance = steps[0], distance
+        self._last = target
+        self._num += 1
+        return True
+
+    def target(self) -> ReadTarget:
+        """All of them as one."""
+        first, dim = self._first, self._dim
+        if self._num == 1:
+            return first
+        shape, strides = first.source.shape, tuple(first.view.stride())
+        source = replace(first.source, shape=(*shape[:dim], self._num * shape[dim], *shape[dim + 1 :]))
+        if shape[dim] == 1:
+            strides = (*strides[:dim], self._distance, *strides[dim + 1 :])
+        elif self._distance != shape[dim] * strides[dim]:
+            view = first.view.as_strided(
+                (*shape[:dim], self._num, *shape[dim:]), (*strides[:dim], self._distance, *strides[dim:])
+            )
+            return replace(first, source=source, view=view, folded=dim)
+        return replace(first, source=source, view=first.view.as_strided(source.shape, strides))
+
+
+def joined(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
+    """The same elements in as few targets as neighbours allow. All lie in one memory."""
+    rows: list[_Neighbours] = []
+    latest: dict[str, _Neighbours] = {}
+    for target in targets:
+        # Only the latest row of each tensor is asked: targets come in the order of the output, in which neighbours
+        # follow one another.
+        row = latest.get(target.source.name)
+        if row is None or not row.takes(target):
+            row = latest[target.source.name] = _Neighbours(target)
+            rows.append(row)
+    return [row.target() for row in rows]
 
 
 TargetsOf = Callable[[Piece, torch.Tensor], Iterable[ReadTarget]]
@@ -131,21 +253,20 @@ class PieceReader:
         """
         parts = self._parts(pieces)
         targets = [target for piece, part in zip(pieces, parts, strict=True) for target in self._targets(piece, part)]
+        # Without a rewrite each piece is one target already.
         targets = targets if self._targets_of is None else joined(targets)
-        wanted = [Wanted(target.source, target.source.name) for target in targets]
-        stored = [each for name in dict.fromkeys(want.tensor for want in wanted) for each in self._stored(name)]
+        wanted = [target.source for target in targets]
+        # Of these tensors alone: a plan for all that is stored would take longer than the window.
+        stored = [each for name in dict.fromkeys(piece.name for piece in wanted) for each in self._stored(name)]
         block_bytes = self.contents.block_bytes
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
         reader = BatchReader(self._store, self.contents, stored, verify=True, buffer=self._batch)
         try:
             for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=BATCH_BYTES):
                 for span, elements in reader.read(batch).items():
+                    # Right after it was verified, so that the copy finds it in the cache.
                     for index, moves in plan.transfers(span, 0):
-                        each = targets[index]
-                        for move in moves:
-                            taken = part_of(elements, move.source, move.shape)
-                            for memory, source in each.copies(move, taken):
-                                _copy(memory, source, each.dtypes)
+                        targets[index].fill(moves, parts_of(elements, moves))
         finally:
             self.read_bytes += reader.read_bytes
             reader.close()
@@ -182,12 +303,3 @@ def check_whole(contents: Contents, tensors: Iterable[StoredTensor]) -> None:
             findings.append(f"{tensor.name}: its {tensor.num_bytes:,} bytes are in no file")
     if findings:
         raise CheckpointError(*findings, about=f"{contents.location} is incomplete")
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, dtypes: Sequence[str]) -> None:
-    """Copy through the dtypes; the last cast is the copy."""
-    if len(dtypes) == 1:
-        bits = _BITS[source.element_size()]
-        copy_strided(target.view(bits), source.view(bits))
-        return
-    copy_strided(target, cast_through(source, map(torch_dtype, dtypes[1:-1])))

@@ -32,6 +32,19 @@ class Agreement:
 
 
 @contextmanager
+def aborting(channel: Channel, doing: str) -> Iterator[None]:
+    """An error inside that the ranks have not agreed on aborts the channel, with what this rank was `doing`."""
+    try:
+        yield
+    except ShardwiseError:
+        # The ranks have agreed on it, or know of it: an abort would put another error in its place.
+        raise
+    except BaseException as error:
+        channel.abort(f"{type(error).__name__} in {doing}: {error}")
+        raise
+
+
+@contextmanager
 def agreed(channel: Channel, *, purpose: str, doing: str | None = None, only: int | None = None) -> Iterator[Agreement]:
     """Decide inside; where one rank raises a ShardwiseError, every rank raises the same one, with all its problems.
 

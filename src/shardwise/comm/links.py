@@ -90,7 +90,7 @@ class PeerLink:
         self._said_last = False
         self._outgoing: collections.deque[_Outgoing] = collections.deque()
         # What the other side knows by now: signatures, segments of ours. What this side has mapped of its segments.
-        self._told: set[int] = set()
+        self._sent_digests: set[int] = set()
         self._announced: set[int] = set()
         self._mapped: dict[int, torch.Tensor] = {}
         # Descriptors come with the first byte of the frame that announces them, so both are in the same order.
@@ -130,9 +130,9 @@ class PeerLink:
 
     def tell_signature(self, digest: int, text: str) -> bool:
         """Queue the text of a digest before its first use; whether this was the first."""
-        if digest in self._told:
+        if digest in self._sent_digests:
             return False
-        self._told.add(digest)
+        self._sent_digests.add(digest)
         self.put(frame(FrameKind.SIGNATURE, digest=digest, payload=text.encode()))
         return True
 

@@ -25,6 +25,7 @@ from multiprocessing.util import Finalize
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.agreement import aborting
 from shardwise.comm.channel import (
     Channel,
     Signature,
@@ -41,7 +42,7 @@ from shardwise.comm.messages import Collecting, Inbound, MessageFilling, Outboun
 from shardwise.comm.nccl import NcclChannel
 from shardwise.comm.rendezvous import meet
 from shardwise.comm.switchboard import Switchboard
-from shardwise.errors import ShardwiseError, in_words
+from shardwise.errors import in_words
 from shardwise.launchers import place_of
 
 
@@ -87,13 +88,8 @@ def given_or_default(channel: Channel | None, doing: str) -> Iterator[Channel]:
     # A channel that was given may serve other things after this one: only its owner closes it.
     used = channel if channel is not None else default_channel()
     try:
-        yield used
-    except ShardwiseError:
-        # The ranks have agreed on it, or know of it: an abort would put another error in its place.
-        raise
-    except BaseException as error:
-        used.abort(f"{type(error).__name__} in {doing}: {error}")
-        raise
+        with aborting(used, doing):
+            yield used
     finally:
         if channel is None:
             used.close()

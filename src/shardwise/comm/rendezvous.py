@@ -12,6 +12,7 @@ Until there is a connection nothing tells of a peer's death. So a rank that wait
 second whether the process that published `process/N` still runs.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -89,6 +90,12 @@ class Rendezvous:
 
     def read_all(self, key: str) -> list[str]:
         """The values of all ranks."""
+        names = [f"{key}/{rank}" for rank in range(self.size)]
+        # Two requests instead of two per rank: a request is some 0.2 ms, and a call without a channel makes three of
+        # these. Stores without `multi_get` (files) and ranks that are late go the slow way, which says who is missing.
+        with contextlib.suppress(RuntimeError, ValueError):
+            self.store.wait(names, timedelta(seconds=_LIFE_SECONDS))
+            return [value.decode() for value in self.store.multi_get(names)]
         return [self.read(key, rank) for rank in range(self.size)]
 
 

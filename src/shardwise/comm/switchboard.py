@@ -225,14 +225,14 @@ class Switchboard:
         #    60 s    verdict on the rank at the end of the chain, FAILED to all, PeerError
         last_movement = time.monotonic()
         notice_after = min(1.0, self.timeout_seconds / 4)
-        has_told = False
+        has_asked = False
         while True:
             if self._has_ended or (self.verdict is not None and self._is_hopeless(transfer)):
                 self._raise(transfer.signature)
             # Before the poll: the rank that asks may be the one that this rank waits for.
             self._answer_asking()
             idle = time.monotonic() - last_movement
-            limit = self.timeout_seconds if has_told else notice_after
+            limit = self.timeout_seconds if has_asked else notice_after
             moved = self._turn(min(max(0.0, limit - idle), _INTERRUPT_SECONDS))
             if transfer.is_done:
                 return
@@ -245,9 +245,9 @@ class Switchboard:
                 last_movement = time.monotonic()
             elif time.monotonic() - last_movement >= self.timeout_seconds:
                 self._judge_stuck(transfer)
-            elif not has_told and time.monotonic() - last_movement >= notice_after:
-                self._tell_status(transfer)
-                has_told = True
+            elif not has_asked and time.monotonic() - last_movement >= notice_after:
+                self._send_status(transfer)
+                has_asked = True
 
     def _turn(self, patience_seconds: float) -> bool:
         """Wait for the sockets, read them, let every transfer go on, write; whether any transfer moved."""
@@ -450,7 +450,7 @@ class Switchboard:
     def _judge_stuck(self, transfer: TransferInFlight) -> None:
         self.fail(stuck(transfer.awaited[0], self._links, own_rank=self.rank, timeout_seconds=self.timeout_seconds))
 
-    def _tell_status(self, transfer: TransferInFlight) -> None:
+    def _send_status(self, transfer: TransferInFlight) -> None:
         signature = transfer.signature
         status = Status(operation=signature.operation, purpose=signature.purpose, awaited=tuple(transfer.awaited))
         for link in self._links.values():

@@ -91,7 +91,7 @@ def stopping_peers(world: Channel, doing: str, *, advice: str = "") -> Iterator[
     """Tell the other ranks when this one stops. advice: what to do where ranks make calls that do not fit."""
     try:
         yield
-    # Another rank failed first, and has told all: its error is the one to show.
+    # Another rank failed first, and has informed all: its error is the one to show.
     except PeerError:
         raise
     except BaseException as error:

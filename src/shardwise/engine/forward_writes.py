@@ -101,7 +101,7 @@ class ForwardWrites:
     def _digest(self, at: int) -> str:
         """Empty for what is at rest."""
         parameter = self._here[at]
-        return "" if hasattr(type(parameter), "_is_resting") else str(digest_of_values(parameter.detach()))
+        return "" if hasattr(type(parameter), "_is_sharded_param") else str(digest_of_values(parameter.detach()))
 
 
 def _refusal(name: str, reason: str) -> str:

@@ -178,7 +178,7 @@ def with_values(original: _T, values: torch.Tensor) -> _T:
     if isinstance(original, nn.Parameter):
         kind = type(original)
         # The class of a parameter at rest (stage 3) is made on the fly, and refuses operations.
-        kind = kind.__bases__[0] if hasattr(kind, "_is_resting") else kind
+        kind = kind.__bases__[0] if hasattr(kind, "_is_sharded_param") else kind
         # Not kind(values): constructors of subclasses take other arguments.
         made = torch.Tensor._make_subclass(kind, values.detach(), original.requires_grad)
     else:
@@ -229,7 +229,7 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
         raise ModelError(
             f"{what} has no shape before the first forward; run the model once on a sample before parallelize"
         )
-    if hasattr(type(tensor), "_is_resting"):
+    if hasattr(type(tensor), "_is_sharded_param"):
         raise ModelError(
             f"{what} is cut over ranks by the plan that the model is under (stage 3); put it under another one with "
             "sw.relayout(engine, plan), or build the model anew"

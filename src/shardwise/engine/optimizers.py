@@ -134,7 +134,7 @@ def _why_not_elementwise(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, instead: str
 ) -> str:
     generator = torch.Generator().manual_seed(0)
-    # The parameter and its gradients. In float64, so that updates of any size are told from rounding.
+    # The parameter and its gradients. In float64, so that updates of any size differ from rounding.
     matrix = list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator))
     # Halves are 1-D, as slices in a bucket are: an optimizer that goes by rows or shapes gives itself away. Four
     # steps, because momentum shows from the second one on.
@@ -169,7 +169,7 @@ def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.devic
                 try:
                     together = _trial(optimizer, group, matrices, device)
                     apart = torch.cat([_trial(optimizer, group, [each], device) for each in matrices])
-                except Exception:  # it wants other shapes than these: nothing can be told
+                except Exception:  # it wants other shapes than these: nothing can be concluded
                     continue
             if not _same(together, apart):
                 raise OptimizerError(

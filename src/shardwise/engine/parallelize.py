@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.agreement import agreed, compare, digest_of_values
+from shardwise.comm.agreement import aborting, agreed, compare, digest_of_values
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels, data_rank_of
@@ -67,7 +67,7 @@ from shardwise.engine.tensor.tensor_decision import (
 from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.install import OwnedLayout, install, make_params, plan_layout, units_of
-from shardwise.errors import MismatchError, PlanError, ShardwiseError
+from shardwise.errors import MismatchError, PlanError
 from shardwise.plan import Placement, Plan
 from shardwise.plan.units import Units
 from shardwise.space import Portion
@@ -123,18 +123,12 @@ def parallelize(
     """
     if channel is None:
         channel = default_channel()
-    try:
+    # A failure of one rank alone (no memory, a bug in a module) aborts: the others are in a collective or on the way.
+    with aborting(channel, "parallelize"):
         engine = parallelize_with(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample)
         # Not in `parallelize_with`: relayout may still go back to the old engine after that, which then must not find
         # the new one's refusals on the model.
         engine.take_charge()
-    except ShardwiseError:
-        raise  # ranks agree on those
-    except BaseException as error:
-        # A failure of one rank alone (no memory, a bug in a module): the others are in a collective or on the way to
-        # one.
-        channel.abort(f"{type(error).__name__} in parallelize: {error}")
-        raise
     return engine
 
 

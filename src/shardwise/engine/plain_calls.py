@@ -103,7 +103,7 @@ class PlainCalls:
         for key, parameter in module._parameters.items():
             if parameter is None or is_dtensor(parameter):  # which says itself what part it is
                 continue
-            if hasattr(type(parameter), "_is_resting"):
+            if hasattr(type(parameter), "_is_sharded_param"):
                 found[key] = "is cut over ranks (sharding stage 3)"
             elif id(parameter) in self._cut:
                 found[key] = "is cut over ranks (mesh.tp)"

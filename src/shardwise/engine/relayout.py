@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.inventory import named_places, with_values
@@ -51,35 +51,29 @@ def relayout(engine: Engine, plan: Plan) -> Engine:
         raise PlanError(f"relayout was given a {type(engine).__name__}; give the engine that sw.parallelize returned")
     handed = engine.hand_over()
     channel = handed.channel
-    try:
-        with _going_back(handed):
-            sources = _sources(handed)
-            settings = _settings_of_all(channel, handed, plan)
-            stored = _stored(channel, handed)
-            _empty(handed)
-            new = parallelize_with(
-                handed.model,
-                plan,
-                tuple(known.optimizer for known in handed.optimizers),
-                handed.loss,
-                handed.loss_weight,
-                channel,
-                seed=settings["random"]["seed"],
-                sample=None,
-                # Initialising the emptied model would be work for nothing: the move overwrites all.
-                values=Later(),
-            )
-            restoration = _restoration(channel, new, stored, settings)
-            reshard(sources, _targets(restoration, handed.model), channel, cast=True)
-            restoration.finish()
-            # Last: an error before leaves the old engine in charge.
-            engine.use_up()
-            new.take_charge()
-    except ShardwiseError:
-        raise
-    except BaseException as error:
-        channel.abort(f"{type(error).__name__} in relayout: {error}")
-        raise
+    with aborting(channel, "relayout"), _going_back(handed):
+        sources = _sources(handed)
+        settings = _settings_of_all(channel, handed, plan)
+        stored = _stored(channel, handed)
+        _empty(handed)
+        new = parallelize_with(
+            handed.model,
+            plan,
+            tuple(known.optimizer for known in handed.optimizers),
+            handed.loss,
+            handed.loss_weight,
+            channel,
+            seed=settings["random"]["seed"],
+            sample=None,
+            # Initialising the emptied model would be work for nothing: the move overwrites all.
+            values=Later(),
+        )
+        restoration = _restoration(channel, new, stored, settings)
+        reshard(sources, _targets(restoration, handed.model), channel, cast=True)
+        restoration.finish()
+        # Last: an error before leaves the old engine in charge.
+        engine.use_up()
+        new.take_charge()
     return new
 
 
@@ -88,16 +82,16 @@ def _sources(handed: HandOver) -> Pieces:
     # The new plan may hold masters apart where the old one did not, or the other way round. Under one name the two
     # meet, and the move casts.
     masters = {split[0] for piece in handed.state if (split := split_state_name(piece.name)) and split[1] == MASTER}
-    told = {_told(piece): tensor for piece, tensor in handed.state.items() if piece.name not in masters}
-    return told | _buffers(handed.model)
+    given = {_of_parameter(piece): tensor for piece, tensor in handed.state.items() if piece.name not in masters}
+    return given | _buffers(handed.model)
 
 
 def _targets(restoration: EngineRestoration, model: nn.Module) -> Mapping[Piece, torch.Tensor | None]:
-    wanted = {_told(piece): tensor for piece, tensor in restoration.wanted.items()}
+    wanted = {_of_parameter(piece): tensor for piece, tensor in restoration.wanted.items()}
     return _buffers(model) | wanted
 
 
-def _told(piece: Piece) -> Piece:
+def _of_parameter(piece: Piece) -> Piece:
     split = split_state_name(piece.name)
     return piece if split is None or split[1] != MASTER else replace(piece, name=split[0])
 

@@ -8,8 +8,8 @@ from shardwise.comm import Channel
 from shardwise.comm.local_tensors import dtype_name, extent, first_shared, is_dtensor, share_elements, torch_dtype
 from shardwise.comm.processes import given_or_default
 from shardwise.errors import PlanError
-from shardwise.moving.consent import consent
-from shardwise.moving.execution import carry_out_plan
+from shardwise.moving.mover import carry_out_plan
+from shardwise.moving.piece_exchange import consent
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 
@@ -46,6 +46,8 @@ def reshard(
         findings = [*_wrong_arguments(source, target, max_bytes), *findings_of(source, target)]
         if free_sources and not isinstance(source, MutableMapping):
             findings.append(f"free_sources takes entries out of the source, but it is a {type(source).__name__}")
+        # A rank with wrong arguments takes part all the same, with nothing, and says why: all raise then, and none
+        # waits.
         agreed = consent(
             used,
             [] if findings else list(source),
@@ -65,6 +67,7 @@ def reshard(
 
         def let_go(piece: Piece) -> None:
             if isinstance(source, MutableMapping):
+                # The entry is the last thing that holds the tensor, unless the caller keeps it elsewhere.
                 del source[piece]
 
         carry_out_plan(
@@ -110,6 +113,7 @@ def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, tor
         found += faults
         if not faults and tensor is not None and _folds(tensor):
             found.append(f"{piece} is to be written into a tensor whose elements share memory (expanded); clone() it")
+    # Faulty entries may have no memory that could be compared.
     if found:
         return found
     written = {
@@ -123,6 +127,7 @@ def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, tor
 def _written_twice(written: Mapping[Piece, torch.Tensor]) -> Iterator[str]:
     """Memory of which several targets would be written."""
     pieces = list(written)
+    # Sorted by where they begin, tensors that overlap are neighbours: groups are looked at closely, not all pairs.
     spans = [(str(each.device), *extent(each), at) for at, each in enumerate(written.values()) if each.numel()]
     together: list[int] = []
     device_of, end = "", 0
@@ -142,6 +147,7 @@ def _read_and_written(source: Mapping[Piece, torch.Tensor], written: Mapping[Pie
     spans = sorted(
         (str(tensor.device), *extent(tensor), at) for at, (_, tensor, _) in enumerate(entries) if tensor.numel()
     )
+    # A sweep over memory: those that end before the next one begins are dropped, so that few pairs are compared.
     reaching: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     """Of what is read, and of what is written: where it ends, and which it is, as long as a later one may overlap."""
     last_device = ""

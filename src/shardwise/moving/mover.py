@@ -1,24 +1,32 @@
-"""The mover: elements go from tensors of some ranks into tensors of others, batch by batch.
+"""The mover: elements go from tensors or verified spans of files into tensors, within a rank and between ranks.
 
-    [1] start     pack what goes out, one message of bytes per peer
-    [2] (the next batch may be started)
-    [3] finish    wait; put what came, and what stays on this rank, into targets
+A reshard, full tensors, saves of whole tensors and loads all list deliveries, each in its own way, and give them here.
+A batch is started before the one before it is finished, so that messages travel while others are packed::
 
-A reshard, full tensors, saves of whole tensors and loads all plan deliveries, each in its own way, and give them here.
+    batch 0    pack, send .................. wait, put
+    batch 1                pack, send .................. wait, put
+    batch 2                                              pack, send ....
+    memory     first pair  second pair                   first pair of buffers (out, in) again
+
+`carry_out_plan` turns one rank's part of a `ReshardPlan` into deliveries.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import cache
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.moving.parts import part_of, put
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.moving.copies import fill, parts_of, put
 from shardwise.plan.dtypes import aligned
-from shardwise.space import Move
+from shardwise.plan.routes import Lot, ReshardPlan, Route, Share, batches_of
+from shardwise.space import Move, Piece
+from shardwise.space.moves import stretch_of
 
-__all__ = ["Delivery", "Mover", "by_distance"]
+__all__ = ["Delivery", "Mover", "by_distance", "carry_out_plan"]
 
 S = TypeVar("S", bound=Hashable)
 T = TypeVar("T", bound=Hashable)
@@ -80,23 +88,21 @@ class Mover(Generic[S, T]):
         channel: Channel,
         *,
         take: Callable[[S, Sequence[Move]], Iterable[torch.Tensor]],
-        room: Callable[[T], torch.Tensor],
+        put: Callable[[T, Sequence[Move], Iterable[torch.Tensor]], None],
         given: Callable[[Delivery[S, T]], None] | None = None,
-        adds: bool = False,
         packs_on: torch.device | None = None,
         purpose: str,
     ) -> None:
-        """take: the elements of each of some moves out of a source. room: the tensor that takes a target, asked for
-        when bytes have come.
+        """take: the elements of each of some moves out of a source. put: called with a target, some moves, and the
+        elements of each of these, once they have come; targets come in the order of the batches.
 
-        given: called with each delivery whose source was read. adds: targets get the sum of what comes, in the order
-        of the batches. packs_on: where messages are put together and taken apart, by default on the channel's device.
+        given: called with each delivery whose source was read. packs_on: where messages are put together and taken
+        apart, by default on the channel's device.
         """
         self.received_bytes = 0
         """In messages from other ranks."""
         self._channel = channel
-        self._take, self._room, self._given = take, room, given
-        self._adds = adds
+        self._take, self._put, self._given = take, put, given
         self._purpose = purpose
         self._packs_on = packs_on or channel.device
         self._memories = [(_Memory(self._packs_on), _Memory(channel.device)) for _ in range(2)]
@@ -112,6 +118,7 @@ class Mover(Generic[S, T]):
             if following is None:
                 continue
             begun.append(following)
+            # With one batch under way the same memory serves all, for each is finished before the next is packed.
             turn += num_under_way - 1
             if len(begun) == num_under_way:
                 self._finish(begun.pop(0))
@@ -130,12 +137,15 @@ class Mover(Generic[S, T]):
         for each in batch:
             ends = each.giver, each.taker
             at = sizes.get(ends, 0)
+            # Offsets are counted alike on both ends, from the order of the deliveries alone: messages have no headers.
             if each.giver != each.taker:
                 sizes[ends] = at + each.num_bytes
+            # What stays here is not packed: it goes from source to target in one copy, when the batch is finished.
             if each.taker == rank:
                 arriving.append((each, at))
             else:
                 outgoing.setdefault(each.taker, []).append(each)
+        # A rank without a part in a batch goes on at once, and does not wait for those that have one.
         if not sizes and not arriving:
             return None
         firsts: dict[tuple[int, int], int] = {}
@@ -150,12 +160,15 @@ class Mover(Generic[S, T]):
         # Messages that are put together on the CPU and travel between GPUs go there in one copy, and come back in one.
         sent, came = packed.to(self._channel.device), memories[1].room(totals[False])
         works = []
+        # Both ends post their messages in one order. Else two ranks could each wait for what the other has not yet
+        # sent, where a channel carries one message after the other.
         for giver, taker in sorted(sizes, key=self._order):
             start, stop = firsts[giver, taker], firsts[giver, taker] + sizes[giver, taker]
             if giver == rank:
                 works.append(self._channel.send(sent[start:stop], taker, purpose=purpose))
             else:
                 works.append(self._channel.receive(came[start:stop], giver, purpose=purpose))
+        # What stays on this rank has no message, and begins nowhere.
         placed = [(each, at + firsts.get((each.giver, each.taker), 0)) for each, at in arriving]
         return _Begun(works, placed, sent, came)
 
@@ -171,15 +184,10 @@ class Mover(Generic[S, T]):
         self.received_bytes += len(begun.came)
         came = begun.came.to(self._packs_on)
         for each, at in begun.arriving:
-            target = self._room(each.target).detach()
             is_here = each.giver == each.taker
             taken = self._take(each.source, each.moves) if is_here else _parts(came[at:], each)
-            for move, elements in zip(each.moves, taken, strict=True):
-                part = part_of(target, move.target, move.shape)
-                if self._adds:
-                    part.add_(elements)
-                else:
-                    put(part, elements)
+            self._put(each.target, each.moves, taken)
+            # A source that stays here was read just now; one that was sent, when it was packed.
             if is_here and self._given is not None:
                 self._given(each)
 
@@ -211,3 +219,135 @@ def by_distance(deliveries: Iterable[Delivery[S, T]], channel: Channel) -> Itera
     for each in deliveries:
         batches[(each.taker - each.giver) % channel.size].append(each)
     return batches
+
+
+def carry_out_plan(
+    plan: ReshardPlan,
+    channel: Channel,
+    *,
+    sources: Iterable[Piece],
+    targets: Iterable[Piece],
+    take: Callable[[Piece], torch.Tensor],
+    room: Callable[[Piece], torch.Tensor],
+    let_go: Callable[[Piece], None] | None = None,
+    adds: bool = False,
+    purpose: str = "reshard",
+) -> None:
+    """Give and get everything of a plan; all ranks of the channel call this together.
+
+    sources, targets: this rank's pieces, as the plan counts them.
+    take: the tensor that holds a source. room: the tensor that takes a target, asked for when bytes have come.
+    let_go: called with each source of which nothing is needed any more. adds: targets get the sum of what comes, in
+    the order of the shares, where else each element comes once.
+    """
+    deliveries = _Deliveries(plan, channel.rank, sources, targets)
+    mover = Mover(
+        channel,
+        take=lambda piece, moves: parts_of(take(piece), moves),
+        put=lambda piece, moves, elements: fill(room(piece), moves, elements, adds=adds),
+        given=None if let_go is None else _Countdown(deliveries, let_go).given,
+        purpose=purpose,
+    )
+    mover.run(deliveries.batches(in_order=adds))
+
+
+class _ShareTask(NamedTuple):
+    """A share that this rank gives or gets."""
+
+    share: Share
+    giver: int
+    taker: int
+    dtype: torch.dtype
+    source: int
+    """Where it is here: which of this rank's pieces of the tensor."""
+    target: int
+    """Where it is here: which of this rank's pieces of the tensor."""
+
+
+class _Deliveries:
+    """What a rank gives and gets of a plan."""
+
+    def __init__(self, plan: ReshardPlan, rank: int, sources: Iterable[Piece], targets: Iterable[Piece]) -> None:
+        self._plan = plan
+        self._rank = rank
+        self.sources, self._targets = _by_name(sources), _by_name(targets)
+        self._tasks = [_tasks_of(route, rank) for route in plan.routes]
+        self._moves = cache(lambda route, at: plan.routes[route].moves(plan.routes[route].shares[at]))
+        """Found once for all tensors that go alike."""
+
+    def batches(self, *, in_order: bool) -> Iterator[Iterator[Delivery[Piece, Piece]]]:
+        """One batch of the plan after the other; those in which this rank has nothing are empty."""
+        for batch in batches_of(self._plan, in_order=in_order):
+            yield self._of_lots(batch)
+
+    def _of_lots(self, batch: Sequence[Lot]) -> Iterator[Delivery[Piece, Piece]]:
+        for lot in batch:
+            name, route = self._plan.tensors[lot.tensor]
+            tasks = self._tasks[route]
+            for at in tasks if lot.share is None else [lot.share] if lot.share in tasks else []:
+                start, stop = lot.stretch(tasks[at].share.num_elements)
+                if start < stop:
+                    yield self._delivery(name, route, at, start, stop)
+
+    def given(self) -> Iterator[tuple[Piece, int]]:
+        """Every source that this rank gives, and how many elements of it."""
+        for name, route in self._plan.tensors:
+            for task in self._tasks[route].values():
+                if task.giver == self._rank:
+                    yield self.sources[name][task.source], task.share.num_elements
+
+    def _delivery(self, name: str, route: int, at: int, start: int, stop: int) -> Delivery[Piece, Piece]:
+        task = self._tasks[route][at]
+        moves: Sequence[Move] = self._moves(route, at)
+        # Only shares that do not fit into a batch are cut, and their moves with them.
+        if stop - start < task.share.num_elements:
+            moves = list(stretch_of(moves, start, stop))
+        held, wanted = self._plan.routes[route].held, self._plan.routes[route].wanted
+        source, target = held[task.share.source].piece, wanted[task.share.target].piece
+        # Pieces of a route have no names. The other rank's stays as it is: only this one's tensors are asked for.
+        if task.giver == self._rank:
+            source = self.sources[name][task.source]
+        if task.taker == self._rank:
+            target = self._targets[name][task.target]
+        return Delivery(task.giver, task.taker, source, target, task.dtype, moves)
+
+
+class _Countdown:
+    """Lets go of each source once all of it is given; those that give nothing, at once."""
+
+    def __init__(self, deliveries: _Deliveries, let_go: Callable[[Piece], None]) -> None:
+        self._let_go = let_go
+        self._left = {piece: 0 for pieces in deliveries.sources.values() for piece in pieces}
+        """How many elements each has still to give, counted as often as they are given."""
+        for piece, num_elements in deliveries.given():
+            self._left[piece] += num_elements
+        # Those that nobody wants go before the first target is allocated: memory is shortest in the middle.
+        for piece in [piece for piece, num_elements in self._left.items() if not num_elements]:
+            let_go(piece)
+
+    def given(self, delivery: Delivery[Piece, Piece]) -> None:
+        """Note what a source has given."""
+        self._left[delivery.source] -= sum(move.num_elements for move in delivery.moves)
+        if not self._left[delivery.source]:
+            self._let_go(delivery.source)
+
+
+def _by_name(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name, []).append(piece)
+    return found
+
+
+def _tasks_of(route: Route, rank: int) -> dict[int, _ShareTask]:
+    """What a rank does for tensors of a route, by position of the share."""
+    # A rank's pieces follow one another in `held`: a position there, less that of its first, is one in its own list.
+    first_held = next((at for at, place in enumerate(route.held) if place.rank == rank), 0)
+    first_wanted = next((at for at, place in enumerate(route.wanted) if place.rank == rank), 0)
+    tasks = {}
+    for at, share in enumerate(route.shares):
+        giver, taker = route.ranks(share)
+        if rank in (giver, taker):
+            dtype = torch_dtype(route.wire_dtype(share))
+            tasks[at] = _ShareTask(share, giver, taker, dtype, share.source - first_held, share.target - first_wanted)
+    return tasks

@@ -17,9 +17,9 @@ from shardwise.comm import Channel
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.comm.processes import given_or_default
 from shardwise.errors import MismatchError, PlanError
-from shardwise.moving.consent import Consent, consent
-from shardwise.moving.execution import carry_out_plan
 from shardwise.moving.live_states import findings_of, stored_shape
+from shardwise.moving.mover import carry_out_plan
+from shardwise.moving.piece_exchange import Consent, consent
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 
@@ -65,6 +65,7 @@ def reshard_tensor(
     Results are new tensors on the channel's device. Dtypes are kept, and a second derivative is not there.
     Raises PlanError, with every problem in it, or MismatchError, the same on all ranks, before anything is moved.
     """
+    # One piece in, one tensor out; sequences give tuples.
     alone = isinstance(target, Piece)
     tensors = [tensor] if isinstance(tensor, torch.Tensor) else list(tensor)
     sources = [source] if isinstance(source, Piece) else list(source)
@@ -72,6 +73,7 @@ def reshard_tensor(
     with given_or_default(channel, "a reshard of a tensor") as used:
         findings = _findings(tensors, sources, targets)
         tracks = any(each.requires_grad for each in tensors)
+        # Whether gradients flow is known on each rank alone, and a backward takes all: so the word goes along.
         word = _IGNORES if not torch.is_grad_enabled() else _TRACKS if tracks else _WATCHES
         agreed = consent(
             used,
@@ -152,8 +154,11 @@ class _Passage:
         """The gradients of the sources, in the shapes of their tensors."""
         held = dict(zip(self.targets, gradients, strict=True))
         wanted = {
-            piece: self._empty(piece).zero_().view(shape) for piece, shape in zip(self.sources, shapes, strict=True)
+            # Zeros: replicas that were not read get no gradient, and elements that several targets got are sums.
+            piece: self._empty(piece).zero_().view(shape)
+            for piece, shape in zip(self.sources, shapes, strict=True)
         }
+        # Backward runs outside the forward's context: an error there has to reach the peers too.
         with given_or_default(self.channel, f"the gradient of {self._purpose}"):
             carry_out_plan(
                 self.agreed.plan.reversed(),
@@ -162,6 +167,8 @@ class _Passage:
                 targets=self.agreed.sources,
                 take=held.__getitem__,
                 room=wanted.__getitem__,
+                # In the order of the shares, which is that of the ranks: sums of floats depend on it, and are the same
+                # in each run.
                 adds=True,
                 purpose=f"gradient of {self._purpose}",
             )

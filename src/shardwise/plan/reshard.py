@@ -10,24 +10,17 @@ from dataclasses import dataclass
 
 from shardwise.errors import PlanError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, itemsize_bytes
+from shardwise.plan.holders import Holders, holders_by_tensor
 from shardwise.plan.routes import MIN_MAX_BYTES, PieceAt, ReshardPlan, Route, Share
-from shardwise.space import Box, Piece, PieceIndex, check_cover
-from shardwise.space.moves import blocks_of, elements_in_both
-from shardwise.space.pieces import taken_in_order
+from shardwise.space import Box, Piece
 
 __all__ = ["DEFAULT_MAX_BYTES", "ReshardPlan", "Route", "Share", "plan_reshard"]
 
 DEFAULT_MAX_BYTES = 64 << 20
 """How many bytes of messages a rank has in memory at most."""
 
-_FEW = 4
-"""With so many pieces none is looked up in an index: each is asked."""
-
 _SHOWN_NAMES = 4
 """Of tensors of which one and the same thing is wrong."""
-
-Held = Sequence[tuple[int, Piece]]
-"""(rank, piece), in rank order."""
 
 
 def plan_reshard(
@@ -61,24 +54,27 @@ def plan_reshard(
         raise PlanError(f"{len(sources)} ranks hold, and {len(targets)} want: give a list for each rank, maybe empty")
     if max_bytes < MIN_MAX_BYTES:
         raise PlanError(f"max_bytes is {max_bytes}; messages need at least {MIN_MAX_BYTES} bytes")
-    held, wanted = _places_by_name(sources), _places_by_name(targets)
+    held, wanted = holders_by_tensor(sources), holders_by_tensor(targets)
     kinds: dict[tuple[object, ...], _AlikeTensors] = {}
     kind_of: dict[str, _AlikeTensors] = {}
     problems: dict[str, list[str]] = {}
     for name, wants in wanted.items():
-        holders = held.get(name, ())
-        key = (tuple(map(_described, holders)), tuple(map(_described, wants)))
+        holders = held.get(name) or Holders(())
+        key = (tuple(map(_described, holders.entries())), tuple(map(_described, wants.entries())))
+        # Most tensors of a model are cut like others: a model of thousands has a few dozen kinds.
         kind = kinds.get(key)
         if kind is None:
             kind = kinds[key] = _kind(holders, wants, cast=cast)
         for finding in kind.findings:
             problems.setdefault(finding, []).append(name)
+        # A tensor whose elements nobody wants does not travel.
         if kind.meetings:
             kind_of[name] = kind
     if problems:
         of = {finding: few_of(names, _SHOWN_NAMES, quotes=False) for finding, names in problems.items()}
         raise PlanError(*(f"{names}: {finding}" for finding, names in of.items()))
     chosen = _choose(kind_of, len(sources))
+    # Numbered in the order of the tensors, not of the choices, so that the text of a plan reads from the top.
     routes: dict[int, int] = {}
     tensors = [(name, routes.setdefault(id(chosen[name]), len(routes))) for name in kind_of]
     by_id = {id(route): route for route in chosen.values()}
@@ -88,14 +84,6 @@ def plan_reshard(
         routes=tuple(by_id[route] for route in routes),
         tensors=tuple(tensors),
     )
-
-
-def _places_by_name(pieces: Sequence[Sequence[Piece]]) -> dict[str, list[tuple[int, Piece]]]:
-    found: dict[str, list[tuple[int, Piece]]] = {}
-    for rank, each in enumerate(pieces):
-        for piece in each:
-            found.setdefault(piece.name, []).append((rank, piece))
-    return found
 
 
 def _described(place: tuple[int, Piece]) -> tuple[object, ...]:
@@ -162,8 +150,11 @@ def _choose(kind_of: Mapping[str, _AlikeTensors], num_ranks: int) -> dict[str, R
     """A route for every tensor; those that go alike share theirs."""
     load_bytes = [0] * num_ranks
     routes: dict[tuple[int, tuple[int, ...]], Route] = {}
+    # Found once per kind: a sum over all of its meetings does not belong into the key of a sort.
     facts = {id(kind): (kind.is_free, -kind.num_bytes) for kind in kind_of.values()}
     chosen = {}
+    # Those without a choice have loaded their holders by the time that the others choose; of these the largest choose
+    # first, and small ones even out what is left.
     for name in sorted(kind_of, key=lambda name: facts[id(kind_of[name])]):  # what is forced first
         kind = kind_of[name]
         key = (id(kind), kind.choose(load_bytes))
@@ -173,53 +164,29 @@ def _choose(kind_of: Mapping[str, _AlikeTensors], num_ranks: int) -> dict[str, R
     return chosen
 
 
-def _kind(held: Held, wanted: Held, *, cast: bool) -> _AlikeTensors:
-    if findings := tuple(_differences(held, wanted, cast=cast)):
+def _kind(held: Holders, wanted: Holders, *, cast: bool) -> _AlikeTensors:
+    if findings := tuple(_differences(list(held.entries()), list(wanted.entries()), cast=cast)):
         return _AlikeTensors(findings)
-    distinct: dict[tuple[object, ...], list[int]] = {}
-    for position, (_, piece) in enumerate(held):
-        distinct.setdefault((piece.offset, piece.shape, piece.run), []).append(position)
-    pieces = [held[positions[0]][1] for positions in distinct.values()]
-    holders = [tuple((held[at][0], at) for at in positions) for positions in distinct.values()]
-    blocks = [blocks_of(piece) for piece in pieces]
-    index = PieceIndex(pieces) if len(pieces) > _FEW else None
-    is_disjoint = not check_cover(pieces) or _disjoint(pieces)
     meetings: list[_NeededElements] = []
     lacking: list[str] = []
-    for target, (rank, piece) in enumerate(wanted):
-        found = range(len(pieces)) if index is None else index.overlapping(piece)
-        if is_disjoint:
-            own_blocks = blocks_of(piece)
-            shared = [(at, elements_in_both(blocks[at], own_blocks)) for at in found]
-            met: list[tuple[int, int, Box | None]] = [(at, number, None) for at, number in shared if number]
-        else:
-            own = [at for at in found if any(holder == rank for holder, _ in holders[at])]
-            others = [at for at in found if at not in own]
-            turn = target % len(others) if others else 0
-            order = [*own, *others[turn:], *others[:turn]]
-            taken, _ = taken_in_order(piece, [pieces[at] for at in order])
-            met = [(order[at], box.num_elements, box) for at, box in taken]
-        if sum(num_elements for _, num_elements, _ in met) < piece.num_elements:
-            lacking.append(_lacking(rank, piece, taken_in_order(piece, [pieces[at] for at in found])[1]))
-        itemsize = min(itemsize_bytes(piece.dtype), itemsize_bytes(pieces[0].dtype)) if pieces else 0
+    for target, (rank, piece) in enumerate(wanted.entries()):
+        met, left = held.cover(piece, taker=rank, turn=target)
+        if left:
+            lacking.append(_lacking(rank, piece, left))
         for at, num_elements, box in met:
-            local = tuple(each for each in holders[at] if each[0] == rank)[:1]
+            # The narrower dtype travels: a cast to fewer bytes is made by the giver, one to more by the taker.
+            itemsize = min(itemsize_bytes(piece.dtype), itemsize_bytes(held.pieces[at].dtype))
+            givers = tuple((held.ranks[entry], entry) for entry in held.givers(at, rank))
             meetings.append(
-                _NeededElements(target, num_elements, num_elements * itemsize, box, local or holders[at], bool(local))
+                _NeededElements(target, num_elements, num_elements * itemsize, box, givers, givers[0][0] == rank)
             )
     more = f"; so it is with {len(lacking) - 1} more of the pieces that are wanted" if len(lacking) > 1 else ""
     return _AlikeTensors(
         tuple(f"{finding}{more}" for finding in lacking[:1]),
-        tuple(PieceAt(rank, _nameless(piece)) for rank, piece in held),
-        tuple(PieceAt(rank, _nameless(piece)) for rank, piece in wanted),
+        tuple(PieceAt(rank, _nameless(piece)) for rank, piece in held.entries()),
+        tuple(PieceAt(rank, _nameless(piece)) for rank, piece in wanted.entries()),
         tuple(meetings),
     )
-
-
-def _disjoint(pieces: Sequence[Piece]) -> bool:
-    """Whether no two pieces have an element in common."""
-    index = PieceIndex(pieces)
-    return all(len(index.overlapping(piece)) <= 1 for piece in pieces)
 
 
 def _lacking(rank: int, piece: Piece, left: Sequence[Box]) -> str:
@@ -231,7 +198,9 @@ def _lacking(rank: int, piece: Piece, left: Sequence[Box]) -> str:
     )
 
 
-def _differences(held: Held, wanted: Held, *, cast: bool) -> Iterator[str]:
+def _differences(
+    held: Sequence[tuple[int, Piece]], wanted: Sequence[tuple[int, Piece]], *, cast: bool
+) -> Iterator[str]:
     """What of the descriptions does not fit together."""
     if not held:
         needing = [rank for rank, piece in wanted if piece.num_elements]

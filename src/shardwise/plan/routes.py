@@ -79,6 +79,7 @@ class Route:
         chosen = Piece(
             name=source.name, dtype=self.dtype, global_shape=self.global_shape, offset=box.offset, shape=box.shape
         )
+        # The box is within one box of either piece, so that it is one move out of the one and one into the other.
         (taken,), (put,) = moves(source, chosen), moves(chosen, target)
         return [Move(box.shape, taken.source, put.target)]
 
@@ -191,14 +192,17 @@ def batches_of(plan: ReshardPlan, *, in_order: bool = False) -> Iterator[list[Lo
 
     in_order: all of a share goes before anything of the next share of the same tensor.
     """
+    # A quarter of the bytes, whole alignments of it: messages are aligned delivery by delivery.
     limit = plan.max_bytes // _WAYS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     items: dict[int, list[_Item]] = {}
     out, into = [0] * plan.num_ranks, [0] * plan.num_ranks
     batch: list[Lot] = []
     for tensor, (_, at) in enumerate(plan.tensors):
         if at not in items:
+            # Alike tensors are cut alike: it is found once per route.
             items[at] = _items(plan.routes[at], limit, in_order=in_order)
         for share, part, num_parts, traffic in items[at]:
+            # One full rank ends the batch for all: batches are the same everywhere, without a word between ranks.
             if any(out[rank] + sent > limit or into[rank] + received > limit for rank, sent, received in traffic):
                 yield batch
                 batch = []
@@ -228,6 +232,7 @@ def _gaps(route: Route, lots: Sequence[Lot], what: str) -> Iterator[str]:
 def _items(route: Route, limit: int, *, in_order: bool) -> list[_Item]:
     """The parts of a tensor that fit into a batch."""
     every = range(len(route.shares))
+    # Sums depend on the order of their terms, so that with `in_order` one share after the other is cut.
     if not in_order and (items := _cut(route, every, None, limit)):
         return items
     items = []
@@ -246,6 +251,8 @@ def _cut(route: Route, shares: Sequence[int], share: int | None, limit: int) -> 
     whole = _traffic(route, shares, Lot(0))
     num_parts = max((-(-max(sent, received) // limit) for _, sent, received in whole), default=1)
     while (items := _parts(route, shares, share, min(num_parts, most), limit)) is None:
+        # Rounding may make a part a little too large. More parts are tried in steps of an eighth: the exact number is
+        # not worth a search one by one.
         num_parts += max(1, num_parts // 8)
     return items
 

@@ -1,7 +1,16 @@
 """Compiled operations: what the operations of a statement do to tensors of given metas, checked and as steps.
 
 Instances of one statement are alike: `layers.0` and `layers.31` have the same shapes. So what a statement does to given
-metas is worked out once, as `CompiledOps` (or a `OpsRefusal`) that name no tensors.
+metas is worked out once, as `CompiledOps` (or an `OpsRefusal`) that name no tensors.
+
+Figure 1. `q, k -> qk, axis=0` for layers of equal shapes, from text to strided views::
+
+    Statement       layers.$L.q, layers.$L.k -> layers.$L.qk      Concat(0)             parsed (syntax)
+    instances       layers.0: q, k -> qk    layers.1: q, k -> qk                        expanded (expansion)
+    CompiledOps     metas (2, 4), (2, 4)  -> Arrange(0, (2, 2), (((0, 0, 2), (1, 0, 2)),))    once for both
+    Form            rows 0:2 of source 0, rows 2:4 of source 1                          once for both (nodes)
+    Node            the form, with leaves ("layers.0.q", "layers.0.k")                  one for each
+    StridedView     [0:2] of layers.0.q, [2:4] of layers.0.k                            when asked
 """
 
 import re

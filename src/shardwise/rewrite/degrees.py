@@ -33,6 +33,7 @@ Apart: TypeAlias = tuple[tuple[StatementOperation, ...], tuple[StatementOperatio
 def apart(operations: tuple[StatementOperation, ...]) -> Apart:
     """Take operations apart at the one that lays tensors out for ranks."""
     for at, each in enumerate(operations):
+        # A statement has at most one such operation: what joins or splits does so once.
         if isinstance(each, Ffn | QkvPerRank):
             return operations[:at], operations[at : at + 1], operations[at + 1 :]
     return operations, (), ()
@@ -110,12 +111,14 @@ class Fusings:
         """Note an instance, and return what stands for the tensors that its operation makes of `inputs`."""
         assert isinstance(operation, Ffn | QkvPerRank)
         taken, rank = inputs[0], len(inputs[0].meta.shape)
+        # AOA's default, as `compile_ops` has it.
         axis = operation.axis if operation.axis is not None else min(1, rank - 1)
         degrees = operation.source_degree, operation.target_degree
         fusing = _Fusing(self.section, where, operation, taken, made[0], axis % rank, degrees)
         self._found.append(fusing)
         nodes = []
         for place, meta in enumerate(made):
+            # NUL: no tensor has such a name.
             name = f"\0{len(self._found)} {place}"
             self._of[name] = fusing
             nodes.append(source_node(name, meta, self._sources))
@@ -125,12 +128,14 @@ class Fusings:
         self, outputs: Mapping[str, Node], sources: Mapping[str, TensorMeta], wanted: Mapping[str, TensorMeta]
     ) -> list[dict[Where, Degrees]]:
         """For each section the degrees of its instances, as the layouts of sources and target tell them."""
+        # Back from the target: in which outputs do elements of each stand-in come out?
         for name, node in outputs.items():
             for number, leaf in enumerate(node.leaves):
                 if leaf in self._of:
                     meta = wanted.get(name)
                     use = _UseInTarget(node.form, number, None if meta is None else _layout(meta))
                     self._uses.setdefault(leaf, []).append(use)
+        # What was made first, for it may be taken by another statement, which then knows its layout.
         for leaf, each in self._of.items():
             if each.operation.targets == 1 and each.degrees[1] is None:
                 each.degrees = each.degrees[0], self._made_for(each, self._uses.get(leaf, []))
@@ -138,14 +143,17 @@ class Fusings:
         for each in self._found:
             if each.operation.sources == 1 and each.degrees[0] is None:
                 each.degrees = self._taken_for(each, sources), each.degrees[1]
+            # Optimizer state has no say of its own: it is laid out like its parameter, whose degree it gets.
             if each.where is not None:
                 found[each.section][each.where] = each.degrees
         return found
 
     def _made_for(self, fusing: _Fusing, uses: Sequence[_UseInTarget]) -> int | None:
         """For how many ranks what is made is laid out, as it lies in the target."""
+        # No layout, no degree. The statement then means 1, but stays open for the way back.
         if not any(use.degrees for use in uses):
             return None
+        # All layers ask the same question, and forms are shared: one answer serves them all.
         key = (fusing.made.shape, fusing.axis, tuple(uses))
         if key not in self._degrees:
             shape = fusing.made.shape
@@ -177,6 +185,7 @@ class Fusings:
             return None
         key = (node.form, axis, layouts)
         if key not in self._degrees:
+            # Read as it is stored: its layout says the degree without any geometry.
             if node.form.is_source:
                 self._degrees[key] = layouts[0][axis]
             else:
@@ -229,6 +238,11 @@ def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: S
 
     degrees: of its layout, see `TensorMeta`; shapes: of the source, by its name in the views.
     """
+    # Figure 1. `gu` is transposed, and the target cuts `dim 1` of the result over two ranks. Seen along dim 0 of `gu`:
+    #
+    #     result   [:, 0:3] rank 0   [:, 3:6] rank 1
+    #     gu       [0:3]    rank 0   [3:6]    rank 1       two equal stretches in the order of ranks: degree 2
+    #
     known = [dim for dim, degree in enumerate(degrees) if degree > 1]
     unknown = [dim for dim, degree in enumerate(degrees) if degree == 0]
     cuts = []
@@ -243,6 +257,7 @@ def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: S
             owner = _BoxOwner(
                 tuple([degrees[dim] for dim in known]), ranks, tuple([each.first[dim] for dim in unknown])
             )
+            # Along this dim something cuts the tensor, and nobody knows where.
             if size > 1 and each.dims[axis][0] in unknown:
                 owner = _UNKNOWN
             cuts.append(_OwnedIndices(start, start + size, owner))
@@ -258,10 +273,13 @@ def _degree_along(size: int, cuts: Iterable[Sequence[_OwnedIndices]]) -> int:
     """
     runs = list(_runs([cut for each in cuts for cut in _alone(each)], size))
     owners = [each for _, each in runs]
+    # The order of these questions matters: each excludes what the next ones could not tell apart.
     if any(_UNKNOWN in each for each in owners):
         return 0
+    # All ranks have all of it, or only one has: nothing is laid out for ranks here.
     if len({each for each in owners if each}) <= 1:
         return 1
+    # Some indices belong to two boxes or to none: tensors that disagree, such as copies that are cut differently.
     if any(len(each) != 1 for each in owners):
         return 0
     single = [next(iter(each)) for each in owners]
@@ -269,6 +287,8 @@ def _degree_along(size: int, cuts: Iterable[Sequence[_OwnedIndices]]) -> int:
         return 0
     if len(set(single)) < len(single) or _WHOLE in single:
         return 1
+    # Equal stretches that ascend with the ranks are what tensor parallelism makes. Anything else is refused, not
+    # guessed.
     is_even = len({length for length, _ in runs}) == 1
     return len(single) if is_even and single == sorted(single) else 0
 
@@ -276,6 +296,7 @@ def _degree_along(size: int, cuts: Iterable[Sequence[_OwnedIndices]]) -> int:
 def _alone(cuts: Sequence[_OwnedIndices]) -> Sequence[_OwnedIndices]:
     """The cuts of one tensor: where it is cut along other dims only, it is whole along this one."""
     owners = {each for _, each in _runs(cuts, 0) if each}
+    # Every rank has all indices along this dim: they have different columns of each row.
     if len(owners) == 1 and len(*owners) > 1 and _UNKNOWN not in next(iter(owners)):
         return [each._replace(owner=_WHOLE) for each in cuts]
     return cuts
@@ -283,6 +304,7 @@ def _alone(cuts: Sequence[_OwnedIndices]) -> Sequence[_OwnedIndices]:
 
 def _runs(cuts: Sequence[_OwnedIndices], size: int) -> Iterator[tuple[int, _BoxOwners]]:
     """Stretches of indices up to `size`: how long they are, and who has a part of each; nobody where none says."""
+    # A sweep over the ends of all cuts: its cost is the number of cuts, not the size of the dim.
     events: dict[int, list[tuple[_BoxOwner, int]]] = {0: [], size: []}
     for cut in cuts:
         events.setdefault(cut.start, []).append((cut.owner, 1))
@@ -291,6 +313,7 @@ def _runs(cuts: Sequence[_OwnedIndices], size: int) -> Iterator[tuple[int, _BoxO
     length, owners, before = 0, frozenset[_BoxOwner](), 0
     for index in sorted(events):
         now = frozenset(owner for owner, count in here.items() if count)
+        # Stretches that touch and have the same owners are one.
         if now != owners and length:
             yield length, owners
             length = 0

@@ -1,4 +1,9 @@
-"""Environment: the variables that there are at one point of a rewrite, and what became of them."""
+"""Environment: the variables at one point of a rewrite, and the rules by which optimizer state goes with parameters.
+
+An instance that takes parameters takes what the optimizer has for them, one key after the other: with the same boxes
+where the state has the shape of the parameter, without casts; state without dims is one for all, and has to be equal in
+all that are joined.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches

@@ -50,6 +50,8 @@ class Evaluation:
 
     def undecided(self) -> list[StatementFinding]:
         """One finding for each key of optimizer state that the way back could not tell the kind of."""
+        # One parameter without dims among many would give a finding for each of its statements. One for each key is
+        # enough.
         first = {key: (scalar, finding) for key, scalar, finding in reversed(self.leaning)}
         return [finding for key, (scalar, finding) in first.items() if is_scalar(key, self.outputs) is not scalar]
 
@@ -100,7 +102,9 @@ class _TaskEvaluator:
         self.trace: list[list[AppliedInstance]] = []
         self._wanted_index = None if wanted is None else NameIndex(wanted)
         self.leaning: list[tuple[str, bool, StatementFinding]] = []
+        # Asked for each parameter, and answered by a walk over all sources.
         self._scalar: dict[str, bool | None] = {}
+        # Figure 1 of `compiled_ops.py` shows what is kept: one entry for each statement and shape, not for each layer.
         self._compiled: dict[object, CompiledOps | OpsRefusal] = {}
         self._held: list[object] = []
         """Keeps alive what the keys of `_compiled` tell apart by id."""
@@ -109,6 +113,7 @@ class _TaskEvaluator:
         """Carry one task out, or find what is wrong with it."""
         statement = task.statement
         applied_instances: list[AppliedInstance] = []
+        # Before anything can fail: the trace has an entry for every task, since others pair the two.
         self.trace.append(applied_instances)
         # What reads the outputs of a statement that is wrong would only repeat the finding under other names.
         if self.environment.hides and any(self.environment.hidden(NamePattern(name)) for name in statement.left):
@@ -117,6 +122,8 @@ class _TaskEvaluator:
         todo: list[tuple[tuple[StatementOperation, ...], Sequence[Expanded]]] = []
         findings: list[StatementFinding] = []
         for group in task.groups:
+            # As it was written: the names that there are decide. Otherwise this undoes something, and its instances are
+            # known.
             if group.instances is None:
                 made, wrong = expand(statement, self.environment, self._wanted_index, self.notes)
                 todo.append((group.operations, made))
@@ -124,6 +131,7 @@ class _TaskEvaluator:
                 there, wrong = self._there(statement, group.instances)
                 todo.append((group.operations, there))
             findings += wrong
+        # All or nothing: half of the instances of a statement would leave variables that later statements misread.
         if findings:
             self.findings.extend(findings)
             self._hide(statement)
@@ -135,6 +143,7 @@ class _TaskEvaluator:
     ) -> tuple[Sequence[Expanded], list[StatementFinding]]:
         """Instances, and what is wrong where something that they read is not there."""
         exists = self.environment.exists
+        # Undoing what was added: the target may never have had it.
         if statement.optional:
             return [each for each in instances if all(map(exists, each.left))], []
         absent = [(name, each) for each in instances for name in each.left if not exists(name)]
@@ -150,6 +159,7 @@ class _TaskEvaluator:
     def _hide(self, statement: Statement) -> None:
         """What a statement would have written is not known: nothing more is found about it."""
         for name in statement.right:
+            # A variable without a node: statements that read it pass on silently.
             if name.plain is not None:
                 self.environment.assign(Variable(name.plain, None))
             else:
@@ -190,6 +200,8 @@ class _TaskEvaluator:
                 continue
             if variable.added:
                 added.add(name)
+            # A target that wants a tensor gets it even if statements read it, since `a -> b` does not say that `a`
+            # goes.
             elif variable.node is not None and (variable.live or name in wanted):
                 outputs[name] = variable.node
         return Evaluation(
@@ -230,9 +242,11 @@ class _Carrying:
         """Carry instances out, all of whose left names are there, each with the operations that apply to it."""
         for operations, instances in parts:
             self._operations = operations
+            # `dtype='bfloat16'` is meant for the weights. Moments in bfloat16 would be another optimizer.
             self._along = without_casts(operations)
             self._apart, self._along_apart = apart(operations), apart(self._along)
             self._said = said(self._apart)
+            # Looking up each instance is left out for statements that lay nothing out for ranks.
             self._laid = self._evaluator.laid if self._apart[1] else {}
             self._carry_out(instances)
         # All have read what was there before the statement, so that `layers.$L -> layers.$L+1` shifts every layer once.
@@ -244,6 +258,7 @@ class _Carrying:
         variables = self._variables
         for expanded in instances:
             left, right, _ = expanded
+            # `_ -> b`: nothing is read, and no element is made.
             if not left:
                 self._add(expanded)
                 continue
@@ -258,6 +273,7 @@ class _Carrying:
 
     def _add(self, expanded: Expanded) -> None:
         for name in expanded.right:
+            # A parameter that keeps its value keeps its optimizer state too.
             added = [Variable(name, None)]
             self._applied.append(AppliedInstance((), (added[0],), None, False))
             states = [state_name(name, key) for key in self._evaluator.wanted_keys.get(name, ())]
@@ -274,22 +290,26 @@ class _Carrying:
         made: tuple[Node, ...] = ()
         if not right:
             self._drop(read)
+        # `a -> a` is not a read: it says that `a` comes out although other statements read it.
         elif left == right and not self._operations and transposed is None:
             for variable in read:
                 variable.kept = True
         else:
+            # Reads are counted even where the node is unknown: the variable is used up, and not reported as left over.
             nodes = self._read(expanded, read)
             for variable in read:
                 variable.reads += 1
             if nodes is None:
                 self._write_unknown(expanded, right)
                 return degrees, made
+            # By task and instance, for the same fused statement may meet layers that are cut differently.
             degrees = self._laid.get((self._evaluator.task, expanded), degrees)
             made = self._compute(expanded, read, right, nodes, degrees, along=False)
         return degrees, made
 
     def _drop(self, read: Sequence[Variable]) -> None:
         for variable in read:
+            # Two instances of a statement may drop one variable, such as a tensor that both name.
             if variable.dropped is None:
                 self._evaluator.environment.drop(variable, self._statement)
 
@@ -317,6 +337,7 @@ class _Carrying:
     ) -> tuple[Node, ...]:
         """Write what the operations make of nodes, and return it; nothing where they do not fit."""
         operations = self._along if along else self._operations
+        # A rename passes the node itself on. So a proof sees at a glance that nothing happened on the way.
         if not operations and expanded.transposed is None and len(nodes) == len(right) == 1:
             self._do(expanded, read, right, nodes, None, along)
             return nodes
@@ -331,6 +352,7 @@ class _Carrying:
             where = None if along else (self._evaluator.task, expanded)
             made = self._stand_in(self._evaluator.fusings, where, expanded, nodes, along)
         else:
+            # No steps, no new node.
             made = apply_ops(ops, nodes) if ops.steps else nodes
         self._do(expanded, read, right, made, None if ops.does_nothing else ops, along)
         return made
@@ -373,6 +395,7 @@ class _Carrying:
         along: bool,
     ) -> None:
         written = tuple([Variable(name, node) for name, node in zip(right, nodes, strict=True)])
+        # Variables, not names: a name may be assigned again, and the way back has to know which one was meant.
         self._applied.append(AppliedInstance(read, written, ops, along))
         self._writings += written
         self._writers += [expanded] * len(written)
@@ -408,6 +431,7 @@ class _Carrying:
         tensors = tuple([each.node for each in parameters if each.node is not None])
         for variable in states:
             variable.along += 1
+        # Joining q with k needs both moments: none can be made up for a parameter that has no state.
         if len(states) < len(left):
             lacking = left[found.index(None)]
             states_at = found.index(states[0])
@@ -441,6 +465,7 @@ class _Carrying:
             doubt = StatementFinding.of(self._statement, undecided(name, back=True), expansion=[str(expanded)])
             self._evaluator.leaning.append((key, what.shared, doubt))
         if what.shared:
+            # One step count stands for all parameters that are joined. That they agree is checked when values are read.
             if len(nodes) > 1:
                 self._evaluator.agree.append(nodes)
             self._do(expanded, states, names, nodes[:1] * len(names), None, True)
@@ -462,12 +487,15 @@ class _Carrying:
             name = variable.name
             before = variables.get(name)
             if before is not None:
+                # Two layers that write one name: the second would win, whichever that is.
                 if name in written:
                     self._refuse(
                         f"{name} is written by more than one instance: {written[name]}; {expanded}",
                         expanded,
                         alike=name,
                     )
+                # `a -> b` while `b` is there and unread loses `b` without saying so. A swap over a temporary reads each
+                # before.
                 elif before.dropped is None and not (before.reads or before.along):
                     self._refuse_overwriting(before, variable, expanded)
             written[name] = expanded
@@ -493,6 +521,7 @@ class _Carrying:
     # Findings
 
     def _refuse(self, message: str, expanded: Expanded, *, alike: str = "") -> None:
+        # The same mistake in 61 layers is one finding with three examples.
         self._wrong.setdefault(alike or message, []).append((message, expanded))
 
     def _report(self) -> None:

@@ -1,4 +1,4 @@
-"""Expansion: the instances of a statement, whose names are names of tensors, for the names that there are.
+"""Expansion: the instances of a statement for the names that there are, and the record of those carried out.
 
 A placeholder stands for the same digits in all left names: the matches of the left names are joined on what they share,
 and a match without partners is a finding. So ragged combinations (experts that only some layers have) are taken as they
@@ -127,7 +127,7 @@ class _Expansion:
             filled = [right.fill(bindings) for right in self.right]
             names = tuple([each for each in filled if each is not None])
             if len(names) < len(filled):
-                return None  # a number would be negative, which is told where all is looked at closely
+                return None  # a number would be negative, which the close look reports
             made.append(Expanded((name,), names, mask))
         return made or None
 

@@ -80,6 +80,7 @@ def _lines(checked: Explained) -> Iterator[tuple[str, str, tuple[str, str, str]]
     outputs = checked.outputs
     for name, meta in outputs.items():
         whole = Box((0,) * len(meta.shape), meta.shape)
+        # In the order of the target, as a reader would look for a box.
         fragments = sorted(checked.resolve(name, whole), key=lambda each: each.first)
         for each in fragments:
             source = checked.sources[each.other]
@@ -204,6 +205,9 @@ def _ranges(many: Sequence[_Numbered]) -> Iterator[_Cells]:
     width = len(many[0].target)
     parts = [_ShownRanges(tuple([(int(n), int(n)) for n in (*each.target, *each.source)]), ()) for each in many]
     primary = width or len(parts[0].bounds)
+    # Figure 1. Lines fold along the last number first, then along the ones before::
+    #
+    #     l.0.e.0  l.0.e.1  l.1.e.0  l.1.e.1     ->     l.0.e.{0..1}  l.1.e.{0..1}     ->     l.{0..1}.e.{0..1}
     for column in reversed(range(primary)):
         parts = _merged(parts, column, primary)
     for part in parts:

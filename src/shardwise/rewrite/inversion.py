@@ -9,6 +9,8 @@ Figure 1. `a` is joined with `b`, and copied. It can be made again of `ab` and o
     there               graph              back, last statement first
     a, b -> ab          a, b --> ab        c -> _               the copy is dropped: a loss
     a -> c              a -----> c         ab -> a, b
+
+The proof at the end of the file is a check of this library, not of its user: a failure is a fault of ours.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -71,6 +73,7 @@ class _Graph:
 
     def usable(self, applied: AppliedInstance) -> bool:
         """Whether an instance can be undone. What stands for all can be taken from any."""
+        # One value without dims was written for all results, so any result that is left gives it back.
         if applied.ops is None and applied.along:
             return any(map(self.available, applied.right))
         return all(map(self.available, applied.right))
@@ -79,6 +82,7 @@ class _Graph:
         if not applied.left:
             return
         if self.usable(applied):
+            # Both sources of a join come back together, or neither does.
             for variable in reversed(applied.left):
                 self.copies.add(variable)
                 if variable not in self.outputs:
@@ -126,6 +130,7 @@ def undo(
     `trace` are the statements with what each did, `aliases` those sources that are other names of sources.
     """
     graph = _Graph(trace, outputs.values())
+    # Losses are gathered as the way back is found: `lossy="allow"` takes the same way and only accepts them.
     losses = [*_copied(trace, graph), *_narrowed(trace, graph)]
     spares = _Spares(trace, sources)
     tasks = [
@@ -133,6 +138,7 @@ def undo(
         for statement, applied_instances in reversed(trace)
         for task in _undone(statement, applied_instances, graph, spares)
     ]
+    # Tied sources are one tensor with two names. Where one name comes back, it can be copied to the other.
     survivors: dict[str, str] = {}
     for name, variable in sources.items():
         if graph.available(variable):
@@ -143,6 +149,7 @@ def undo(
         statement = graph.dropped_by(sources[name])
         if name in survivors:
             tasks.append(_task(statement, [Expanded((survivors[name],), (name,))]))
+        # `_ -> name`: the target keeps what it has under the name, as the rewrite back has nothing to put there.
         elif not _follows(name, lost):
             losses.append(graph.dropping(statement, name, sources[name]))
             tasks.append(_task(statement, [Expanded((), (name,))]))
@@ -246,6 +253,8 @@ class _Undone:
 
     def _names(self, applied: AppliedInstance, counts: Sequence[bool]) -> tuple[str, ...]:
         """The names under which what an instance took is made again: copies that do not count get spare names."""
+        # A statement writes one variable once. So a copy that does not count gets a name of its own, and is dropped at
+        # the end.
         names: list[str] = []
         for variable, counted in zip(applied.left, counts, strict=True):
             name = variable.name
@@ -282,6 +291,7 @@ def _undone(
         if not applied.left:
             undone.drop_added(tuple([variable.name for variable in applied.right]))
             continue
+        # Of several instances that read a variable the first makes it again. The others make copies.
         counts = [graph.route.get(variable) is applied for variable in applied.left]
         if graph.usable(applied) and any(counts):
             undone.take(applied, counts)
@@ -329,6 +339,7 @@ def _worded(losses: Iterable[_Loss]) -> tuple[str, ...]:
         alike.setdefault((place.line, place.column, loss.what), []).append(loss)
     worded = []
     for (line, *_), many in sorted(alike.items()):
+        # One line for each statement and kind of loss: the same cast in 32 layers is one loss to decide on.
         first = min(many, key=lambda each: each.name)
         more = f" (and {len(many) - 1} more)" if len(many) > 1 else ""
         text = " ".join(first.statement.text.split())
@@ -351,6 +362,7 @@ class Claim:
 
     def failing(self, tasks: Iterable[StatementTask]) -> list[str]:
         """The sources that tasks, carried out on the outputs, do not give back, or what else is wrong."""
+        # The way back runs through the same evaluator as the way there, on the very nodes that came out.
         returned = evaluate(tasks, self.outputs)
         if returned.findings:
             return [str(returned.findings[0])]
@@ -366,6 +378,12 @@ class Claim:
 def prove(claim: Claim, applied_instances: Iterable[AppliedInstance], tasks: Iterable[StatementTask]) -> None:
     """Carry out the tasks that undo instances. Raises AssertionError naming the sources that do not come back."""
     for applied in applied_instances:
+        # Figure 2. A proof has two halves, and neither looks at an element::
+        #
+        #     operations   a, b --steps--> c --undo--> a, b     on fresh sources, once for each shape
+        #     the whole    sources --tasks--> outputs --undoing.tasks--> sources, name by name
+        #
+        # The first shows that steps are undone. The second shows that the right names meet the right steps.
         if applied.ops is not None and not applied.ops.proved:
             _prove_ops(applied.ops, [variable.node.meta for variable in applied.left if variable.node is not None])
     wrong = claim.failing(tasks)
@@ -379,6 +397,7 @@ def gives_back(claim: Claim, statements: Iterable[Statement]) -> bool:
 
 def _prove_ops(ops: CompiledOps, metas: Sequence[TensorMeta]) -> None:
     """Carry operations and what undoes them out on tensors of these metas."""
+    # Views are compared, not nodes: `apply_ops` would hand the same nodes back and so prove itself.
     values = [ViewedTensor.source(str(place), meta) for place, meta in enumerate(metas)]
     returned = apply_steps(ops.undo, apply_steps(ops.steps, values))
     same = all(
@@ -411,8 +430,10 @@ def _same(returned: Node | None, node: Node, standing: Mapping[Node, Node], alia
     """Whether a source came back."""
     if returned is None:
         return False
+    # The common case, by identity. Values are compared only where a way back took other steps than the way there.
     if returned is node or standing.get(returned, returned) is standing.get(node, node):
         return True
+    # Casts are left out: what they lose is a loss that was reported, and not a fault of the way back.
     one, other = (_bare(each.value_under(aliases)) for each in (returned, node))
     return returned.meta.dtype == node.meta.dtype and one.same_elements(other)
 

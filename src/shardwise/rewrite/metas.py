@@ -1,4 +1,4 @@
-"""Metas: what a rewrite knows of a tensor, which is all but its elements."""
+"""Metas: all that a rewrite knows of a tensor (shape, dtype, layout), and which dtypes hold every value of which."""
 
 from collections.abc import Mapping, Sequence
 from operator import index

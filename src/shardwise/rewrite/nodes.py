@@ -2,6 +2,7 @@
 
 Tensors that come about in the same way (the same operations on the same shapes) have the same views but for the names
 of their sources. So the views are found once for all of them, as a `Form`, and a node is a form and the names in it.
+A `Correspondence` answers which elements of sources are in a box of an output, and the other way round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Rewrites: what users make, check, invert and compose."""
+"""Rewrites: what users make, check, invert and compose; and those that come with the library as files."""
 
 import json
 import os
@@ -95,6 +95,7 @@ class Rewrite:
             made = cls(source, parameters=parameters)
         except RewriteError as error:
             raise RewriteError(*error.problems, about=str(path)) from None
+        # An empty file is more likely a wrong path than a rewrite that changes nothing.
         if made._sections is not None and not any(section.statements for section in made._sections):
             raise RewriteError(f"{path} holds no statement: write one a line, such as `a -> b`")
         return made
@@ -155,6 +156,8 @@ class Rewrite:
 
     def to_record(self) -> dict[str, Any]:
         """JSON values from which `from_record` makes it: the statements as written, and which sections go backward."""
+        # What was written is recorded, not its inverse: with a target at hand the exact inverse is found again, and
+        # text is less.
         parts = ["\n".join([text_of(statement) for statement in section.statements]) for section in self.stages]
         inverted = [place for place, section in enumerate(self.stages) if section.inverted]
         record: dict[str, Any] = {"text": f"\n{BOUNDARY}\n".join(parts)}
@@ -176,6 +179,7 @@ class Rewrite:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rewrite):
             return NotImplemented
+        # By meaning: spaces, comments and line breaks do not make another rewrite.
         return self._canonical == other._canonical
 
     def __hash__(self) -> int:
@@ -263,6 +267,7 @@ class Rewrite:
         with uncollected():
             metas = metas_of(sources, "sources")
             other_names = _other_names({} if aliases is None else aliases, metas)
+            # A statement may name a tied tensor by any of its names.
             metas |= {alias: metas[name] for alias, name in other_names.items()}
             targets = None if wanted is None else metas_of(wanted, "tensors of the target")
             proved = fit(self.stages, metas, targets, metas_of(recorded or {}), other_names)
@@ -289,6 +294,7 @@ class Checked(Correspondence):
         last = proved[-1].done.evaluation
         self.ties = ties_of(last.outputs, aliases, wanted)
         """Other names of outputs: alias -> output."""
+        # Ties are written as ties, not twice.
         nodes = {name: node for name, node in last.outputs.items() if name not in self.ties}
         self.added = last.added
         """Targets that keep their current value (`_ -> b`)."""
@@ -326,6 +332,7 @@ class Checked(Correspondence):
 def _undoing(proved: Proved) -> tuple[Statement, ...]:
     """The statements that undo a section: with placeholders, where those undo it too."""
     statements = spelled_out(proved.undoing.tasks, patterns=True)
+    # Placeholders may also match tensors that no instance meant. Trying the statements is the only way to know.
     return statements if gives_back(proved.claim, statements) else spelled_out(proved.undoing.tasks, patterns=False)
 
 

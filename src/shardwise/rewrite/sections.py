@@ -1,6 +1,12 @@
-"""Sections: a rewrite's statements, to be carried out forward or backward; and what they did to given tensors.
+"""Sections: parts of a rewrite, from text to what they did to tensors. Each sees what the one before gives out.
 
-A composed rewrite has several sections: each sees only what the one before gives out.
+Figure 1. `a -> b`, a line `---`, `b -> c`, and the inverse::
+
+    Text           "a -> b"           "b -> c"            as written, with parameters
+    Section        (Statement,)       (Statement,)        parsed; `inverted` says which way
+    AppliedSection a --> b            b --> c             carried out on nodes: `Evaluation`
+    Proved         undoing b -> a     undoing c -> b      and each was shown to lead back
+    inverse        c -> b, then b -> a                    reversed, each section turned
 """
 
 import gc
@@ -56,6 +62,7 @@ class Text(NamedTuple):
 
     def with_parameters(self, parameters: TextParameters) -> "Text":
         """The text with those of the parameters that it lacks; what it was given it keeps."""
+        # A value that was given stays: two sides of a composed rewrite may mean other things by one name.
         lacking = self.lacking
         given = {**dict(self.given), **{name: value for name, value in parameters.items() if name in lacking}}
         return self._replace(given=tuple(sorted(given.items())))
@@ -70,6 +77,7 @@ def texts_of(source: object, parameters: object) -> tuple[Text, ...]:
     """The sections of a rewrite in the order in which they are carried out. Raises RewriteError for what is none."""
     text, inverted = _read(source)
     texts = [Text(part, inverted, lossy=False) for part in _parts(text)]
+    # To undo two sections is to undo the second one first.
     return with_parameters(reversed(texts) if inverted else texts, parameters)
 
 
@@ -114,6 +122,7 @@ def _parts(text: str) -> list[str]:
     """The text of each section, at its line of the whole."""
     lines = text.splitlines()
     bounds = [-1, *(at for at, line in enumerate(lines) if line.strip() == BOUNDARY), len(lines)]
+    # Newlines stand for the sections before, so that findings name the line of the whole text.
     return ["\n" * (start + 1) + "\n".join(lines[start + 1 : stop]) for start, stop in pairwise(bounds)]
 
 
@@ -243,6 +252,7 @@ def carry_out(
     sections lead back. Raises RewriteError where an inverted section would lose something.
     """
     known = _known(sections, recorded or wanted)
+    # Two passes cost twice the time, and few rewrites leave a degree open.
     if not _asks_layouts(sections, sources, wanted):
         return list(_carried_out(sections, nodes_of(sources), known, wanted))
     # Once to see which way fused tensors go, and again with the degrees that layouts tell then.
@@ -274,6 +284,7 @@ def _carried_out(
         if fusings is not None:
             fusings.section = place
         if place < len(before):
+            # Tasks of the first pass are kept: `laid` names instances by the number of their task.
             tasks, unfit = before[place].tasks, before[place].unfit
         else:
             metas = {name: node.meta for name, node in nodes.items()} if section.inverted else {}
@@ -283,6 +294,7 @@ def _carried_out(
         evaluation = evaluate(tasks, nodes, targets, added, laid=here, fusings=fusings)
         evaluation.findings += evaluation.undecided()
         yield AppliedSection(tasks, nodes, evaluation, unfit)
+        # The next section would see outputs that are not there, and report these.
         if evaluation.findings:
             break
         nodes, added = evaluation.outputs, evaluation.added
@@ -291,6 +303,7 @@ def _carried_out(
 def _known(sections: Sequence[Section], last: Metas | None) -> list[Metas | None]:
     """What is known of that which each section leads to: an inverted section tells what it starts from."""
     known: list[Metas | None] = []
+    # From the target back: what an inverted section leads to tells, carried out forward, what it starts from.
     for place in reversed(range(len(sections))):
         known.append(last)
         section = sections[place]
@@ -318,11 +331,13 @@ def _tasks(
     if known is not None:
         forward_tasks = _forward(section)
         forward = AppliedSection(forward_tasks, {}, evaluate(forward_tasks, nodes_of(known), sources), ())
+        # The record fits, so this inverse is the exact one: with dtypes, sizes and digits that the text lacks.
         if not forward.evaluation.findings:
             undoing = forward.undoing({})
             if not section.lossy:
                 refuse_losses(undoing.losses)
             return list(undoing.tasks), ()
+        # Not raised here: the text may be enough. If it is not, the first of these explains why.
         unfit = tuple(forward.evaluation.findings)
     if not section.lossy:
         refuse_losses(textual_losses(section.statements))
@@ -361,6 +376,7 @@ def fit(
             problems.append(f"{hint}: {done[-1].unfit[0]}")
         raise RewriteError(*problems)
     for place, each in enumerate(done):
+        # Ties are between sources, and only the first section sees these.
         other_names = {} if place else aliases
         undoing = each.undoing(other_names)
         evaluation = each.evaluation
@@ -372,6 +388,7 @@ def fit(
             lost=undoing.lost | other_names.keys(),
             aliases=other_names,
         )
+        # Every check is proved, in production too: a fault of this library must not reach a file.
         prove(claim, applied_instances, undoing.tasks)
         proved.append(Proved(each, undoing, claim))
     return proved
@@ -445,6 +462,7 @@ def ties_of(outputs: Mapping[str, Node], aliases: Mapping[str, str], wanted: Col
     tied = set(aliases.values())
     groups: list[tuple[ViewedTensor, dict[tuple[str, ...], str]]] = []
     for name, node in outputs.items():
+        # Only what comes of a tied source can be tied. This spares comparing all outputs with each other.
         if tied.isdisjoint([aliases.get(leaf, leaf) for leaf in node.leaves]):
             continue
         value = node.value_under(aliases)

@@ -1,4 +1,7 @@
-"""Spelling: the names of a statement, from how they are written to their parts, and back."""
+"""Spelling: names read from tokens into parts, and names and statements written as text.
+
+What is written is read back as an equal statement: inverses and records in saves rely on it.
+"""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Statements: what one line of a rewrite says, as data. Parsed from text, expanded to instances, inverted, printed.
+"""Statements: what one line of a rewrite says, as data; and findings, what is wrong with one, shown at its place.
 
 A statement takes the tensors of its left names, carries its operations out from left to right, and gives the results to
 its right names. An operation either changes each tensor that is there (`Permute`, `Reshape`, `Cast`), or makes other
@@ -195,7 +195,7 @@ class Statement:
 
 
 Faults: TypeAlias = list[tuple[TextPlace, str]]
-"""What is wrong within one statement, and where: findings, before they are told of which statement."""
+"""What is wrong within one statement, and where: findings, before their statement is known."""
 
 SHOWN = 3
 """Instances or combinations that one finding names; of more it says how many there are."""

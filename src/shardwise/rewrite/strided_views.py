@@ -9,6 +9,8 @@ qkv is six views, each of one source::
 
     qkv    q0 q1 k0 v0 q2 q3 k1 v1
            ----- -- -- ----- -- --
+
+A `Fragment` is a view as a box on both sides, which is what reads, copies and messages can carry.
 """
 
 from bisect import bisect_left, bisect_right

@@ -1,4 +1,4 @@
-"""Syntax: the text of a rewrite, read into statements, and statements written as text.
+"""Syntax: the text of a rewrite, read into statements, and what to say where it cannot be read.
 
 The text is cut into tokens, the tokens into statements, and each statement is parsed alone, so that a bad one hides no
 errors of others.
@@ -38,12 +38,15 @@ def parse(text: str, parameters: Mapping[str, int | str]) -> tuple[Statement, ..
     findings: list[StatementFinding] = []
     for tokens in _cut(_tokens(text)):
         faults: Faults = []
+        # The text of a statement is what the user wrote, with comments and line breaks inside, so that carets meet it.
         first = tokens[0]
+        # A comma left over at the end would put the caret behind the statement.
         last = tokens[-2] if tokens[-1].type == "_COMMA" and len(tokens) > 1 else tokens[-1]
         written = text[first.start_pos : last.end_pos]
         place = TextPlace(first.line or 1, first.column or 1, len(written.partition("\n")[0].rstrip("\r")))
         try:
             left, right = cast("_ParsedSides", _parser().parse(tokens))
+        # Only this statement is lost: the next one is parsed as if nothing had happened.
         except UnexpectedToken as error:
             faults.append(complaint(tokens, error.token, text, place))
         else:
@@ -59,6 +62,7 @@ def needed_parameters(text: str) -> frozenset[str]:
     >>> sorted(needed_parameters("q, k, v -> x, fused_qkv, num_heads={heads}, num_key_value_groups={groups}"))
     ['groups', 'heads']
     """
+    # On tokens, not on the text: braces in a comment or in a quoted name are no parameters.
     values = (token for token in _tokens(text) if token.type == "VALUE")
     return frozenset(name for value in values for name in re.findall(r"\{\s*([^{}]*?)\s*\}", value) if name)
 
@@ -71,6 +75,7 @@ _NameOrAttribute: TypeAlias = Token | tuple[Token, Token]
 _ParsedSides: TypeAlias = tuple[list[Token], list[_NameOrAttribute]]
 
 
+# Statements are cut between tokens, so the lexer runs once over the whole text, before any statement is known.
 class _TokensAsTheyAre(Lexer):
     """Gives the parser the tokens of a statement, which are there."""
 
@@ -96,6 +101,7 @@ class _Sort(Transformer[Token, object]):
 
 
 @cache
+# Read and built at the first rewrite, and not when shardwise is imported.
 def _grammar() -> str:
     return files("shardwise.rewrite").joinpath("grammar.lark").read_text(encoding="ascii")
 
@@ -121,6 +127,13 @@ _CARRYING: Final = ("ARROW", "_COMMA")
 
 def _cut(tokens: Iterable[Token]) -> Iterator[Sequence[Token]]:
     """The tokens of each statement: lines, with those that carry them on, in parts where statements are glued."""
+    # Figure 1. Four ways in which AOA configurations end a statement, and two in which they do not::
+    #
+    #     a -> b                 a newline               a, b            no: the arrow carries on
+    #     c -> d; e -> f         a semicolon               -> c,         no: the comma carries on
+    #     g -> h, axis=1 i -> j  glued                    axis=0
+    #     k -> l,                a comma left over, where the next line has an arrow
+    #     m -> n
     current: list[Token] = []
     for line, ended in _lines(tokens):
         if current and (ended or not _carries_on(current, line)):
@@ -156,6 +169,7 @@ def _carries_on(current: Sequence[Token], line: Sequence[Token]) -> bool:
     """
     if line[0].type not in _CARRYING and current[-1].type not in _CARRYING:
         return False
+    # One statement has one arrow. Two lines with an arrow each are two statements, whatever stands between them.
     return not (_arrows(current) and _arrows(line))
 
 
@@ -166,6 +180,7 @@ def _arrows(tokens: Sequence[Token]) -> int:
 def _unglued(tokens: list[Token]) -> Iterator[list[Token]]:
     """Cut where a name follows on a whole statement without a comma, and has an arrow of its own: `a -> b c -> d`."""
     ahead = _arrows(tokens)
+    # One arrow: nothing is glued, as in nearly every statement.
     if ahead < 2:
         yield tokens
         return
@@ -174,6 +189,8 @@ def _unglued(tokens: list[Token]) -> Iterator[list[Token]]:
         if token.type == "ARROW":
             whole = True
             ahead -= 1
+        # `whole`: this statement has its arrow. `ahead`: the next one will have its own. Without the second condition
+        # `a -> b fused_ffn` would be cut before a flag whose comma is missing.
         elif (
             whole
             and ahead
@@ -198,6 +215,7 @@ def _statement(
     parameters: Mapping[str, int | str],
     faults: Faults,
 ) -> Statement:
+    # The grammar cannot tell a flag such as fused_ffn from a name: both are words. They are told apart here.
     targets, arguments = _parted(right, faults)
     sources, results = _side(left, faults, right=False), _side(targets, faults, right=True)
     operations: tuple[StatementOperation, ...] = ()
@@ -208,6 +226,7 @@ def _statement(
         faults.append((arguments[0].place, f"a name is missing on the right: {what}"))
     elif not sources and not results:
         faults.append((place, "'_ -> _' says nothing; 'a -> _' drops a, '_ -> b' adds b"))
+    # A plain rename, as most lines are, has nothing to be checked for.
     elif arguments or len(sources) + len(results) != 2 or "*" in text:
         names = StatementNames.of(sources, results, targets[-1])
         operations, optional, gaps = operations_of(arguments, names, place, parameters, faults)
@@ -264,12 +283,14 @@ def complaint(tokens: Sequence[Token], unexpected: Token, text: str, place: Text
 
     `text` is all that was parsed, `place` the statement's own.
     """
+    # The likeliest mistake first: `=>`, `<-` and arrows that an editor has put in.
     arrow = _OTHER_ARROWS.search(text, tokens[0].start_pos or 0, tokens[-1].end_pos or 0)
     if unexpected.type == "STRAY" and arrow and unexpected.start_pos == arrow.start():
         return _placed(unexpected, len(arrow[0])), f"the arrow is written '->', and points to the right; {_FORM}"
     if unexpected.type == "STRAY":
         return _stray(tokens, unexpected, text)
     index = next((number for number, token in enumerate(tokens) if token is unexpected), len(tokens))
+    # What is wrong shows at a token, and what is missing shows in the one before it.
     before = tokens[index - 1] if index else None
     if not any(token.type == "ARROW" for token in tokens) and (unexpected.type in ("$END", "VALUE")):
         return place, _without_arrow(tokens)

@@ -2,6 +2,8 @@
 
 Statements are reversed and their sides swapped. What the text does not say (out of which dtype a cast was, of which
 sizes the parts were) is left open in the swapped statement, and is a finding when it is needed.
+
+`spelled_out` writes an exact inverse, which is instances, as statements that do the same.
 """
 
 import re
@@ -45,6 +47,7 @@ def inverse_of_text(statements: Sequence[Statement]) -> tuple[Statement, ...]:
     for statement, copies in reversed(list(zip(statements, _copies(statements), strict=True))):
         if not statement.right and statement.optional:
             continue
+        # Everything that it read comes back from elsewhere, so its results are only dropped.
         if copies and all(copies):
             made.append(_made(statement, statement.right, (), ()))
         elif not _keeps(statement):
@@ -75,6 +78,7 @@ def textual_losses(statements: Sequence[Statement]) -> tuple[str, ...]:
 
 def _copies(statements: Sequence[Statement]) -> list[tuple[bool, ...]]:
     """Of each left name of each statement, whether something else has what it reads: an earlier one, or the tensor."""
+    # A name that is assigned again is another tensor. Only reads of one version of it are copies.
     version: dict[tuple[NamePart, ...], int] = {}
     kept = set()
     reads = []
@@ -127,10 +131,12 @@ def _swap(statement: Statement, copies: Sequence[bool], spare_marks: tuple[str, 
     operations = [_undo(each) for each in reversed(statement.operations)]
     transposed = [name.transposed for name in statement.left]
     after: list[Statement] = []
+    # `^T` may stand only on the left, so on the way back it is a permute of the result.
     if transposed and all(transposed):
         operations.append(Permute(None))
         transposed = [False] * len(right)
     for place, name in enumerate(right):
+        # Only some names were transposed. Those go through a temporary that is transposed in a statement of its own.
         if transposed[place]:
             spare = right[place] = _called(spare_marks[0], name)
             after.append(_made(statement, (Name(spare.parts, True, name.place),), (name,), ()))
@@ -166,6 +172,7 @@ def other_side(*sides: Sequence[Name]) -> list[tuple[Name, ...]]:
     """
     used = {part.name for names in sides for name in names for part in name.parts if isinstance(part, Placeholder)}
     old = "LAYER_ID_OFFSET"
+    # The shift is a part of the placeholder by now. Under the old name it would be shifted once more when it is read.
     new = old if "LAYER_ID" in used else "LAYER_ID"
 
     def turned(name: Name) -> Name:
@@ -215,6 +222,7 @@ def spelled_out(tasks: Sequence[StatementTask], *, patterns: bool) -> tuple[Stat
     """
     made: list[Statement] = []
     for task in tasks:
+        # 32 layers are one line again, as in the text that the user wrote.
         sides = _pattern(task) if patterns else None
         for left, right, operations in _plain(task) if sides is None else [sides]:
             line = len(made) + 1
@@ -250,6 +258,7 @@ def _matches(left: Sequence[NamePattern], right: Sequence[NamePattern], instance
         return False
     bindings: dict[str, str] = {}
     for pattern, name in zip(left, instance.left, strict=True):
+        # A name that an earlier statement made up may have other runs than the pattern.
         runs = _DIGITS.findall(name)
         if len(runs) != pattern.num_runs:
             return False
@@ -265,6 +274,10 @@ def _matches(left: Sequence[NamePattern], right: Sequence[NamePattern], instance
 
 def _plain(task: StatementTask) -> Iterator[_SpelledSides]:
     """The instances of a task as statements in an order in which none overwrites what another is yet to read."""
+    # Figure 1. Instances act at once, statements one after the other. So readers go before the writer of their name:
+    #
+    #     at once    w_0 -> w_1, w_1 -> w_2          in order    w_1 -> w_2; w_0 -> w_1
+    #     a circle   a -> b, b -> a                  in order    a -> new b; b -> new a; new b -> b; new a -> a
     waiting = [(group.operations, each) for group in task.groups for each in group.instances or ()]
     readers: dict[str, list[int]] = {}
     for number, (_, each) in enumerate(waiting):
@@ -285,6 +298,7 @@ def _plain(task: StatementTask) -> Iterator[_SpelledSides]:
             if not needs[freed]:
                 ready.append(freed)
     done = set(ready)
+    # What waits for itself needs temporaries.
     circle = [each for number, each in enumerate(waiting) if number not in done]
     spare = {name: f"new {name}" for _, each in circle for name in each.right}
     for operations, each in circle:

@@ -122,7 +122,7 @@ class ShardedBucket(WholeBucket):
     def fill(self, counters: Counters, *, unit: str) -> Work | None:
         """Begin to gather all elements; None where they are here already."""
         # The storage object stays and only its memory comes and goes: the parameters, and what autograd saved of them,
-        # are views of it. A new tensor for each gathering would leave those views without values. The parameters have
+        # are views of it. A new tensor for each gather would leave those views without values. The parameters have
         # version counters of their own (`.data` was set), so that autograd does not take a refill for a write to them.
         self.working.untyped_storage().resize_(self.working.numel() * self.working.element_size())
         counters.all_gathers += 1
@@ -247,7 +247,7 @@ class FlatParams:
         for slot in (slot for bucket in self.sharded for slot in bucket.plan.slots):
             parameter = self._parameters[slot.name]
             self._kinds[slot.name] = type(parameter)
-            parameter.__dict__["_rests_in"] = (slot.name, unit_of[slot.name])
+            parameter.__dict__["_unit_place"] = (slot.name, unit_of[slot.name])
             # Last of all: from here on, torch functions on the parameter go through the new class.
             parameter.__class__ = sharded_class(type(parameter))
         self.written: set[str] = set()

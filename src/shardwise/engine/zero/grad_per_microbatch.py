@@ -155,7 +155,7 @@ class GradPerMicrobatch(Passes):
     ) -> None:
         """`late`: parameters whose gradients are complete only at the end of the update; in buckets of their own, they
         stay whole until then. `stage_of`: which backward finishes a parameter, where a rank has several stages.
-        `starts_when_complete`: reduce a bucket when its last gradient has come; False: when told so."""
+        `starts_when_complete`: reduce a bucket when its last gradient has come; False: when the caller says so."""
         self._precision = precision
         self._owners = owners
         self._replicas = replicas

@@ -61,7 +61,7 @@ def plan_layout(
     inventory: Inventory, parameters: StageParameters, plan: Plan, units: Units, *, owners: Channel, replicas: Channel
 ) -> OwnedLayout:
     """The layout of what this rank owns. `inventory`: of that."""
-    # Alone, an owner has all gradients and parameters anyway: stages 2 and 3 would only add copies and gatherings.
+    # Alone, an owner has all gradients and parameters anyway: stages 2 and 3 would only add copies and gathers.
     stage = plan.sharding.stage if owners.size > 1 else min(plan.sharding.stage, 1)
     late = frozenset(parameters.of_several_stages())
     # A tie between stages of the pipeline stays whole: `StageTies` moves its values, and its gradient is complete only

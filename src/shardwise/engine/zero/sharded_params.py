@@ -1,6 +1,6 @@
 """What the code of a model meets of sharded parameters (stage 3), whose values exist only while they are gathered.
 
-    not gathered   class RestingX: shape, dtype and gradient as ever; values by a read of its own, or a refusal
+    not gathered   class ShardedX: shape, dtype and gradient as ever; values by a read of its own, or a refusal
     gathered       class X (nn.Parameter, ...), and torch knows of nothing
     afterwards     a view of it that a forward gave away is a copy (`copy_of_view`): the memory is gone
 
@@ -66,7 +66,7 @@ def sharded_class(kind: type) -> type:
             with torch._C.DisableTorchFunctionSubclass():  # or this function would be called again
                 return func(*args, **(kwargs or {}))
         given = (*args, *(kwargs or {}).values())
-        taken = [each for each in _flattened(given) if hasattr(type(each), "_is_resting")]
+        taken = [each for each in _flattened(given) if hasattr(type(each), "_is_sharded_param")]
         is_followed = func not in _unfollowed() and getattr(func, "__name__", "") not in ("__set__", "__delete__")
         if taken and is_followed and (read := getattr(taken[0], "_reader", None)) is not None:
             output = read(func, args, kwargs or {}, taken)
@@ -75,20 +75,22 @@ def sharded_class(kind: type) -> type:
         raise _refusal(getattr(func, "__name__", str(func)), given)
 
     def described(self: Any) -> str:
-        name, unit = self._rests_in
+        name, unit = self._unit_place
         return f"Parameter {name!r} {list(self.shape)} {self.dtype}, not gathered (unit {unit!r})"
 
     body = {
         "__torch_function__": classmethod(torch_function),
         "__repr__": described,
         "__module__": kind.__module__,
-        "_is_resting": True,
+        "_is_sharded_param": True,
     }
-    return type(kind)(f"Resting{kind.__name__}", (kind,), body)
+    return type(kind)(f"Sharded{kind.__name__}", (kind,), body)
 
 
 def _refusal(what: str, args: Iterable[Any]) -> ModelError:
-    name, unit = next((each._rests_in for each in _flattened(args) if hasattr(type(each), "_is_resting")), ("?", "?"))
+    name, unit = next(
+        (each._unit_place for each in _flattened(args) if hasattr(type(each), "_is_sharded_param")), ("?", "?")
+    )
     within = f"of unit {unit!r}" if unit else "of the model itself"
     return ModelError(
         f"{what} needs the values of parameter {name!r} {within}, which is cut over ranks (stage 3) and gathered only "

@@ -76,8 +76,8 @@ class GatheredUnit:
 
     def close(self) -> None:
         """No forward reads them any more."""
-        for parameter, _, resting in self.parameters:
-            parameter.__class__ = resting
+        for parameter, _, sharded in self.parameters:
+            parameter.__class__ = sharded
 
 
 class _Watcher(Protocol):

@@ -197,8 +197,8 @@ class Unshard(Passes):
     def skip_microbatch(self) -> None:
         """See `Passes`: gather and reduce what the others do, as they say it."""
         if self._has_followers:
-            while (told := next(filter(None, self._exchange(b"")), _END)) != _END:  # nothing, where all skip it
-                what, phase, number = json.loads(told)
+            while (message := next(filter(None, self._exchange(b"")), _END)) != _END:  # nothing, where all skip it
+                what, phase, number = json.loads(message)
                 unit = self.units[number]
                 # The same calls as on the ranks that compute: collectives are matched by their order.
                 if what == "reduce":
@@ -225,14 +225,14 @@ class Unshard(Passes):
         self._counters.exchanges += 1
         answers = self._owners.exchange(value, purpose="what comes next in a microbatch that not all ranks compute")
         if len(set(filter(None, answers))) > 1:
-            lines = [f"  - rank {rank}: {self._in_words(told)}" for rank, told in enumerate(answers) if told]
+            lines = [f"  - rank {rank}: {self._in_words(message)}" for rank, message in enumerate(answers) if message]
             raise CallMismatchError("data ranks go through a microbatch in different ways:\n" + "\n".join(lines))
         return answers
 
-    def _in_words(self, told: bytes) -> str:
-        if told == _END:
+    def _in_words(self, message: bytes) -> str:
+        if message == _END:
             return "the microbatch ends"
-        what, phase, number = json.loads(told)
+        what, phase, number = json.loads(message)
         return f"{what} unit {self.units[number].plan.name!r} in {phase}"
 
     def number_by(self, microbatch: Callable[[], int]) -> None:
@@ -388,7 +388,7 @@ class Unshard(Passes):
         # A count and no flag: a module inside of another may have the same unit (ties), and forwards run inside of
         # backwards (recomputation).
         unit.num_uses += 1
-        # Before the gathering, which is a collective: the ranks that follow must be on their way to it.
+        # Before the gather, which is a collective: the ranks that follow must be on their way to it.
         self._announce("use", phase, unit)
         if unit.num_uses == 1:
             if unit.residence is Residence.SHARDED:
@@ -406,7 +406,7 @@ class Unshard(Passes):
 
     def drop(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs it no more. It stays until there is need for room."""
-        # Not freed here: the last unit of a forward is the first of the backward, and saves a gathering.
+        # Not freed here: the last unit of a forward is the first of the backward, and saves a gather.
         unit.num_uses -= 1
         self._announce("drop", phase, unit)
         if phase != BACKWARD:
@@ -416,7 +416,7 @@ class Unshard(Passes):
 
     def _look_ahead(self, unit: GatheredUnit, phase: str) -> None:
         """Begin to gather what was used next in the last pass."""
-        # A wrong guess costs one gathering too many, and no deadlock: all ranks have used the same units in the same
+        # A wrong guess costs one gather too many, and no deadlock: all ranks have used the same units in the same
         # order, and guess alike.
         if self._last_use is not None:
             self._next[self._last_use] = unit

@@ -31,10 +31,10 @@ class UnshardHook:
     """It changes no shapes."""
 
     def __init__(
-        self, gathering: Unshard, units: Sequence[GatheredUnit], place: tuple[nn.Module, str, nn.Parameter]
+        self, unshard: Unshard, units: Sequence[GatheredUnit], place: tuple[nn.Module, str, nn.Parameter]
     ) -> None:
         """`place`: where the module, or one inside, has a parameter of the units."""
-        self.gathering = gathering
+        self.unshard = unshard
         self._units = units
         self._holder, self._attribute, self._parameter = place
 
@@ -44,12 +44,12 @@ class UnshardHook:
         # values, and not all data ranks need run the module then: nothing may be gathered.
         if self._holder._parameters.get(self._attribute) is not self._parameter:
             return forward(*args, **kwargs)
-        self.gathering.check_in_pass(self._units)
-        return run_gathered(self.gathering, self._units, forward, args, kwargs)
+        self.unshard.check_in_pass(self._units)
+        return run_gathered(self.unshard, self._units, forward, args, kwargs)
 
 
 def run_gathered(
-    gathering: Unshard,
+    unshard: Unshard,
     units: Sequence[GatheredUnit],
     forward: Callable[..., Any],
     args: Sequence[Any],
@@ -69,9 +69,9 @@ def run_gathered(
     recomputes = _is_recomputed()
     # No call: without gradients no backward follows, and that of a recomputed forward belongs to its first run.
     if recomputes or not torch.is_grad_enabled():
-        with gathering.using(units, RECOMPUTATION if recomputes else FORWARD):
-            return _without_memory_of_units(gathering, units, forward(*args, **kwargs))
-    call = gathering.call(units)
+        with unshard.using(units, RECOMPUTATION if recomputes else FORWARD):
+            return _without_memory_of_units(unshard, units, forward(*args, **kwargs))
+    call = unshard.call(units)
     for each in given:
         if each.requires_grad and not isinstance(each, nn.Parameter):
             if each.grad_fn is None:  # its gradient may be complete before those of parameters
@@ -79,15 +79,15 @@ def run_gathered(
             else:
                 # Autograd runs what was made last first: all nodes of the call come before the one that made its input.
                 each.register_hook(call.end)
-    with gathering.using(units, FORWARD, call), gathering.saving(call):
-        output = _without_memory_of_units(gathering, units, forward(*args, **kwargs))
+    with unshard.using(units, FORWARD, call), unshard.saving(call):
+        output = _without_memory_of_units(unshard, units, forward(*args, **kwargs))
     outputs = [each for each in tensors_in(output) if each.requires_grad and each.grad_fn is not None]
     for each in outputs:
         each.register_hook(call.begin)
     # A call whose outputs are all without a graph (its unit is frozen, or they are numbers) has no backward, and a
     # reduction that waited for it would come only with the end of the microbatch.
     if outputs:
-        gathering.expect_backward(call)
+        unshard.expect_backward(call)
     return output
 
 
@@ -100,7 +100,7 @@ def _refusal_of_transformed(units: Sequence[GatheredUnit]) -> ModelError:
     )
 
 
-def _without_memory_of_units(gathering: Unshard, units: Sequence[GatheredUnit], output: Any) -> Any:
+def _without_memory_of_units(unshard: Unshard, units: Sequence[GatheredUnit], output: Any) -> Any:
     """The output, with copies of what views a parameter: that is not gathered any more when somebody reads it."""
 
     def copied(leaf: Any) -> Any:
@@ -110,7 +110,7 @@ def _without_memory_of_units(gathering: Unshard, units: Sequence[GatheredUnit], 
         if (unit := next((each for each in units if storage in each.storages), None)) is None:
             return leaf
         copy = copy_of_view(leaf)
-        gathering.watch(Copy(copy, unit.name_at(leaf), copy._version))
+        unshard.watch(Copy(copy, unit.name_at(leaf), copy._version))
         return copy
 
     return transform(output, copied)
@@ -124,9 +124,9 @@ def _is_recomputed() -> bool:
 class OutsideReads:
     """Gathers for the operations that take parameters at rest."""
 
-    def __init__(self, gathering: Unshard, params: FlatParams) -> None:
-        self._gathering = gathering
-        self._unit_of = {id(each): unit for unit in gathering.units for each, _, _ in unit.parameters}
+    def __init__(self, unshard: Unshard, params: FlatParams) -> None:
+        self._unshard = unshard
+        self._unit_of = {id(each): unit for unit in unshard.units for each, _, _ in unit.parameters}
         params.read_by(self.read)
 
     def read(
@@ -137,25 +137,25 @@ class OutsideReads:
         NotImplemented outside of a step, an evaluation or a prediction: nobody else gathers then. Raises ModelError for
         operations that write to a parameter.
         """
-        if not self._gathering.is_in_pass:
+        if not self._unshard.is_in_pass:
             return NotImplemented
         found = {self._unit_of[id(each)].number: self._unit_of[id(each)] for each in taken}
         # By number, so that all ranks gather them in one order, whatever the order of the arguments.
         units: list[GatheredUnit] = [found[number] for number in sorted(found)]
         if in_backward() and not torch.is_grad_enabled() and all(unit.num_uses for unit in units):
-            with self._gathering.using(units, RECOMPUTATION):  # the backward of a function that saved the parameter
+            with self._unshard.using(units, RECOMPUTATION):  # the backward of a function that saved the parameter
                 return function(*args, **kwargs)
         if not torch.is_grad_enabled():  # perhaps the forward of such a function, or of a reentrant checkpoint
-            self._gathering.reduce_at_end(units)
+            self._unshard.reduce_at_end(units)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             versions = [each._version for each in taken]
             output = function(*args, **kwargs)
             for each, version in zip(taken, versions, strict=True):
                 if each._version != version:
-                    raise refusal_of_write(each._rests_in[0])  # type: ignore[attr-defined]
+                    raise refusal_of_write(each._unit_place[0])  # type: ignore[attr-defined]
             # An iterator over a parameter would go on to read after the operation; all its views are taken here.
             return list(output) if isinstance(output, Iterator) else output
 
-        output = run_gathered(self._gathering, units, forward, args, kwargs)
+        output = run_gathered(self._unshard, units, forward, args, kwargs)
         return iter(output) if function is torch.Tensor.__iter__ else output

@@ -221,15 +221,15 @@ class LayoutNotes:
         outputs: dict[OutputKey, list[tuple[int, Noted]]] = {}
         parts: dict[GradientKey, dict[int, list[MicrobatchGradient]]] = {}
         counted: set[int] = set()
-        for rank, told in enumerate(ranks):
+        for rank, own in enumerate(ranks):
             # `counted`: a rank leaves out microbatches of weight 0, and numbers those that it computed from 0 on.
-            numbers = [data_rank_of(program.plan, rank) * per_rank + at for at in told.counted]
+            numbers = [data_rank_of(program.plan, rank) * per_rank + at for at in own.counted]
             counted |= set(numbers)
-            for key, noted in told.notes.outputs.items():
+            for key, noted in own.notes.outputs.items():
                 outputs.setdefault(key._replace(microbatch=numbers[key.microbatch]), []).append((rank, noted))
             at = program.plan.mesh.coordinates(rank)
-            for gradient, noted in told.notes.gradients.items():
-                holder = told.chained.get(gradient.parameter, at["pp"])
+            for gradient, noted in own.notes.gradients.items():
+                holder = own.chained.get(gradient.parameter, at["pp"])
                 if holder == at["pp"]:  # else this part is in what another rank has
                     renamed = gradient._replace(microbatch=numbers[gradient.microbatch])
                     parts.setdefault(renamed, {}).setdefault(at["tp"], []).append(
@@ -263,8 +263,8 @@ def _together(
 
 def _unequal(ranks: Sequence[RankNotes]) -> Iterator[tuple[str, int, int]]:
     first: dict[str, tuple[int, str]] = {}
-    for rank, told in enumerate(ranks):
-        for piece, digest in told.digests.items():
+    for rank, own in enumerate(ranks):
+        for piece, digest in own.digests.items():
             other, known = first.setdefault(piece, (rank, digest))
             if known != digest:
                 yield piece, other, rank

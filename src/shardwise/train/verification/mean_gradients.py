@@ -112,8 +112,8 @@ class MeanGradients:
         """Against the layout's own gradients of each microbatch, as far as these are known: only adding rounds."""
         parts = [self._layout.gradients.get(GradientKey(number, name)) for number in self._layout.counted]
         known = [part for part in parts if part is not None]
-        told = {key.microbatch for key in self._own.notes.gradients if key.parameter == name}
-        if len(known) != len(told):
+        expected = {key.microbatch for key in self._own.notes.gradients if key.parameter == name}
+        if len(known) != len(expected):
             return None
         added = torch.stack([part.noted.sample for part in known]).sum(0) * self._factor
         sizes = torch.stack([part.sizes for part in known]).sum(0) * self._factor
@@ -184,7 +184,7 @@ class SharedFactor:
 
 
 _UNLIKE_ONE = 0.004
-"""Weights in a fit that are that far from 1 are told."""
+"""Weights in a fit that are that far from 1 are reported."""
 
 _LEFT_OVER = 0.04
 """The part of a gradient that a fit may leave unexplained: rounding in bfloat16 is some 0.01 of it."""

@@ -20,7 +20,7 @@ class Divergence:
     step: int
     """The update, counted from 0."""
     microbatch: int | None
-    """Over all data ranks, counted from 0; None where all have a part in it, or it cannot be told."""
+    """Over all data ranks, counted from 0; None where all have a part in it, or it is unknown."""
     rank: int | None
     """A rank that has the layout's value, where it is one rank's."""
     index: tuple[int, ...] | None

@@ -126,10 +126,10 @@ class StepComparer:
                 continue
             place = key.place or ("loss" if key.module == LOSS else "output")
             # Several ranks may have one output: ranks along tp, or all of them for a module without a stage.
-            told = self._layout.outputs.get(key._replace(microbatch=number), ())
-            if not told:
+            noted_by_rank = self._layout.outputs.get(key._replace(microbatch=number), ())
+            if not noted_by_rank:
                 yield from self._of_missing("output", place, key.module, OUTPUTS, number)
-            for rank, theirs in told:
+            for rank, theirs in noted_by_rank:
                 if ours.shape != theirs.shape:
                     yield from self._of_misshapen("output", place, key.module, OUTPUTS, number, ours, theirs, rank)
                     continue

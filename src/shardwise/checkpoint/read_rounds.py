@@ -1,4 +1,15 @@
-"""Rounds: all ranks read in step, and hand on what others need, in memory that does not grow with the state."""
+"""Rounds: all ranks read in step, and hand on what others need, in memory that does not grow with the state.
+
+First come the blocks that others need too. A rank reads a batch of them into one half of its buffer and
+verifies it; all agree that theirs are good; then each takes what it needs out of all buffers::
+
+    rank 0   read 0a | agree | take 0a, 0b | read 1a | agree | take 1a, 1b | read 2a | ...
+    rank 1   read 0b | agree | take 0b, 0a | read 1b | agree | take 1b, 1a | read 2b | ...
+    halves        0                             1                               0
+
+Ranks of one host see each other's buffers. Others get messages from the mover. Then each rank reads for itself the
+blocks that it alone needs, straight into the target where that has the bytes in the order of the file.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,18 +21,20 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.held import bytes_of
-from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan, Wanted, exact_ranges
+from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan, exact_ranges
 from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
-from shardwise.checkpoint.safetensors_files import is_plain, plain_bytes
+from shardwise.checkpoint.safetensors_files import plain_bytes
+from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Reader, Store, reason
+from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
+from shardwise.moving.copies import parts_of
 from shardwise.moving.mover import Delivery, Mover, by_distance
-from shardwise.moving.parts import copy_moves, parts_of
-from shardwise.space import Piece, Run, moves
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Run, moves
 from shardwise.space.moves import runs_of
 
 __all__ = ["ReadTraffic", "read_exactly", "read_in_rounds"]
@@ -32,7 +45,7 @@ ONE_ROUND_BYTES = 16 << 20
 ONE_ROUND_BYTES_ALONE = 48 << 20
 """The same where there are no messages, which take as much again twice."""
 
-ROUND_BYTES = 4 << 20
+ROUND_BYTES = 8 << 20
 """So much a rank reads in a round for others; a message out and one in are at most as large."""
 
 OWN_BYTES = 1 << 20
@@ -63,25 +76,29 @@ def read_in_rounds(
     contents: Contents,
     stored: Sequence[StoredPiece],
     plan: ReadPlan,
-    tensors: Sequence[torch.Tensor],
+    targets: Sequence[ReadTarget],
     *,
     verify: bool,
     twice: bool,
 ) -> ReadTraffic:
-    """Fill this rank's wanted `tensors`.
+    """Fill this rank's `targets`, one for each piece that the plan has as wanted here.
 
     In each round every rank reads a batch, all agree that theirs is good, and only then it is used. With `twice` all
     rounds are read and verified before the first is used.
     Raises the same CheckpointError on all ranks; it says so when tensors have been written by then.
     """
-    handover = _Handover(channel, contents.block_bytes, stored, plan, tensors)
+    handover = _Handover(channel, contents.block_bytes, stored, plan, targets)
     rounds = _Rounds(channel, plan, stored, contents.block_bytes, handover)
     reader = BatchReader(store, contents, stored, verify=verify)
     buffers = _Buffers(channel, rounds.num_bytes)
     number = 0
     try:
+        # The first time nothing is used: with verify="first" the target is touched only once everything has been
+        # verified.
         for dry in (True, False) if twice else (False,):
             for turn, batch in enumerate(rounds.handed):
+                # Counted over both passes: the half that this rank writes now is never the one that others may still
+                # read.
                 own = buffers.own(number)
                 read, by_rank = _agreed(channel, reader, batch, own, is_late=not dry and turn > 0)
                 if not dry:
@@ -122,28 +139,39 @@ class _Rounds:
         def largest(batches: Sequence[Sequence[BlockSpan]]) -> int:
             return max((buffer_bytes(batch, stored, block_bytes=block_bytes) for batch in batches), default=0)
 
+        # What is small is read as one batch: then every rank knows that all of it is good before its target changes.
         at_once = cut(plan.reads, ONE_ROUND_BYTES_ALONE if channel.size == 1 else ONE_ROUND_BYTES)
         self.handed = cut(plan.handed_reads, ROUND_BYTES)
         batches: list[_OwnBatch] = []
+        # A large span may be read straight into its tensor. Small ones would each cost a call, so that they are read
+        # together and copied.
         for is_large, spans in groupby(plan.own_reads, lambda span: largest([[span]]) >= OWN_BYTES):
+            # Small tensors together, in as few reads as possible; they are copied out of the cache.
             if not is_large:
                 batches += [(batch, None) for batch in cut(list(spans), OWN_BYTES)]
                 continue
             for span in spans:
                 for batch in cut([span], IN_PLACE_BYTES):
                     memory = handover.memory_of(batch[0])
+                    # What has to be copied afterwards is read in parts that stay in the cache.
                     pieces = cut(batch, OWN_BYTES) if memory is None else [batch]
                     batches += [(each, memory) for each in pieces]
         self.own = [batches[start : start + OWN_BATCHES] for start in range(0, len(batches), OWN_BATCHES)]
+        # All ranks have to make the same number of exchanges, and their buffers have one size, so that each can view
+        # the others'.
         own = [len(at_once), largest(at_once), len(self.handed), largest(self.handed), len(self.own)]
         answers = channel.exchange(json.dumps([own, _digest(stored)]).encode(), purpose="number of rounds")
         counts_of, digests = zip(*map(json.loads, answers), strict=True)
+        # Spans name a stored piece by its position. The exchange is made anyway, and the digest in it is cheap.
         if len(set(digests)) > 1:
             raise MismatchError(
                 "ranks have not found the same stored pieces in the same order, so that one would take what another "
                 "has read for something else; nothing was changed. This is a fault of shardwise: please report it"
             )
+        # The largest number of any rank: the others take part in the last rounds with nothing.
         counts = [max(column) for column in zip(*counts_of, strict=True)]
+        # One round for all, or for none: a rank that used its only batch at once would have changed its target when
+        # another one finds damage in its second.
         if counts[0] <= 1:
             self.handed, self.own, self.num_bytes = at_once, [], counts[1]
             num_handed, num_own = counts[0], 0
@@ -188,6 +216,8 @@ class _Buffers:
     def __init__(self, channel: Channel, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._rank = channel.rank
+        # Two halves: one is read into while slower ranks still take from the other. Alone, or over a network, nobody
+        # looks into it.
         self._shared = channel.share(2 * num_bytes) if channel.size > 1 and num_bytes else None
         self._alone = torch.empty(num_bytes if self._shared is None else 0, dtype=torch.uint8)
 
@@ -198,6 +228,7 @@ class _Buffers:
 
     def own(self, number: int) -> torch.Tensor:
         """This rank's buffer of a round."""
+        # Without shared memory one half suffices: messages have been packed before the next batch is read.
         return self._alone if self._shared is None else self._half(self._shared[self._rank], number)
 
     def of_all(self, number: int) -> list[torch.Tensor] | None:
@@ -215,6 +246,8 @@ def _agreed(
     """What this rank has read, and which spans each rank has; raises the same error on all ranks if one could not."""
     with agreed(channel, purpose="verdict on blocks that were read") as agreement, _naming_damage(is_late=is_late):
         read = reader.read(batch, buffer)
+        # The spans go with the verdict: who reads what is planned, but how it is cut into batches is each rank's own
+        # affair, and this tells it without a message more.
         spans = [(each.ordinal, each.first_block, each.last_block) for each in batch]
         agreement.value = json.dumps(spans, separators=(",", ":")).encode()
     return read, [[BlockSpan(*each) for each in json.loads(answer)] for answer in agreement.values]
@@ -243,19 +276,19 @@ class _Handover:
         block_bytes: int,
         stored: Sequence[StoredPiece],
         plan: ReadPlan,
-        tensors: Sequence[torch.Tensor],
+        targets: Sequence[ReadTarget],
     ) -> None:
         self._channel = channel
         self._block_bytes = block_bytes
         self._stored = stored
         self._plan = plan
-        self._tensors = tensors
+        self._targets = targets
         self._read: Mapping[BlockSpan, torch.Tensor] = {}
         """What this rank has read in the round."""
         self._mover: Mover[BlockSpan, int] = Mover(
             channel,
             take=lambda span, moves: parts_of(self._read[span], moves),
-            room=tensors.__getitem__,
+            put=lambda index, moves, elements: targets[index].fill(moves, elements),
             packs_on=torch.device("cpu"),
             purpose="blocks that another rank read",
         )
@@ -288,7 +321,7 @@ class _Handover:
         """Take what this rank needs out of spans, whoever has read them."""
         for span, elements in read.items():
             for index, parts in self._plan.transfers(span, self._channel.rank):
-                copy_moves(parts, elements, self._tensors[index])
+                self._targets[index].fill(parts, parts_of(elements, parts))
 
     def memory_of(self, span: BlockSpan) -> torch.Tensor | None:
         """The bytes of a tensor that are just the bytes of a span, where this rank needs them once and as they are."""
@@ -296,9 +329,10 @@ class _Handover:
         if len(transfers) != 1:
             return None
         ((index, moves),) = transfers
-        tensor = self._tensors[index]
-        if tensor.dtype != torch_dtype(self._stored[span.ordinal].piece.dtype) or not is_plain(tensor):
+        tensor = self._targets[index].memory(self._stored[span.ordinal].piece.dtype)
+        if tensor is None:
             return None
+        # One run on both sides: then the bytes of the span are, in their order, bytes of the tensor.
         source, target = next(runs_of(moves))
         whole = source.num_elements == sum(move.num_elements for move in moves)
         memory = plain_bytes(tensor, target.start, target.stop)
@@ -314,6 +348,8 @@ class _Handover:
         for giver, spans in enumerate(by_rank):
             for span in spans:
                 dtype = torch_dtype(self._stored[span.ordinal].piece.dtype)
+                # Both ends list a message's deliveries in the same order, that of the spans: it is how they understand
+                # its bytes.
                 for taker in self._plan.needers(span) if giver == own else [own]:
                     if taker != giver:
                         for index, parts in self._plan.transfers(span, taker):
@@ -324,10 +360,9 @@ def read_exactly(
     channel: Channel,
     store: Store,
     stored: Sequence[StoredPiece],
-    wanted: Sequence[Wanted],
-    tensors: Sequence[torch.Tensor],
+    targets: Sequence[ReadTarget],
 ) -> ReadTraffic:
-    """Fill this rank's wanted `tensors` from just the byte ranges that it needs, unverified.
+    """Fill this rank's `targets` from just the byte ranges that it needs, unverified.
 
     Raises the same CheckpointError on all ranks.
     """
@@ -336,13 +371,15 @@ def read_exactly(
     name = ""
     with agreed(channel, purpose="verdict on what was read"):
         try:
-            for ordinal, source, index, target in exact_ranges(stored, wanted):
+            for ordinal, source, index, target in exact_ranges(stored, [each.source for each in targets]):
                 piece, name = stored[ordinal], stored[ordinal].file
+                # Open until the end: pieces of one file come one after the other, but wanted pieces change between
+                # files.
                 if name not in readers:
                     readers[name] = store.open(name)
                 dtype = torch_dtype(piece.piece.dtype)
                 start = piece.start + source.start * dtype.itemsize
-                _read_run(readers[name], start, dtype, tensors[index], wanted[index].piece, target)
+                _read_run(readers[name], start, piece.piece.dtype, targets[index], target)
                 read_bytes += source.num_elements * dtype.itemsize
         except (OSError, EOFError) as error:
             raise CheckpointError(
@@ -355,15 +392,16 @@ def read_exactly(
     return ReadTraffic(read_bytes=read_bytes, received_bytes=0, in_place=False)
 
 
-def _read_run(reader: Reader, start: int, dtype: torch.dtype, tensor: torch.Tensor, piece: Piece, target: Run) -> None:
+def _read_run(reader: Reader, start: int, dtype: str, target: ReadTarget, run: Run) -> None:
     """Read a run of a wanted piece's elements, which begins at byte `start` of a file."""
-    if tensor.dtype == dtype and is_plain(tensor):
-        reader.read_into(bytes_of(plain_bytes(tensor, target.start, target.stop)), start)
+    if (memory := target.memory(dtype)) is not None:
+        reader.read_into(bytes_of(plain_bytes(memory, run.start, run.stop)), start)
         return
-    step = ROUND_BYTES // dtype.itemsize
-    for first in range(target.start, target.stop, step):
-        run = Run(first, min(first + step, target.stop))
-        elements = torch.empty(run.num_elements, dtype=dtype)
-        reader.read_into(bytes_of(elements.view(torch.uint8)), start + (first - target.start) * dtype.itemsize)
-        part = piece.within(piece.elements.start + run.start, piece.elements.start + run.stop)
-        copy_moves(moves(part, piece), elements, tensor)
+    piece, itemsize = target.source, itemsize_bytes(dtype)
+    step = ROUND_BYTES // itemsize
+    for first in range(run.start, run.stop, step):
+        last = min(first + step, run.stop)
+        elements = torch.empty(last - first, dtype=torch_dtype(dtype))
+        reader.read_into(bytes_of(elements.view(torch.uint8)), start + (first - run.start) * itemsize)
+        found = moves(piece.within(piece.elements.start + first, piece.elements.start + last), piece)
+        target.fill(found, parts_of(elements, found))

@@ -1,19 +1,36 @@
-"""Held: any state as pieces with tensors, checked before anybody reads or writes one."""
+"""State pieces: any state as pieces with tensors, checked before anybody reads or writes one.
 
+    state                 what this rank has of it
+    {"w": Tensor}         one piece, all of `w`; a second name of the same memory is a tie
+    {"w": DTensor}        the pieces that the mesh gives to this rank
+    {Piece: Tensor}       these, in their plainest form
+    an object             what its `state()` gives, with its settings and ties
+
+A load checks also that the tensors can be written: that is found out before the first of them is.
+"""
+
+import contextlib
+import ctypes
+import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.states import State, Stateful
-from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor
-from shardwise.errors import CheckpointError, in_words
+from shardwise.comm import Channel
+from shardwise.comm.local_tensors import dtype_name, extent, is_dtensor, local_pieces, local_tensor, span_elements
+from shardwise.errors import CheckpointError, MismatchError, in_words
+from shardwise.moving.piece_exchange import Gathering
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
-__all__ = ["Held", "KnownDTensors", "bytes_of", "hold", "place_of"]
+__all__ = ["Held", "KnownDTensors", "bytes_of", "check_targets", "gather_findings", "hold", "merge_ties", "place_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +64,8 @@ class KnownDTensors:
         self._found[name] = self._key(tensor, local), piece
 
     def _key(self, tensor: Any, local: torch.Tensor) -> tuple[object, ...]:
+        # All that decides which part of the tensor is here. The memory may be another one: only the piece is
+        # remembered.
         return (tensor.placements, tensor.device_mesh, tensor.shape, local.shape, local.dtype, local.device)
 
 
@@ -92,6 +111,8 @@ class _Collection:
         if is_dtensor(value) and isinstance(key, str):
             local = local_tensor(value)
             piece = self._known.find(key, value, local)
+            # To find the pieces of a DTensor asks torch for the mesh, the placements and the strides: a save of
+            # thousands of parameters every few minutes asks once.
             if piece is not None:  # nothing was wrong with it the last time
                 if not self._is_tie(key, value, local):
                     self.tensors[piece] = local
@@ -138,6 +159,7 @@ class _Collection:
             )
         elif dtype_name(tensor.dtype) != piece.dtype:
             self.problems.append(f"{piece} is of dtype {piece.dtype}, but its tensor of {dtype_name(tensor.dtype)}")
+        # A tensor without elements has no part that one rank could have alone: every rank holds it whole.
         elif not math.prod(piece.global_shape):
             whole = Piece(name=piece.name, dtype=piece.dtype, global_shape=piece.global_shape)
             self.tensors[whole] = tensor.detach().reshape(piece.global_shape)
@@ -189,8 +211,132 @@ def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[obje
     """Equal for two names of one tensor; what holds no memory shares none."""
     if local.numel() == 0:
         return (name,)
+    # Shape and strides count: a transposed view of a parameter has its memory, and is a tensor of its own.
     memory = (local.data_ptr(), local.dtype, local.device, tuple(tensor.shape), tuple(local.shape), local.stride())
     return (*memory, local.is_conj(), local.is_neg())
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def check_targets(held: Held) -> None:
+    """Raise CheckpointError, with every finding, for targets that cannot be written, or whose elements share memory."""
+    problems: list[str] = []
+    spans: dict[torch.device, list[tuple[int, int, Piece]]] = {}
+    with _probe() as is_writable:
+        for piece, tensor in held.tensors.items():
+            num_elements = tensor.numel()
+            if (problem := _why_unwritable(piece, tensor)) is not None:
+                problems.append(problem)
+            elif num_elements and tensor.is_cpu and type(tensor) is torch.Tensor and not is_writable(tensor.data_ptr()):
+                problems.append(
+                    f"{piece} would be read into memory that can only be read, such as a file that was mapped so; give "
+                    "it memory of its own: clone()"
+                )
+            elif not tensor.is_contiguous() and _shares_within(tensor):
+                problems.append(
+                    f"{piece} would be read into a tensor of shape {tuple(tensor.shape)} with strides "
+                    f"{tensor.stride()}, whose elements share memory (expand()); give it memory of its own: clone()"
+                )
+            # Only tensors without gaps are compared. The extents of two with gaps may interlock, as columns of one
+            # matrix do, and have no byte in common.
+            elif num_elements and span_elements(tensor) == num_elements:
+                spans.setdefault(tensor.device, []).append((*extent(tensor), piece))
+    problems += [
+        f"{one[2]} and {other[2]} would be read into memory that they share; give each tensor memory of its own"
+        for found in spans.values()
+        for one, other in pairwise(sorted(found, key=itemgetter(0)))
+        if other[0] < one[1]
+    ]
+    if problems:
+        raise CheckpointError(*problems)
+
+
+def _why_unwritable(piece: Piece, tensor: torch.Tensor) -> str | None:
+    """Why torch would not write to a tensor."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return (
+            f"{piece} would be read into an inference tensor, which torch changes in inference mode only; load within "
+            "torch.inference_mode(), or give it memory of its own outside: clone()"
+        )
+    if type(tensor) is not torch.Tensor:  # a kind of tensor may refuse anything: write nothing to it
+        try:
+            tensor[...].reshape(-1)[:0].copy_(torch.empty(0, dtype=tensor.dtype))
+        except Exception as error:
+            return (
+                f"{piece} would be read into a {type(tensor).__name__}, which cannot be written: "
+                f"{in_words(error)}; give a plain tensor"
+            )
+    return None
+
+
+def _shares_within(tensor: torch.Tensor) -> bool:
+    """Whether two indices of a tensor are one place in memory."""
+    if span_elements(tensor) < tensor.numel():
+        return True
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    end = 1
+    for stride, size in dims:
+        if stride < end:  # rows that interlock: only their places tell
+            break
+        end += (size - 1) * stride
+    else:
+        return False
+    places = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dims:
+        places = (places[:, None] + torch.arange(size) * stride).reshape(-1)
+    return len(torch.unique(places)) < tensor.numel()
+
+
+class _IsWritable:
+    """Asks the kernel, which refuses where the program would be killed."""
+
+    def __init__(self, taken: int, given: int) -> None:
+        self._taken, self._given = taken, given
+
+    def __call__(self, address: int) -> bool:
+        """Whether the byte at an address can be written: it goes through a pipe, and back to its place."""
+        # The kernel reads and writes the byte for us, and answers with an error where a store from here would end the
+        # program (a file that is mapped for reading only). The byte keeps its value.
+        if _LIBC.write(self._given, ctypes.c_void_p(address), 1) != 1:
+            return False
+        if _LIBC.read(self._taken, ctypes.c_void_p(address), 1) == 1:
+            return True
+        # The byte is still in the pipe: the next question must not find it.
+        os.read(self._taken, 1)
+        return False
+
+
+@contextlib.contextmanager
+def _probe() -> Iterator[_IsWritable]:
+    taken, given = os.pipe()
+    try:
+        yield _IsWritable(taken, given)
+    finally:
+        os.close(taken)
+        os.close(given)
+
+
+def gather_findings(channel: Channel, findings: Sequence[str], *, purpose: str) -> list[str]:
+    """The findings of all ranks, each once, the same on every rank."""
+    (texts,) = Gathering(purpose).gather(channel, [json.dumps(list(findings)).encode()])
+    return list(dict.fromkeys(each for text in dict.fromkeys(texts) for each in json.loads(text)))
+
+
+def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:
+    """The ties that ranks know together. Raises MismatchError where what is one tensor to a rank is two to another."""
+    merged = {alias: name for each in ties for alias, name in each.items()}
+    for rank, (own, held) in enumerate(zip(ties, pieces, strict=True)):
+        # A rank that holds neither of two names says nothing about them. One that holds both apart contradicts the
+        # tie, and so does one that knows the alias under another name.
+        names = {piece.name for piece in held}
+        for alias, name in merged.items():
+            if name in merged or own.get(alias, name) != name or {alias, name} <= names:
+                raise MismatchError(
+                    f"{alias} and {name} are one tensor to some ranks, but rank {rank} has them otherwise (as two, or "
+                    "in another order); tie the same tensors on all ranks, and give states in the same order"
+                )
+    return merged
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:

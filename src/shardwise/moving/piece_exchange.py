@@ -1,0 +1,195 @@
+"""Piece exchange: what ranks hold and want is made known to all, and they consent to one plan before a byte moves.
+
+Ranks first exchange digests of their texts. What several ranks say travels once, from the first of them, and what was
+said the last time not at all::
+
+    rank       0     1     2     3          texts: A = rows of stage 0, B = rows of stage 1
+    text       A     A     B     B
+    digests    a     a     b     b          16 bytes from each rank to each
+    texts      A     -     B     -          only if somebody's differs, and is not known
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from shardwise.comm import Channel
+from shardwise.comm.agreement import agreed, compare
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.errors import MismatchError, PlanError, ShardwiseError
+from shardwise.plan.reshard import plan_reshard
+from shardwise.plan.routes import ReshardPlan
+from shardwise.space import Piece
+
+__all__ = ["Consent", "Gathering", "consent", "pack_pieces", "unpack_alike", "unpack_pieces"]
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(slots=True)
+class Gathered:
+    """What this rank gives, and once all ranks have agreed what all have given."""
+
+    own: Sequence[bytes] = ()
+    """The texts of this rank, as many on each."""
+    value: bytes = b""
+    texts: list[list[bytes]] = field(default_factory=list)
+    """For every text that a rank gave: those of all ranks, in rank order."""
+    values: list[bytes] = field(default_factory=list)
+    """The values of all ranks, in rank order."""
+
+
+class Gathering:
+    """Gathers texts that all ranks have to know. Ranks make the same calls.
+
+    What several ranks say travels once, and what was said the last time not at all.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
+        self._known: dict[bytes, bytes] = {}
+
+    def gather(self, channel: Channel, texts: Sequence[bytes]) -> list[list[bytes]]:
+        """For every text: those of all ranks, in rank order."""
+        with self.agreed(channel) as gathered:
+            gathered.own = texts
+        return gathered.texts
+
+    @contextmanager
+    def agreed(self, channel: Channel) -> Iterator[Gathered]:
+        """As `agreement.agreed`: inside, each rank sets its own texts and value, or raises what all raise then."""
+        gathered = Gathered()
+        with agreed(channel, purpose=f"digests of {self._purpose}") as agreement:
+            yield gathered
+            own = {xxhash.xxh3_128_digest(text): text for text in gathered.own}
+            mine = [xxhash.xxh3_128_digest(text) for text in gathered.own]
+            agreement.value = b"".join(mine) + gathered.value
+        width = len(mine) * _DIGEST_BYTES
+        digests = [
+            [answer[at : at + _DIGEST_BYTES] for at in range(0, width, _DIGEST_BYTES)] for answer in agreement.values
+        ]
+        # The first rank that says a text sends it to all: each knows from the digests who that is, and in what order.
+        first_of: dict[bytes, int] = {}
+        for rank, each in enumerate(digests):
+            for digest in each:
+                first_of.setdefault(digest, rank)
+        known = dict(self._known)
+        unknown = [digest for digest in first_of if digest not in known]
+        # Where all say the same, each has all texts: its own. So it is with replicas, and in most calls.
+        if unknown and any(each != digests[0] for each in digests):
+            texts = [own[digest].decode() for digest in unknown if first_of[digest] == channel.rank]
+            sent = [
+                iter(json.loads(each)) for each in channel.exchange(json.dumps(texts).encode(), purpose=self._purpose)
+            ]
+            # A rank's unknown texts come in the order in which all ranks go through the digests.
+            known |= {digest: next(sent[first_of[digest]]).encode() for digest in unknown}
+        known |= own
+        # Only the last texts are kept: a state that changes its cut would otherwise be remembered in all its forms.
+        self._known = {digest: known[digest] for digest in first_of}
+        gathered.texts = [[self._known[each[at]] for each in digests] for at in range(len(mine))]
+        gathered.values = [answer[width:] for answer in agreement.values]
+
+
+def pack_pieces(pieces: Sequence[Piece]) -> bytes:
+    """Pieces as text: a row per tensor, then its pieces."""
+    rows: dict[tuple[str, str, tuple[int, ...]], list[Any]] = {}
+    for at, piece in enumerate(pieces):
+        # Most pieces are whole or runs of whole tensors: without their boxes the texts are much shorter.
+        whole = piece.shape == piece.global_shape
+        box = None if whole else (piece.offset, piece.shape)
+        rows.setdefault((piece.name, piece.dtype, piece.global_shape), []).append((at, box, piece.run))
+    return json.dumps([[*tensor, parts] for tensor, parts in rows.items()], separators=(",", ":")).encode()
+
+
+def unpack_pieces(text: bytes) -> list[Piece]:
+    """The pieces of a text of `pack_pieces`, in the order in which they were given."""
+    pieces = []
+    for name, dtype, shape, parts in json.loads(text):
+        for at, box, run in parts:
+            offset, size = box or (None, None)
+            piece = Piece(name=name, dtype=dtype, global_shape=shape, offset=offset, shape=size, run=run)
+            pieces.append((at, piece))
+    return [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
+
+
+def unpack_alike(texts: Sequence[bytes], text: bytes, own: list[Piece]) -> dict[bytes, list[Piece]]:
+    """The pieces of every different text, in the order of the ranks; `text` was packed from `own` and needs no work."""
+    return {each: own if each == text else unpack_pieces(each) for each in dict.fromkeys(texts)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consent:
+    """What all ranks have agreed on, and the pieces of this one in the order that the plan counts them in."""
+
+    plan: ReshardPlan
+    sources: Sequence[Piece]
+    targets: Sequence[Piece]
+    words: Sequence[str]
+    """What each rank said besides."""
+
+
+def consent(
+    channel: Channel,
+    sources: Sequence[Piece],
+    targets: Sequence[Piece],
+    *,
+    max_bytes: int,
+    cast: bool,
+    refusal: ShardwiseError | None = None,
+    word: str = "",
+) -> Consent:
+    """Plan together with all ranks of the channel. `sources` and `targets` are what this one holds and wants.
+
+    refusal: why this rank cannot take part; then every rank raises it. word: a short text for all ranks.
+    Raises PlanError or MismatchError, the same on every rank.
+    """
+    texts = [pack_pieces(sources), pack_pieces(targets)]
+    options = {"max_bytes": max_bytes, "cast": cast}
+    with Gathering("pieces to reshard").agreed(channel) as gathered:
+        if refusal is not None:
+            raise refusal
+        gathered.own, gathered.value = texts, json.dumps([options, word]).encode()
+    asked = [json.loads(answer) for answer in gathered.values]
+    for rank, (theirs, _) in enumerate(asked):
+        if theirs != asked[0][0]:
+            raise MismatchError(
+                f"rank {rank} reshards with {theirs}, but rank 0 with {asked[0][0]}; make the same call on all ranks"
+            )
+    pieces_of = {text: unpack_pieces(text) for each in gathered.texts for text in dict.fromkeys(each)}
+    held, wanted = ([pieces_of[text] for text in each] for each in gathered.texts)
+    with agreed(channel, purpose="verdicts on a reshard") as agreement:
+        # Every rank plans for all, out of the same texts. The digest finds ranks that run different versions.
+        plan = plan_reshard(held, wanted, max_bytes=max_bytes, cast=cast)
+        _check_casts(plan, channel.device)
+        text = plan.text()
+        agreement.value = xxhash.xxh3_128_digest(text.encode())
+    if len(set(agreement.values)) > 1:
+        hint = "Run the same version of shardwise on all ranks"
+        compare(channel, text.splitlines(), subject="plans of a reshard", hint=hint)
+    return Consent(
+        plan=plan, sources=held[channel.rank], targets=wanted[channel.rank], words=[word for _, word in asked]
+    )
+
+
+def _check_casts(plan: ReshardPlan, device: torch.device) -> None:
+    """Raise PlanError unless torch can make all casts of the plan."""
+    pairs = {
+        (route.dtype, route.wanted[share.target].piece.dtype)
+        for route in plan.routes
+        if any(place.piece.dtype != route.dtype for place in route.wanted)
+        for share in route.shares
+    }
+    problems = []
+    for held, wanted in sorted(pairs):
+        try:
+            # torch does not say which casts it has: each is tried with one element.
+            torch.zeros(1, dtype=torch_dtype(held), device=device).to(torch_dtype(wanted))
+        except (NotImplementedError, RuntimeError) as error:
+            problems.append(f"torch cannot cast {held} to {wanted}, which some targets ask for: {error}")
+    if problems:
+        raise PlanError(*problems)
