@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: setup demo test check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-hybrid stress clean
+.PHONY: setup demo test test-all check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-hybrid stress clean
 
 setup: $(STAMP)
 
@@ -21,7 +21,11 @@ demo: setup
 	$(BIN)/shardwise train examples/demo.toml --nproc 2 --resume auto
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=10
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=10 $(PYTEST_OPTIONS)
+
+# All of them: those that `make test` runs, then the slow ones of tests/slow_tests.txt.
+test-all: test
+	$(BIN)/python -m pytest -m "slow and not stress" --numprocesses 2 --dist worksteal --durations=10 $(PYTEST_OPTIONS)
 
 check: setup
 	$(BIN)/ruff format --check src tests benchmarks examples docs
