@@ -63,7 +63,7 @@ def train(channel: sw.Channel, plan: sw.Plan, steps: range, folder: str) -> list
         scheduler.load_state_dict(extra["scheduler"])
     losses = []
     for step in steps:
-        share = plan.mesh.coordinates(channel.rank)["dp_shard"]  # the same for all ranks of a pipeline
+        share = plan.mesh.data_rank(channel.rank)  # the same for all ranks of a pipeline
         rows = words_of(step).chunk(plan.mesh.dp_shard)[share]
         losses.append(engine.step({"words": rows}).loss)
         scheduler.step()

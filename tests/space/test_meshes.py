@@ -96,3 +96,12 @@ def test_a_rank_coordinate_or_axis_outside_the_mesh_is_refused() -> None:
     assert "coordinates 0 to 0 along pp" in caught.value.problems[0]
     with pytest.raises(PlanError, match=r"'dp_shards' is no mesh axis; .* \(did you mean dp_shard\?\)"):
         mesh.peers(0, ["dp_shards"])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 3, 2), (1, 2, 3, 1), (2, 3, 2, 2)])
+def test_a_data_rank_is_the_place_among_the_ranks_that_see_other_samples(sizes: tuple[int, int, int, int]) -> None:
+    mesh = Mesh(**dict(zip(AXES, sizes, strict=True)))
+    for rank in range(mesh.size):
+        others = mesh.peers(rank, ("dp_replicate", "dp_shard"))
+        assert mesh.data_rank(rank) == others.index(rank)
+        assert mesh.num_data_ranks == len(others)

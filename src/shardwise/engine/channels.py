@@ -75,15 +75,10 @@ class RankGroups:
         ranks, peers = range(plan.mesh.size), plan.mesh.peers
         return cls(
             stages=tuple(plan.mesh.coordinates(rank)["pp"] for rank in ranks),
-            data_ranks=tuple(data_rank_of(plan, rank) for rank in ranks),
+            data_ranks=tuple(plan.mesh.data_rank(rank) for rank in ranks),
             alike=tuple(dict.fromkeys(tuple(peers(rank, ("tp",))) for rank in ranks)),
             replicas=tuple(dict.fromkeys(tuple(peers(rank, DATA_AXES)) for rank in ranks)),
         )
-
-
-def data_rank_of(plan: Plan, rank: int) -> int:
-    """The place of a rank among those that have the same stage and see other samples."""
-    return plan.mesh.peers(rank, DATA_AXES).index(rank)
 
 
 @contextmanager

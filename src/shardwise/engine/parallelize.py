@@ -26,7 +26,7 @@ from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import aborting, agreed, compare, digest_of_values
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
-from shardwise.engine.channels import EngineChannels, data_rank_of
+from shardwise.engine.channels import EngineChannels
 from shardwise.engine.computation import Computation
 from shardwise.engine.engine import Engine, PlanSizes
 from shardwise.engine.forward_writes import ModelBuffers
@@ -366,7 +366,7 @@ def _build(
             runner=runner,
             device=channel.device,
             rank=channel.rank,
-            data_rank=data_rank_of(plan, channel.rank),
+            data_rank=plan.mesh.data_rank(channel.rank),
             precision=plan.precision,
             passes=passes,
             on_loss=watchers,

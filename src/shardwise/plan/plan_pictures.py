@@ -84,7 +84,7 @@ def step_picture(plan: Plan) -> Picture:
     picture.legend([(colour(0), "forward"), (colour(1), "backward"), *((fill, name) for name, fill in marks.items())])
     length = timeline.makespan_s + 1
     scale = (picture.width - 96) / length
-    has_data_ranks = plan.mesh.dp_replicate * plan.mesh.dp_shard > 1
+    has_data_ranks = plan.mesh.num_data_ranks > 1
     spans = timeline.busy_spans()
     for rank in range(min(plan.mesh.pp, _SHOWN_RANKS)):
         y = picture.y

@@ -64,6 +64,21 @@ class Mesh:
         """Number of ranks."""
         return math.prod(self.shape)
 
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of data ranks: how many shares a batch has."""
+        return self.dp_replicate * self.dp_shard
+
+    def data_rank(self, rank: int) -> int:
+        """Return which share of a batch `rank` sees, from 0 to `num_data_ranks` - 1; ranks along pp and tp see one.
+
+        >>> mesh = Mesh(dp_shard=2, tp=2)
+        >>> [mesh.data_rank(rank) for rank in range(mesh.size)]
+        [0, 0, 1, 1]
+        """
+        coordinates = self.coordinates(rank)
+        return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of `rank` along every axis; `PlanError` when the mesh has no such rank."""
         if not 0 <= rank < self.size:
@@ -106,8 +121,9 @@ class Mesh:
         # The axis that people mean to follow the number of ranks is dp_shard; where it can, the hint says its size.
         others = self.size // self.dp_shard
         hint = f", or set dp_shard={world_size // others}" if world_size > 0 and world_size % others == 0 else ""
+        asked = "Mesh()" if self.size == 1 else f"mesh {self}"
         raise PlanError(
-            f"mesh {self} asks for {_counted(self.size, 'rank', 's')}, but the world has {world_size}; "
+            f"{asked} asks for {_counted(self.size, 'rank', 's')}, but the world has {world_size}; "
             f"start {_counted(self.size, 'process', 'es')}{hint}, so that the sizes multiply to the world"
         )
 

@@ -51,7 +51,7 @@ def announcement(
 ) -> list[str]:
     """The lines. `sizes`: see `sizes_of`; `placement`: of the stages, where there are any."""
     plan, train = config.plan, config.train
-    num_data_ranks = plan.mesh.dp_replicate * plan.mesh.dp_shard
+    num_data_ranks = plan.mesh.num_data_ranks
     return [
         f"{config.name}: {type(model).__name__}, {count(sum(sizes.values()))} parameters, mesh {plan.mesh}, "
         f"stage {plan.sharding.stage}, compute {plan.precision.compute or 'as the model is'}",

@@ -311,7 +311,7 @@ def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: in
     # The rest depends on both. What is wrong with them is among the problems already.
     if mesh is None or train is None:
         return None
-    microbatches = _microbatches(train, mesh.dp_replicate * mesh.dp_shard, problems)
+    microbatches = _microbatches(train, mesh.num_data_ranks, problems)
     if sharding is None or precision is None or pipeline is None or tensor is None or microbatches is None:
         return None
     try:

@@ -77,7 +77,7 @@ def _buckets(config: RunConfig, plan: Plan) -> Picture:
     """The buckets of the model that the configuration names, which is built without values."""
     with torch.device("meta"):
         model = build_model(config)
-    num_data_ranks = plan.mesh.dp_replicate * plan.mesh.dp_shard
+    num_data_ranks = plan.mesh.num_data_ranks
     num_owners = 1
     for axis in plan.sharding.owner_axes:
         num_owners *= getattr(plan.mesh, axis)

@@ -119,7 +119,7 @@ def _place(config: RunConfig, rank: int) -> DataPlace:
     # Ranks along pp and tp compute parts of the same rows: only the two data axes decide which rows these are.
     return DataPlace(
         data_rank=at["dp_replicate"] * mesh.dp_shard + at["dp_shard"],
-        num_data_ranks=mesh.dp_replicate * mesh.dp_shard,
+        num_data_ranks=mesh.num_data_ranks,
     )
 
 

@@ -97,7 +97,7 @@ class ErrorModel:
     def of(cls, plan: Plan) -> "ErrorModel":
         """The model for a plan compared with one process."""
         mesh, precision = plan.mesh, plan.precision
-        num_data_ranks = mesh.dp_replicate * mesh.dp_shard
+        num_data_ranks = mesh.num_data_ranks
         added_in = max(UNIT_ROUNDOFF[precision.accumulate], UNIT_ROUNDOFF[precision.master])
         return cls(
             same_forward=mesh.pp * plan.pipeline.num_chunks * mesh.tp == 1,
@@ -136,7 +136,7 @@ def _words(plan: Plan) -> str:
         ]
     else:
         lines = ["outputs, losses and gradients of each microbatch: the same arithmetic, zero"]
-    num_data_ranks = mesh.dp_replicate * mesh.dp_shard
+    num_data_ranks = mesh.num_data_ranks
     num_terms = num_data_ranks * plan.merge.microbatches
     order = f", added on {num_data_ranks} data ranks first" if num_data_ranks > 1 else ""
     lines.append(

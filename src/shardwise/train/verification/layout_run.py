@@ -24,7 +24,6 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
 from shardwise.engine import Engine
 from shardwise.engine.batches import count_rows, split_batch
-from shardwise.engine.channels import data_rank_of
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
 from shardwise.engine.step_exchange import weigh
@@ -223,7 +222,7 @@ class LayoutNotes:
         counted: set[int] = set()
         for rank, own in enumerate(ranks):
             # `counted`: a rank leaves out microbatches of weight 0, and numbers those that it computed from 0 on.
-            numbers = [data_rank_of(program.plan, rank) * per_rank + at for at in own.counted]
+            numbers = [program.plan.mesh.data_rank(rank) * per_rank + at for at in own.counted]
             counted |= set(numbers)
             for key, noted in own.notes.outputs.items():
                 outputs.setdefault(key._replace(microbatch=numbers[key.microbatch]), []).append((rank, noted))

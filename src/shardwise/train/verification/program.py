@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows
-from shardwise.engine.channels import DATA_AXES, data_rank_of
 from shardwise.errors import BatchError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh
@@ -47,7 +46,7 @@ class Program:
     @property
     def num_data_ranks(self) -> int:
         """Ranks that see other samples."""
-        return len(self.plan.mesh.peers(0, DATA_AXES))
+        return self.plan.mesh.num_data_ranks
 
     @property
     def num_microbatches(self) -> int:
@@ -100,7 +99,7 @@ class Program:
     def share(self, batch: Batch, rank: int) -> dict[str, Any]:
         """The rows of a batch that a rank sees."""
         num_rows = count_rows(batch) // self.num_data_ranks
-        start = data_rank_of(self.plan, rank) * num_rows
+        start = self.plan.mesh.data_rank(rank) * num_rows
         return rows_of(batch, start, start + num_rows)
 
     def build(self) -> nn.Module:
