@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.fill import MACRO, filled
+from docs.fill import MACRO, filled, measured
 from shardwise.words import GLOSSARY
 
 ROOT = Path(__file__).parents[1]
@@ -56,3 +56,29 @@ def test_the_configuration_page_has_every_setting() -> None:
     keys = {line.partition(":")[0].removeprefix("plan.") for line in lines}
     from_train = {"merge.microbatches", "merge.average", "clip_grad_norm"}  # [train] decides these
     assert rows == keys - from_train
+
+
+def test_the_ratios_of_the_readme_are_those_of_the_results() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| .* \| ([0-9.]+) \| ([0-9.]+) \|$", page, re.MULTILINE)
+    blocks, loads = ("plain blocks", "2", "4"), ("256 MiB, large", "2")
+    ours = "forwards and backwards: ours 1f1b / torch 1f1b"
+    ratios = [
+        (
+            measured("steps", "ratio", "1", "2x128", "ours", "ddp-bf16"),
+            measured("steps", "ratio", "4", "2x128", "ours", "ddp-bf16"),
+        ),
+        (
+            measured("hybrid", "ratio", "2", "step", "1", "2x128", "stage3", "fsdp2"),
+            measured("hybrid", "ratio", "2", "step", "4", "2x128", "stage3-keep", "fsdp2-keep"),
+        ),
+        (
+            1 / float(measured("checkpoint-warm", "measured", *loads, "load rows as rows: dcp / ours")),
+            1 / float(measured("checkpoint-warm", "measured", *loads, "load rows as columns: dcp / ours")),
+        ),
+        (
+            measured("pipeline", "measured", *blocks, ours),
+            measured("pipeline-short", "measured", "plain blocks, width 128", *blocks[1:], ours),
+        ),
+    ]
+    assert cells == [tuple(f"{float(ratio):.2f}" for ratio in row) for row in ratios]
