@@ -7,7 +7,8 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.train import check_references
-from shardwise.train.run_build import build_model, optimizer_factory, resolve
+from shardwise.train.references import resolve
+from shardwise.train.run_build import build_model, optimizer_factory
 from tests.train.runs import small_run
 
 LLAMA = {

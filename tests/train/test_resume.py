@@ -8,7 +8,7 @@ import pytest
 from shardwise import checkpoint
 from shardwise.errors import DivergedError
 from shardwise.train import RunConfig
-from shardwise.train.run_build import resolve
+from shardwise.train.references import resolve
 from shardwise.train.run_state import RandomStates
 from tests.train.runs import Finished, finished, laid_out, small_run, without_times
 

@@ -22,7 +22,7 @@ from shardwise.errors import (
 from shardwise.train import RunConfig
 from shardwise.train.corpus import Corpus, evaluation_rows, read_corpus
 from shardwise.train.rank import run
-from shardwise.train.run_build import resolve
+from shardwise.train.references import resolve
 from tests.train.runs import Finished, finished, small_run
 
 

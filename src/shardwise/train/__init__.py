@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.train.config import RunConfig, read_config
     from shardwise.train.rank import run
-    from shardwise.train.run_build import check_references
+    from shardwise.train.references import check_references
 
-_MODULE_OF = {"RunConfig": "config", "read_config": "config", "check_references": "run_build", "run": "rank"}
+_MODULE_OF = {"RunConfig": "config", "read_config": "config", "check_references": "references", "run": "rank"}
 
 __all__ = ["RunConfig", "check_references", "read_config", "run"]
 
