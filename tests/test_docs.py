@@ -63,7 +63,7 @@ def test_the_ratios_of_the_readme_are_those_of_the_results() -> None:
     cells = re.findall(r"^\| .* \| ([0-9.]+) \| ([0-9.]+) \|$", page, re.MULTILINE)
     blocks, loads = ("plain blocks", "2", "4"), ("256 MiB, large", "2")
     ours = "forwards and backwards: ours 1f1b / torch 1f1b"
-    ratios = [
+    ratios: list[tuple[str | float, str | float]] = [
         (
             measured("steps", "ratio", "1", "2x128", "ours", "ddp-bf16"),
             measured("steps", "ratio", "4", "2x128", "ours", "ddp-bf16"),

@@ -1,7 +1,10 @@
 """`shardwise doctor` names what will not work, and goes on to the next check."""
 
+import importlib.util
 import json
 import os
+import resource
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +46,7 @@ def no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = shardwise.comm.host_checks.find_spec
+    find = importlib.util.find_spec
     monkeypatch.setattr(
         shardwise.comm.host_checks, "find_spec", lambda name: None if name == "tokenizers" else find(name)
     )
@@ -53,11 +56,11 @@ def no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: str) -> str:
         raise OSError("no such host")
 
-    monkeypatch.setattr(shardwise.comm.host_checks.socket, "gethostbyname", fail)
+    monkeypatch.setattr(socket, "gethostbyname", fail)
 
 
 def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shardwise.comm.host_checks.resource, "getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
 
 
 @pytest.mark.parametrize(
