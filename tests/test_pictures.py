@@ -1,6 +1,6 @@
 """Pictures say what is so: parts of a model, orders of a schedule, files of elements, sources of elements."""
 
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -50,7 +50,8 @@ def test_the_picture_of_a_step_has_every_action_once(stage: int) -> None:
     for kind, microbatch, pp in product(("forward", "backward"), range(3), range(2)):
         assert text.count(f"<title>{kind} of microbatch {microbatch}, stage {pp}</title>") == 1
     assert text.count("<title>reduce-scatter of this") == (6 if stage >= 2 else 0)
-    assert text.count("<title>reduce-scatter of the merged") == (2 if stage < 2 else 0)
+    assert text.count("<title>reduce-scatter of the merged") == (2 if stage == 1 else 0)
+    assert text.count("<title>all-reduce of the merged") == (2 if stage == 0 else 0)
     assert boxes(text)
 
 
@@ -143,3 +144,68 @@ def test_one_plan_has_one_picture() -> None:
     plan = sw.Plan(mesh=sw.Mesh(dp_shard=40))
     assert stacked([mesh_picture(plan), step_picture(plan)]) == stacked([mesh_picture(plan), step_picture(plan)])
     assert "and 8 more ranks" in mesh_picture(plan).svg()
+
+
+def test_pictures_of_many_things_have_room_for_all_of_them() -> None:
+    """Narrow bars keep a width, tall pictures their rows, and no two files have one colour."""
+    mesh = sw.Mesh(pp=40, dp_shard=2)
+    plan = sw.Plan(mesh=mesh, merge=sw.Merge(microbatches=256))
+    text = step_picture(plan).svg()
+    assert min(float(box["width"]) for box in boxes(text)) >= 0
+    assert "and 8 more ranks along pp" in text
+    sources = {f"e{number}": (2, 3) for number in range(130)}
+    tall = boxes(rewrite_picture(sw.Rewrite("e*-> all, stack=0").check(sources)).svg())
+    rows = sorted({float(box["y"]) for box in tall if box["stroke"] != "none"})
+    assert len(rows) == 130
+    assert {round(after - before, 2) for before, after in pairwise(rows)} == {128.0}
+    assert len({colour(number) for number in range(100)}) == 100
+
+
+@pytest.mark.parametrize("name", ["a\x01\x1b", "half \ud800", '<b> & "c"', "\N{SNOWMAN} \u202e"])
+def test_any_name_is_well_formed_xml(name: str) -> None:
+    picture = Picture(name)
+    picture.text(0, 0, name)
+    picture.box(0, 0, 1, 1, colour(0), title=name)
+    ElementTree.fromstring(picture.svg().encode())
+
+
+def test_a_rewrite_of_squares_copies_and_drops_shows_what_changed() -> None:
+    shapes = {"square": (4, 4), "gone": (2,), "same": (3, 3), "rows": (0, 3)}
+    checked = sw.Rewrite("square^T -> turned\ngone -> _\nsame -> renamed").check(shapes)
+    text = rewrite_picture(checked).svg()
+    assert "turned [4, 4]" in text
+    assert "renamed" not in text
+    assert "dropped: gone" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{plan}", "--set", "mesh.pp=1"], "is a plan"),
+        (["{plan}", "--nproc", "3"], "is a plan"),
+        (["{save}", "--set", "x.y=1"], "is no configuration"),
+        (["{save}", "--parameter", "a=3"], "belong to a rewrite"),
+        (["{noise}"], "is not TOML"),
+        (["{plan}", "--out", "{plan}/x.svg"], "cannot be written"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "plan.toml").write_text(sw.Plan().text())
+    (tmp_path / "noise.toml").write_bytes(b"\xff\xfe")
+    sw.save(tmp_path / "save", {"a": torch.ones(2, 3)})
+    names = {"save": tmp_path / "save", "plan": tmp_path / "plan.toml", "noise": tmp_path / "noise.toml"}
+    given = ["--out", str(tmp_path / "x.svg"), *(word.format(**names) for word in words)]
+    result = CliRunner().invoke(main, ["draw", *given])
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert not (tmp_path / "x.svg").exists()
+
+
+def test_dots_of_a_name_stay_and_dotted_keys_are_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sw.save(tmp_path / "llama-3.1-8b", {"a": torch.ones(2, 3)})
+    assert CliRunner().invoke(main, ["draw", "llama-3.1-8b"]).output == "drawn in llama-3.1-8b.svg\n"
+    (tmp_path / "run.toml").write_text('model.factory = "torch.nn:Linear"\ntrain.steps = 2\ntrain.step = 3\n')
+    assert "did you mean train.steps" in CliRunner().invoke(main, ["draw", "run.toml"]).output

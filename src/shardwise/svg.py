@@ -3,6 +3,7 @@
 One picture has one text: nothing in it depends on the machine, a clock or a font that is there.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from colorsys import hls_to_rgb
 from html import escape
@@ -16,14 +17,18 @@ _IDLE = "#eef0f2"
 _HUES = (212, 22, 145, 275, 48, 340, 185, 100)
 """Degrees on the colour wheel that are told apart easily, in the order in which they are given out."""
 
+_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
 _MAX_CELLS = 48
 """A tensor is shown by at most so many rows and columns of cells; each shows one of its elements."""
 
 
 def colour(number: int, depth: float = 0.5) -> str:
-    """The `number`-th colour; depth from 0 (light) to 1 (dark)."""
+    """The `number`-th colour; depth from 0 (light) to 1 (dark). The first hundred differ."""
+    # Beyond the chosen hues, steps of the golden angle, which fill the wheel evenly; from 13 none of them meets a chosen one.
+    hue = _HUES[number] if number < len(_HUES) else (number * 137.508 + 13) % 360
     # Numbers, not hsl(...): that is CSS, which viewers of plain SVG do not know.
-    red, green, blue = hls_to_rgb(_HUES[number % len(_HUES)] / 360, 0.84 - 0.44 * depth, 0.6)
+    red, green, blue = hls_to_rgb(hue / 360, 0.84 - 0.44 * depth, 0.6)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
@@ -41,9 +46,9 @@ class Picture:
         self, x: float, y: float, width: float, height: float, fill: str, *, title: str = "", line: str = "none"
     ) -> None:
         """A filled rectangle; `title` is what a browser shows when the mouse is over it."""
-        inner = f"<title>{escape(title)}</title>" if title else ""
+        inner = f"<title>{_plain(title)}</title>" if title else ""
         self._body.append(
-            f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" fill="{fill}" stroke="{line}">'
+            f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}" stroke="{line}">'
             f"{inner}</rect>"
         )
 
@@ -51,7 +56,7 @@ class Picture:
         """A line of words whose baseline is at `y`."""
         anchor = ' text-anchor="middle"' if middle else ""
         self._body.append(
-            f'<text x="{x:.4g}" y="{y:.4g}" font-size="{size}" fill="{fill}"{anchor}>{escape(words)}</text>'
+            f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size}" fill="{fill}"{anchor}>{_plain(words)}</text>'
         )
 
     def legend(self, entries: Sequence[tuple[str, str]]) -> None:
@@ -105,9 +110,14 @@ class Picture:
         """The text of the file."""
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.y:.0f}" width="{self.width}" '
-            f'font-family="sans-serif" shape-rendering="crispEdges" role="img"><title>{escape(self._title)}</title>\n'
+            f'font-family="sans-serif" shape-rendering="crispEdges" role="img"><title>{_plain(self._title)}</title>\n'
             f'<rect width="100%" height="100%" fill="{PAPER}"/>\n' + "\n".join(self._body) + "\n</svg>\n"
         )
+
+
+def _plain(words: str) -> str:
+    """As XML has it, which knows neither control characters nor halves of surrogate pairs."""
+    return escape(_NOT_XML.sub("\N{REPLACEMENT CHARACTER}", words))
 
 
 def _index(element: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -110,3 +110,13 @@ def test_the_command_fails_when_something_is_wrong(tmp_path: Path, monkeypatch: 
     result = CliRunner().invoke(main, ["doctor", str(tmp_path), "--no-trial"])
     assert result.exit_code == 1
     assert "WRONG  torch" in result.output
+
+
+@pytest.mark.parametrize(("code", "expected"), [(130, 130), (143, 143), (1, 1)])
+def test_a_trial_that_is_stopped_says_nothing_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, expected: int
+) -> None:
+    monkeypatch.setattr("shardwise.comm.host_checks.launch", lambda *_, **__: code)
+    result = CliRunner().invoke(main, ["doctor", str(tmp_path)])
+    assert result.exit_code == expected
+    assert ("WRONG" in result.output) == (code == 1)

@@ -105,3 +105,9 @@ def test_a_data_rank_is_the_place_among_the_ranks_that_see_other_samples(sizes: 
         others = mesh.peers(rank, ("dp_replicate", "dp_shard"))
         assert mesh.data_rank(rank) == others.index(rank)
         assert mesh.num_data_ranks == len(others)
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 1.0, True, "0", None])
+def test_what_is_no_rank_of_the_mesh_is_refused(rank: object) -> None:
+    with pytest.raises(PlanError, match="rank"):
+        Mesh(dp_shard=2).data_rank(rank)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ def contents_picture(contents: Contents, names: Sequence[str] = ()) -> Picture:
     """The tensors of a checkpoint of any format. names: which ones; none given: the first."""
     tensors = [contents.tensors[name] for name in names] if names else list(contents.tensors.values())
     files = sorted({piece.file for tensor in tensors for piece in tensor.pieces})
-    picture = Picture(f"{contents.location}: {len(contents.tensors)} tensors in {len(files)} files")
+    picture = Picture(f"{contents.location}: tensors {len(contents.tensors)}, files {len(contents.file_sizes)}")
     picture.legend([(colour(number), file.rpartition("/")[2]) for number, file in enumerate(files)])
     for place, tensor in enumerate(tensors[:_SHOWN_TENSORS]):
         x, y = 16 + place % _COLUMNS * 312, picture.y + place // _COLUMNS * 132

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from shardwise.cli.exit_verdicts import errors_in_words
+from shardwise.errors import ConfigError
 
 
 @click.command("draw")
@@ -43,6 +44,11 @@ def draw(
         pairs = dict(pair.partition("=")[::2] for pair in parameters)
         values = {name: int(value) if value.isdecimal() else value for name, value in pairs.items()}
         text = svg_of(source, rewrite=rewrite, parameters=values, names=names, num_processes=nproc, overrides=overrides)
-        target = out or Path(Path(source.rstrip("/")).name).with_suffix(".svg")
-        target.write_text(text, encoding="utf-8")
+        # The suffix of TOML goes; other dots are part of a name: llama-3.1-8b.
+        target = out or Path(f"{Path(source).resolve().name.removesuffix('.toml')}.svg")
+        picture = text.encode()  # before the file is opened, which empties it
+        try:
+            target.write_bytes(picture)
+        except OSError as error:
+            raise ConfigError(f"--out: {target} cannot be written: {error.strerror}") from error
         click.echo(f"drawn in {target}")

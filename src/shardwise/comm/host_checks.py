@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -141,6 +142,9 @@ def _cores(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
+    if not Path("/proc/meminfo").exists():
+        yield Finding("note", "memory", "this system does not say how much is free (/proc/meminfo)")
+        return
     known = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     free = int(known["MemAvailable"].split()[0]) << 10
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -154,6 +158,8 @@ def _open_files() -> Iterator[Finding]:
     ranks = soft - _FILES_PER_RANK
     verdict: Literal["ok", "note"] = "ok" if ranks >= 1024 else "note"
     way_out = "" if verdict == "ok" else f"; ulimit -n {hard} allows more"
+    if verdict == "note" and soft == hard:
+        way_out = "; only an administrator can raise this limit"
     yield Finding(verdict, "open files", f"{soft} per process: enough to connect to {max(0, ranks)} ranks{way_out}")
 
 
@@ -165,6 +171,9 @@ def _shared_memory() -> Iterator[Finding]:
     try:
         os.truncate(descriptor, 1 << 20)
         namespaces = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")}
+    except FileNotFoundError:
+        yield Finding("note", "shared memory", "without /proc ranks do not know each other's host, and use TCP")
+        return
     finally:
         os.close(descriptor)
     yield Finding(
@@ -215,6 +224,10 @@ def _two_ranks() -> Iterator[Finding]:
     """Two processes of this host meet, exchange and compare."""
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as name:
         code = launch("shardwise.comm.host_checks", [name], num_processes=2, grace_seconds=5)
+        if code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
+        if code > 128 and code - 128 in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            sys.exit(code)  # somebody stopped this command: that says nothing of the host
         said = Path(name) / "0"
         if code == 0 and said.exists():
             yield Finding("ok", "two ranks", said.read_text(encoding="utf-8"))

@@ -95,7 +95,9 @@ def step_picture(plan: Plan) -> Picture:
             words = (
                 f"{'forward' if span.kind == 'F' else 'backward'} of microbatch {span.microbatch}, stage {span.stage}"
             )
-            picture.box(x, y, wide - 1, 24, colour("FB".index(span.kind), 0.35), title=words)
+            picture.box(
+                x, y, 0.9 * wide if wide < 10 else wide - 1, 24, colour("FB".index(span.kind), 0.35), title=words
+            )
             if wide > 14:
                 picture.text(x + wide / 2, y + 16, str(span.microbatch), middle=True, fill=INK)
             if has_data_ranks and stage == 3:
@@ -106,18 +108,38 @@ def step_picture(plan: Plan) -> Picture:
                 )
         end = 80 + max(span.stop_s for span in own) * scale
         if has_data_ranks and stage < 2:
-            picture.box(end, y + 26, 4, 8, marks["reduce"], title="reduce-scatter of the merged gradients")
+            picture.box(
+                end,
+                y + 26,
+                4,
+                8,
+                marks["reduce"],
+                title=f"{'reduce-scatter' if stage else 'all-reduce'} of the merged gradients",
+            )
         picture.box(
-            80 + timeline.makespan_s * scale, y, scale - 1, 24, marks["update"], title="norm, clip, optimizer, one cast"
+            80 + timeline.makespan_s * scale,
+            y,
+            max(scale - 1, 0.9 * scale),
+            24,
+            marks["update"],
+            title="norm, clip, optimizer, one cast",
         )
         if has_data_ranks and 0 < stage < 3:
             picture.box(
                 80 + (length * scale) - 5, y + 26, 4, 8, marks["gather"], title="all-gather of updated parameters"
             )
         picture.y += 42
+    if plan.mesh.pp > _SHOWN_RANKS:
+        picture.text(16, picture.y, f"and {plan.mesh.pp - _SHOWN_RANKS} more ranks along pp", fill=MUTED)
+        picture.y += 20
     picture.text(16, picture.y + 6, f"bubble {timeline.bubble:.1%}", fill=MUTED)
     picture.y += 24
     return picture
+
+
+def _with_gap(width: float) -> float:
+    """A little less than `width`, so that neighbours do not touch: a pixel, or a tenth of what is narrow."""
+    return max(width - 1, 0.9 * width)
 
 
 def bucket_picture(ownership: Ownership) -> Picture:

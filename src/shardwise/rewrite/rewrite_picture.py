@@ -23,6 +23,11 @@ def rewrite_picture(checked: Checked, names: Sequence[str] = ()) -> Picture:
     outputs = checked.outputs
     shown = list(names) or [name for name in outputs if _is_changed(checked, name)] or list(outputs)
     picture = Picture("where the elements of outputs come from", width=720)
+    for words, said in (("dropped", checked.dropped), ("not in a source: these keep their value", checked.added)):
+        if said:
+            more = f" and {len(said) - 4} more" if len(said) > 4 else ""
+            picture.text(16, picture.y, f"{words}: {', '.join(sorted(said)[:4])}{more}", fill=MUTED)
+            picture.y += 24
     for name in shown[:_SHOWN_OUTPUTS]:
         _add_output(picture, checked, name)
     if len(shown) > _SHOWN_OUTPUTS:
@@ -56,6 +61,12 @@ def _add_output(picture: Picture, checked: Checked, name: str) -> None:
 
 
 def _is_changed(checked: Checked, name: str) -> bool:
-    """Whether an output is more than one whole source in its own shape."""
-    sources = checked.sources_of(name)
-    return len(sources) != 1 or checked.sources[next(iter(sources))].shape != checked.outputs[name].shape
+    """Whether an output is more than one whole source with every element in its place."""
+    shape = checked.outputs[name].shape
+    if 0 in shape:
+        return False
+    found = checked.resolve(name, Box((0,) * len(shape), shape))
+    if len(found) != 1 or checked.sources[found[0].other].shape != shape:
+        return True
+    steps = [step for size, step in zip(shape, found[0].dims, strict=True) if size > 1]
+    return steps != [(dim, 1) for dim, size in enumerate(shape) if size > 1]

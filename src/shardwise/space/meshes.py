@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
-from operator import mul
+from operator import index, mul
+from typing import SupportsIndex
 
 from shardwise.errors import PlanError
 from shardwise.space.boxes import index_of_element, row_major_strides
@@ -81,6 +82,9 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of `rank` along every axis; `PlanError` when the mesh has no such rank."""
+        if not isinstance(rank, SupportsIndex) or isinstance(rank, bool):
+            raise PlanError(f"a rank is a whole number, not {rank!r:.60}")
+        rank = index(rank)
         if not 0 <= rank < self.size:
             raise PlanError(f"mesh {self} has ranks 0 to {self.size - 1}, but was asked for rank {rank}")
         return dict(zip(AXES, index_of_element(self.shape, rank), strict=True))

@@ -1,5 +1,6 @@
 """Pictures of what a user has: a plan, a configuration, a checkpoint, a rewrite of one."""
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from shardwise.engine.inventory import take_inventory
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.plan import Plan, plan_ownership
 from shardwise.plan.plan_pictures import bucket_picture, mesh_picture, step_picture
-from shardwise.rewrite import Rewrite
+from shardwise.rewrite import find_rewrite
 from shardwise.rewrite.rewrite_picture import rewrite_picture
 from shardwise.svg import Picture, stacked
 from shardwise.train.config import RunConfig, read_config
@@ -38,17 +39,21 @@ def draw(
     Raises PlanError, ConfigError, CheckpointError or RewriteError.
     """
     if source.endswith(".toml") and Path(source).is_file():
-        if rewrite is not None or names:
+        if rewrite is not None or names or parameters:
             raise ConfigError(
                 f"{source} is a plan or a configuration; a rewrite and names of tensors go with a checkpoint"
             )
         return stacked(_of_toml(Path(source), num_processes, overrides))
+    if overrides or num_processes != 1:
+        raise ConfigError(f"{source} is no configuration; settings and a number of processes go with one")
+    if parameters and rewrite is None:
+        raise ConfigError("parameters belong to a rewrite; name one")
     contents = open_checkpoint(source).contents
     if rewrite is None:
         known = contents.tensors
         pictures = [contents_picture(contents, names)] if _all_known(names, known, source) else []
     else:
-        read = Rewrite.file(rewrite, parameters=parameters or {})
+        read = find_rewrite(rewrite).with_parameters(parameters or {})
         checked = read.check({name: (each.shape, each.dtype) for name, each in contents.tensors.items()})
         pictures = [rewrite_picture(checked, names)] if _all_known(names, checked.outputs, rewrite) else []
     return stacked(pictures)
@@ -63,8 +68,14 @@ def _all_known(names: Sequence[str], known: Mapping[str, object], where: str) ->
 
 
 def _of_toml(path: Path, num_processes: int, overrides: Sequence[str]) -> list[Picture]:
-    text = path.read_text(encoding="utf-8")
-    is_configuration = any(line.strip().startswith(("[model", "[train")) for line in text.splitlines())
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    is_configuration = not tables.keys().isdisjoint(("model", "data", "train", "checkpoint"))
+    if not is_configuration and (overrides or num_processes != 1):
+        raise ConfigError(f"{path} is a plan; settings and a number of processes go with a configuration")
     config = read_config(path, overrides=overrides, num_processes=num_processes) if is_configuration else None
     plan = Plan.parse(text) if config is None else config.plan
     pictures = [mesh_picture(plan), step_picture(plan)]
