@@ -25,7 +25,7 @@ _MAX_CELLS = 48
 
 def colour(number: int, depth: float = 0.5) -> str:
     """The `number`-th colour; depth from 0 (light) to 1 (dark). The first hundred differ."""
-    # Beyond the chosen hues, steps of the golden angle, which fill the wheel evenly; from 13 none of them meets a chosen one.
+    # Beyond the chosen hues, steps of the golden angle fill the wheel evenly. From 13 on none meets a chosen one.
     hue = _HUES[number] if number < len(_HUES) else (number * 137.508 + 13) % 360
     # Numbers, not hsl(...): that is CSS, which viewers of plain SVG do not know.
     red, green, blue = hls_to_rgb(hue / 360, 0.84 - 0.44 * depth, 0.6)
