@@ -52,6 +52,7 @@ def test_a_small_cell_measures_every_side_and_prints_every_verdict(kind: str, tm
 
 @pytest.mark.processes
 @pytest.mark.timeout(240)
+@pytest.mark.stress
 def test_every_moment_of_a_clipped_forward_and_backward_is_charged_to_a_phase() -> None:
     outcome = cells.run(cell(work="clipping", kind="llama"))
     assert [(each.num_local, each.num_foreign) for each in outcome.clipping] == [(3, 4), (4, 3)]

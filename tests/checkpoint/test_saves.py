@@ -176,6 +176,7 @@ def check_tiny(path: Path, num_tensors: int, size: int, *, seconds: float) -> No
     assert time.process_time() - began < seconds
 
 
+@pytest.mark.stress
 def test_tens_of_thousands_of_tiny_tensors_are_saved_verified_and_loaded(tmp_path: Path) -> None:
     check_tiny(tmp_path, 21_000, 1, seconds=24)
     assert len(contents(tmp_path)) == 1 + 1 + 2  # manifest, data, tables of 20,000
