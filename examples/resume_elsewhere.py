@@ -64,7 +64,7 @@ def train(channel: sw.Channel, plan: sw.Plan, steps: range, folder: str) -> list
     losses = []
     for step in steps:
         share = plan.mesh.data_rank(channel.rank)  # the same for all ranks of a pipeline
-        rows = words_of(step).chunk(plan.mesh.dp_shard)[share]
+        rows = words_of(step).chunk(plan.mesh.num_data_ranks)[share]
         losses.append(engine.step({"words": rows}).loss)
         scheduler.step()
     sw.save(folder, engine, step=steps.stop, extra={"scheduler": scheduler.state_dict()})

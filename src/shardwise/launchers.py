@@ -47,7 +47,7 @@ class Announced:
         if missing:
             raise PlanError(
                 f"{self.launcher} has started {self.size} processes, of which this is rank {self.rank}, but does not "
-                f"say where rank 0 is to be met; export {' and '.join(missing)} to all of them (the host of rank 0, "
+                f"say where rank 0 can be reached; export {' and '.join(missing)} to all of them (the host of rank 0, "
                 f"and a free port there), or start with torchrun. {_ALONE[0].upper()}{_ALONE[1:]}"
             )
         return self

@@ -15,7 +15,7 @@ __all__ = ["INK", "MUTED", "PAPER", "Picture", "colour", "stacked"]
 INK, MUTED, PAPER = "#22252b", "#8a8f98", "#ffffff"
 _IDLE = "#eef0f2"
 _HUES = (212, 22, 145, 275, 48, 340, 185, 100)
-"""Degrees on the colour wheel that are told apart easily, in the order in which they are given out."""
+"""Degrees on the colour wheel that differ clearly, in the order of use."""
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

@@ -276,7 +276,7 @@ class _RoundTrip:
     def losses(self, names: Collection[str]) -> dict[str, str]:
         """Why the rewrite loses something of these tensors, which do not come back as they were; by name.
 
-        A tensor of which it should lose nothing has no entry. Reads those again whose NaNs may be the only difference.
+        A tensor that should lose nothing has no entry. Reads those again whose NaNs may be the only difference.
         """
         if self.checked is None:
             return {}
@@ -375,7 +375,7 @@ def _elements(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tenso
 
 def _with_one_nan(elements: torch.Tensor) -> torch.Tensor:
     """The bits of floats, or of the parts of complex numbers, with the same NaN for every NaN."""
-    # A complex number has two floats, each of which may be a NaN of its own.
+    # A complex number has two floats, and each may be a NaN of its own.
     parts = elements.view(_PARTS.get(elements.dtype, elements.dtype))
     bits = parts.view(_BITS[parts.itemsize])
     nan = torch.tensor([math.nan]).to(parts.dtype).view(bits.dtype)

@@ -267,7 +267,7 @@ def _differences(
         (named.tensors[one].whole, named.tensors[other].whole)
         for one, other in twins
         # Equal checksums are equal bytes: saves of ours are settled without
-        # a read. A rewrite makes other bytes, of which none are known.
+        # a read. A rewrite makes other bytes, and no checksum of these is known.
         if not (contents.verifiable and view is None and _have_equal_checksums(contents, one, other))
     ]
     lacking = [

@@ -93,7 +93,7 @@ def batches_of(
         while first < span.last_block:
             if room < block_bytes:
                 batches.append([])
-                # A block is verified as a whole, so that a batch has room for one, however small the batch is to be.
+                # A block is verified as a whole, so that a batch has room for one, however small the batch.
                 room = max(max_bytes, block_bytes)
             last = min(span.last_block, first + room // block_bytes)
             part = BlockSpan(span.ordinal, first, last)

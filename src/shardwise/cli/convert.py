@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.rewrite import Rewrite
 
 
-def _parameters(context: click.Context, option: click.Parameter, words: tuple[str, ...]) -> dict[str, int | str]:
+def rewrite_parameters(context: click.Context, option: click.Parameter, words: tuple[str, ...]) -> dict[str, int | str]:
     """`num_heads=32` as a name and its value."""
     found: dict[str, int | str] = {}
     for word in words:
@@ -51,7 +51,7 @@ def _parameters(context: click.Context, option: click.Parameter, words: tuple[st
     "parameters",
     metavar="NAME=VALUE",
     multiple=True,
-    callback=_parameters,
+    callback=rewrite_parameters,
     help="A parameter of the rewrite; the others come from config.json. May be given several times.",
 )
 @click.option(

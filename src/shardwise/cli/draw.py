@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from shardwise.cli.convert import rewrite_parameters
 from shardwise.cli.exit_verdicts import errors_in_words
 from shardwise.errors import ConfigError
 
@@ -16,7 +17,14 @@ from shardwise.errors import ConfigError
     help="The picture [default: the name of SOURCE, with .svg].",
 )
 @click.option("--rewrite", metavar="FILE", help="Of a checkpoint: draw where this rewrite takes elements from.")
-@click.option("--parameter", "parameters", multiple=True, metavar="NAME=VALUE", help="A parameter of the rewrite.")
+@click.option(
+    "--parameter",
+    "parameters",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=rewrite_parameters,
+    help="A parameter of the rewrite.",
+)
 @click.option("--tensor", "names", multiple=True, metavar="NAME", help="Draw this tensor; repeatable.")
 @click.option("--nproc", default=1, show_default=True, type=click.IntRange(min=1), help="Processes, as for train.")
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Change a setting; repeatable.")
@@ -25,7 +33,7 @@ def draw(
     source: str,
     out: Path | None,
     rewrite: str | None,
-    parameters: tuple[str, ...],
+    parameters: dict[str, int | str],
     names: tuple[str, ...],
     nproc: int,
     overrides: tuple[str, ...],
@@ -41,12 +49,12 @@ def draw(
     with errors_in_words(debug=debug):
         from shardwise.train.drawing import draw as svg_of
 
-        pairs = dict(pair.partition("=")[::2] for pair in parameters)
-        values = {name: int(value) if value.isdecimal() else value for name, value in pairs.items()}
-        text = svg_of(source, rewrite=rewrite, parameters=values, names=names, num_processes=nproc, overrides=overrides)
+        svg = svg_of(
+            source, rewrite=rewrite, parameters=parameters, names=names, num_processes=nproc, overrides=overrides
+        )
         # The suffix of TOML goes; other dots are part of a name: llama-3.1-8b.
         target = out or Path(f"{Path(source).resolve().name.removesuffix('.toml')}.svg")
-        picture = text.encode()  # before the file is opened, which empties it
+        picture = svg.encode()  # before the file is opened, which empties it
         try:
             target.write_bytes(picture)
         except OSError as error:

@@ -6,6 +6,7 @@ module is a rank of the trial.
 
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -30,20 +31,19 @@ from shardwise.launchers import place_of
 
 __all__ = ["Finding", "examine"]
 
-_TORCH = ("2.11", "2.14")
-"""From the first version that is supported to the first that is not."""
+_REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)(?:;.*extra == ['\"](\w+))?")
 
 _FILES_PER_RANK = 64
-"""Open files that a rank needs beside its connections."""
+"""Open files that a rank needs in addition to its connections."""
 
-_EXTRAS = {
-    "transformers": "models by class name in configurations, export_hf",
+_USES = {
+    "transformers": "models by class name in configurations",
     "tokenizers": "tokenizers in configurations",
     "matplotlib": "loss curves and timelines as pictures",
     "tensorboard": "metrics for TensorBoard",
     "fsspec": "checkpoints at addresses such as s3://",
-    "xxhash": "checksums",
 }
+"""What the packages of our extras are for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +85,31 @@ def examine(environment: Mapping[str, str], *, folder: Path | None = None, trial
 def _versions() -> Iterator[Finding]:
     yield Finding("ok", "python", f"{platform.python_version()} at {sys.executable}, {platform.platform()}")
     yield Finding("ok", "shardwise", metadata.version("shardwise"))
-    first, beyond = (tuple(map(int, each.split("."))) for each in _TORCH)
-    have = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdecimal())
-    fits = first <= have < beyond
-    way_out = (
-        "" if fits else f"; supported is {_TORCH[0]} up to, but without, {_TORCH[1]}: pip install 'torch>=2.11,<2.14'"
-    )
-    yield Finding("ok" if fits else "wrong", "torch", torch.__version__ + way_out)
-    for name, use in _EXTRAS.items():
-        if find_spec(name) is None:
-            yield Finding("note", name, f"not installed; it is for {use}: pip install 'shardwise[train]'")
-        else:
-            yield Finding("ok", name, _version_of(name))
+    # The metadata of the package has what pyproject.toml asks for: "torch<2.14,>=2.11", "fsspec>=2024.9; extra == ...".
+    for requirement in metadata.requires("shardwise") or ():
+        name, bounds, extra = _REQUIREMENT.match(requirement).groups()  # type: ignore[union-attr]
+        if name == "torch":
+            fits = _fits(torch.__version__, bounds)
+            yield Finding(
+                "ok" if fits else "wrong", name, torch.__version__ + ("" if fits else f"; needed is {bounds}")
+            )
+        elif extra in ("train", "tensorboard", "object"):
+            if find_spec(name) is None:
+                use = _USES.get(name, "an extra")
+                yield Finding("note", name, f"not installed; it is for {use}: pip install 'shardwise[{extra}]'")
+            else:
+                yield Finding("ok", name, _version_of(name))
+
+
+def _fits(version: str, bounds: str) -> bool:
+    """Whether the first two numbers of a version are within `>=` and `<`."""
+    have = _numbers(version)
+    least, beyond = (re.search(rf"{sign}([0-9.]+)", bounds) for sign in (">=", "<"))
+    return (least is None or have >= _numbers(least[1])) and (beyond is None or have < _numbers(beyond[1]))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"[0-9]+", version)[:2])
 
 
 def _version_of(name: str) -> str:

@@ -237,7 +237,7 @@ def carry_out_plan(
 
     sources, targets: this rank's pieces, as the plan counts them.
     take: the tensor that holds a source. room: the tensor that takes a target, asked for when bytes have come.
-    let_go: called with each source of which nothing is needed any more. adds: targets get the sum of what comes, in
+    let_go: called with each source that is not needed any more. adds: targets get the sum of what comes, in
     the order of the shares, where else each element comes once.
     """
     deliveries = _Deliveries(plan, channel.rank, sources, targets)

@@ -22,17 +22,14 @@ def held(plan: Plan, rank: int) -> dict[str, tuple[float, float]]:
     bytes. The parts of all ranks are disjoint but for replicas, and cover everything.
     """
     mesh, at = plan.mesh, plan.mesh.coordinates(rank)
-    num_owners, owner = 1, 0
-    for axis in plan.sharding.owner_axes:
-        size = getattr(mesh, axis)
-        num_owners, owner = num_owners * size, owner * size + at[axis]
+    owners = mesh.peers(rank, plan.sharding.owner_axes)
     found = {}
     for kind, stage in _KINDS:
         width = 1 / (mesh.pp * mesh.tp)
         start = at["pp"] / mesh.pp + at["tp"] * width
         if plan.sharding.stage >= stage:
-            width /= num_owners
-            start += owner * width
+            width /= len(owners)
+            start += owners.index(rank) * width
         found[kind] = (start, start + width)
     return found
 

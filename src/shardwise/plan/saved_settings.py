@@ -108,7 +108,7 @@ def _merge(one: Any, other: Any, rank: int, place: str) -> Any:
     if one != other:
         raise MismatchError(
             f"{place} is {one!r} on the ranks before rank {rank}, and {other!r} there; settings (learning rates, "
-            "groups) are to be equal on all ranks when they are saved"
+            "groups) must be equal on all ranks when they are saved"
         )
     return one
 

@@ -57,7 +57,7 @@ def _expand_plain(statement: Statement, names: Environment) -> tuple[list[Expand
     if not absent:
         transposed = tuple([name.transposed for name in statement.left])
         return [Expanded(left, right, transposed if any(transposed) else None)], []
-    # `optional=1` says that all may be absent. A statement of which a part is there is wrong all the same.
+    # `optional=1` says that all may be absent. A statement that is there in part is wrong all the same.
     if statement.optional and len(absent) == len(left):
         return [], []
     return [], [StatementFinding.of(statement, names.absence(name.text), at=name.place) for name in absent]

@@ -82,7 +82,7 @@ def texts_of(source: object, parameters: object) -> tuple[Text, ...]:
 
 
 def _read(source: object) -> tuple[str, bool]:
-    """The text of a rewrite, and whether it is to be undone."""
+    """The text of a rewrite, and whether it goes backward."""
     if isinstance(source, Mapping):
         return _configured(source)
     text = _joined(source)
@@ -440,7 +440,7 @@ def agreeing(proved: Sequence[Proved], aliases: Mapping[str, str]) -> tuple[tupl
 def dropped_sources(
     proved: Sequence[Proved], outputs: Mapping[str, Node], groups: Sequence[Sequence[str]], aliases: Mapping[str, str]
 ) -> frozenset[str]:
-    """The sources of which nothing comes out."""
+    """The sources that no output uses."""
     if not any(each.undoing.lost for each in proved):
         return frozenset()
     used: set[str] = set()

@@ -88,11 +88,8 @@ def _buckets(config: RunConfig, plan: Plan) -> Picture:
     """The buckets of the model that the configuration names, which is built without values."""
     with torch.device("meta"):
         model = build_model(config)
-    num_data_ranks = plan.mesh.num_data_ranks
-    num_owners = 1
-    for axis in plan.sharding.owner_axes:
-        num_owners *= getattr(plan.mesh, axis)
+    num_owners = len(plan.mesh.peers(0, plan.sharding.owner_axes))
     specs = take_inventory(model, plan.precision).specs
     return bucket_picture(
-        plan_ownership(specs, plan.sharding, num_owners=num_owners, num_replicas=num_data_ranks // num_owners)
+        plan_ownership(specs, plan.sharding, num_owners=num_owners, num_replicas=plan.mesh.num_data_ranks // num_owners)
     )

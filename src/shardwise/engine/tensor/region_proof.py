@@ -264,7 +264,7 @@ class Comparison:
             pairs = self._pairs(made.tensors, expected.tensors, shapes)
             compared = [pair for pair in pairs if pair is not None]
             if not compared or (len(compared) < len(pairs) and not is_outermost):
-                return Unknown("it gives tensors of which each rank has its own part")
+                return Unknown("each rank has its own part of the tensors that it gives")
             relative = max(self._exchanged(differ(*map(list, zip(*compared, strict=True)))))
             finest = finest_eps(expected.tensors)
             # Equal to the last digits: no need to measure the rounding, which costs another run and copies.

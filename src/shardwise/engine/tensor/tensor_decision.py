@@ -125,7 +125,7 @@ def agree_on_tensor_plan(
         rules = plan.tensor.rules
         if rules is not None and given:
             raise PlanError(
-                f"tensor.rules: given for a model of which {len(given)} parameters are cut DTensors already, such as "
+                f"tensor.rules: given for a model with {len(given)} parameters that are cut DTensors already, such as "
                 f"{next(iter(given))!r}; leave the rules out, or give the model as it was built"
             )
         if rules is None and not given:

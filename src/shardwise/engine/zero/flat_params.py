@@ -75,7 +75,7 @@ class WholeBucket:
 
 
 class ShardedBucket(WholeBucket):
-    """A working copy of which each rank holds its part, until it is gathered.
+    """A working copy that is cut over the ranks until it is gathered.
 
     owner 0   | part of bucket 0 | part of bucket 1 | ..     in memory that the peers read in place, if they can
     owner 1   | part of bucket 0 | part of bucket 1 | ..

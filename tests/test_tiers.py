@@ -1,0 +1,19 @@
+"""The list of slow tests names tests that are there: a renamed one would slip into `make test` without a word."""
+
+import re
+from pathlib import Path
+
+from tests.tiers import slow_tests
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_slow_test_of_the_list_is_in_its_file() -> None:
+    functions = {tuple(re.split(r"::|\[", test, maxsplit=2)[:2]) for test in slow_tests()}
+    assert functions
+    missing = [
+        (file, name)
+        for file, name in sorted(functions)
+        if not (ROOT / file).exists() or f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")
+    ]
+    assert missing == [], "record again: tests/tiers.py says how"
